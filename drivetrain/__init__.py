@@ -6,7 +6,6 @@ line needs no torch.
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.runtime.exports import load_export, public_names
@@ -172,14 +171,7 @@ __all__ = ["__version__", *sorted(_EXPORTS)]
 
 
 def __getattr__(name: str) -> Any:
-    # Definitions are no garbage, and a full collection among them walks all that torch has made: a third of the time.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return load_export(name, _EXPORTS, globals())
-    finally:
-        if collects:
-            gc.enable()
+    return load_export(name, _EXPORTS, globals())
 
 
 def __dir__() -> list[str]:

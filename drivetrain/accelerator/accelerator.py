@@ -49,7 +49,7 @@ from drivetrain.accelerator.plugins import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
-from drivetrain.accelerator.preparation import Preparation, PreparationOptions
+from drivetrain.accelerator.preparation import FUSED_HINT, Preparation, PreparationOptions
 from drivetrain.accelerator.prepared import Prepared
 from drivetrain.accelerator.run_state import RunState
 from drivetrain.accelerator.scheduler import PreparedScheduler
@@ -63,6 +63,7 @@ from drivetrain.data import (
     PreparedLoader,
     TailPolicy,
 )
+from drivetrain.runtime.deprecation import warn_ignored
 from drivetrain.runtime.keywords import KnownKeywords, made_again
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy
@@ -108,9 +109,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         megatron_lm_plugin: Options of `strategy="megatron"` in Accelerate's names, or the keys of its
             `megatron_lm_config`.
         device: Name of the kind of device, such as `"cuda"`; found if None.
-        fused_optimizer: Whether optimizers of torch that were made without `fused` and `foreach` step by torch's fused
-            implementation, where it has one for their parameters: faster, and the same but for rounding. False keeps
-            what was given.
+        fused_optimizer: Deprecated, without effect. Give `fused=True` to the optimizer itself.
         log_with: Trackers that `init_trackers` opens: names, objects, several of them, or `"all"`.
 
     Raises:
@@ -161,17 +160,19 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
         parallelism_config: ParallelismConfig | Mapping[str, Any] | None = None,
         device: str | None = None,
-        fused_optimizer: bool = True,
+        fused_optimizer: bool | None = None,
     ) -> None:
+        warn_ignored("Accelerator", "fused_optimizer", fused_optimizer, FUSED_HINT, since="0.1.0", removed_in="0.3.0")
         handlers = checked_handlers(kwargs_handlers)
         process = PartialState(cpu, device=device, **process_options(find_handler(handlers, InitProcessGroupKwargs)))
         self.project_configuration = make_project(project_dir, project_config)
         self.rng_types = list(rng_types or ["generator"])
         self.profile_handler = find_handler(handlers, ProfileKwargs)
         loading = make_dataloader_config(split_batches, dataloader_config)
-        stepping = (step_scheduler_with_optimizer, step_scheduler_per_process, fused_optimizer)
         compilation = make_dynamo_plugin(dynamo_backend, dynamo_plugin)
-        options = PreparationOptions(device_placement, loading, *stepping, compilation)
+        options = PreparationOptions(
+            device_placement, loading, step_scheduler_with_optimizer, step_scheduler_per_process, compilation
+        )
         plugins = Plugins.given(
             fsdp_plugin, deepspeed_plugin, deepspeed_plugins, parallelism_config, megatron_lm_plugin, torch_tp_plugin
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
@@ -11,14 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.optimizer_calls import step_parameter
 
 
 class InBackward:
     """Lets a backward step the parameters of some optimizers, so that their gradients are never held together.
 
-    An optimizer steps one parameter as it steps all: by its own `step`, over its own state, with the options of the
-    parameter's group as they are then. Its state and its groups are those that they are without.
+    A copy of the optimizer steps one parameter at a time: by the same `step`, over the same state, with the options
+    of the parameter's group as they are then. The optimizer itself, its groups and its hooks are left as they are.
 
     Args:
         optimizers: The bare optimizers.
@@ -40,6 +40,7 @@ class InBackward:
         self._places: dict[Tensor, tuple[Optimizer, int]] = {}  # each one's optimizer, and the number of its group
         self._hooks: list[Any] = []
         self._checked: set[tuple[int, int]] = set()  # groups of which a parameter has been stepped
+        self._copies = {id(optimizer): _copy_of(optimizer) for optimizer in optimizers}
         self._stepped: set[Tensor] = set()
         self._locks = {id(optimizer): Lock() for optimizer in optimizers}  # there is a thread for each device
         self._steps, self._is_attached = True, False
@@ -115,7 +116,7 @@ class InBackward:
             self._clip([parameter])
         optimizer, number = self._places[parameter]
         with self._locks[id(optimizer)]:
-            changed = step_parameter(optimizer, number, parameter)
+            changed = _step_alone(self._copies[id(optimizer)], optimizer, number, parameter)
         parameter.grad = None
         if (id(optimizer), number) not in self._checked:
             self._checked.add((id(optimizer), number))
@@ -127,6 +128,44 @@ class InBackward:
                     "AdamW.",
                     code="DT-093",
                 )
+
+
+def _copy_of(optimizer: Optimizer) -> Optimizer:
+    """Return a shallow copy of an optimizer; torch copies its options, state and groups, but neither hooks nor `step`.
+
+    What a class of the user's own keeps on the instance is added.
+    """
+    made = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():
+        if name != "step":
+            vars(made).setdefault(name, value)
+    return made
+
+
+def _step_alone(alone: Optimizer, optimizer: Optimizer, number: int, parameter: Tensor) -> list[str]:
+    """Step one parameter of an optimizer.
+
+    Args:
+        alone: A copy of the optimizer, which steps in its place.
+        optimizer: The optimizer.
+        number: The parameter's group.
+        parameter: The parameter.
+
+    Returns:
+        Names of what the step has changed beside the parameter and its state, which the optimizer itself lacks then.
+    """
+    own, group = vars(alone), optimizer.param_groups[number]
+    alone.state, alone.param_groups = optimizer.state, [{**group, "params": [parameter]}]
+    kept = dict(own)
+    alone.step()
+    changed = [name for name, value in own.items() if value is not kept.get(name, _ABSENT)]
+    options = alone.param_groups[0]
+    return changed + [
+        name for name, value in options.items() if name != "params" and value is not group.get(name, _ABSENT)
+    ]
+
+
+_ABSENT = object()
 
 
 def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:

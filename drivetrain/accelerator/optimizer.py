@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from drivetrain.accelerator.prepared import Prepared, parameters_of
-from drivetrain.strategies import Strategy, optimizer_calls
+from drivetrain.strategies import Strategy
+from drivetrain.strategies.optimizer_names import lay_out_state
 from drivetrain.strategies.optimizer_proxy import OptimizerProxy, needs_closure
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class PreparedOptimizer(OptimizerProxy):
         """
         if self.spent or not self._window.holds_gradients:
             self.spent = self.holds_abandoned = False
-            optimizer_calls.zero_grad(self.optimizer, set_to_none)
+            self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, where a window ends.
@@ -111,8 +112,9 @@ class PreparedOptimizer(OptimizerProxy):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's own state."""
+        """Load the optimizer's own state, laid out in memory as its parameters are."""
         self.optimizer.load_state_dict(state_dict)
+        lay_out_state(self.optimizer)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _alone, (self.optimizer,)

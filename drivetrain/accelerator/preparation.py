@@ -36,10 +36,11 @@ from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import StepModule, Strategy
-from drivetrain.strategies.base import move_optimizer_state
 from drivetrain.strategies.capabilities import Join, join_context
-from drivetrain.strategies.fused_optimizers import use_fused
+from drivetrain.strategies.optimizer_names import lay_out_state
 from drivetrain.strategies.precision import Precision
+
+FUSED_HINT = "Optimizers are stepped as they were made: give fused=True to the optimizer itself."
 
 
 @dataclass
@@ -52,7 +53,6 @@ class PreparationOptions:
         step_scheduler_with_optimizer: Whether schedulers follow the optimizers.
         step_scheduler_per_process: Whether a scheduler steps once per process for each optimizer step, unless
             `split_batches`.
-        fused_optimizer: Whether torch's optimizers step fused where their script has left that open.
         dynamo_plugin: How models are compiled; as the launcher was asked if None.
     """
 
@@ -60,7 +60,6 @@ class PreparationOptions:
     dataloader_config: DataLoaderConfiguration
     step_scheduler_with_optimizer: bool
     step_scheduler_per_process: bool
-    fused_optimizer: bool
     dynamo_plugin: TorchDynamoPlugin | None = None
 
 
@@ -189,10 +188,8 @@ class Preparation:
         for known in self._prepared.optimizers:
             if known.optimizer is optimizer:
                 return known
-        move_optimizer_state(optimizer)
+        lay_out_state(optimizer)
         stepped = self._precision.prepare_optimizer(optimizer)
-        if self.options.fused_optimizer:
-            use_fused(stepped, self._prepared.models)
         prepared = PreparedOptimizer(stepped, self._step, self._prepared, self._strategy)
         self._prepared.optimizers.append(prepared)
         return prepared

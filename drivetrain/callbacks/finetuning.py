@@ -15,7 +15,6 @@ from drivetrain.callbacks.support.rhythm import RunPoint
 from drivetrain.runtime.durations import Duration, Unit, interval_of
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.strategies.fused_optimizers import options_given
 
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task
@@ -231,10 +230,9 @@ class BaseFinetuning(Callback):
         """Remember an optimizer's groups from the first that was added on, by the names of their parameters."""
         names = {id(parameter): name for name, parameter in _all_in_place(trainer).items()}
         optimizer = trainer.optimizers[number]
-        for place, group in enumerate(optimizer.param_groups[first:], first):
+        for group in optimizer.param_groups[first:]:
             params = [names[id(parameter)] for parameter in group["params"]]
-            given = {**group, **options_given(optimizer, place), "params": params}
-            self._added.setdefault(number, []).append(given)
+            self._added.setdefault(number, []).append({**group, "params": params})
 
     def _add_again(self, trainer: Trainer) -> None:
         """Give the optimizers the groups that they had in the run before; their state comes next."""

@@ -28,7 +28,6 @@ from drivetrain.checkpoint.tensor_file import FileDigest, write_file
 from drivetrain.checkpoint.tree import pack
 from drivetrain.checkpoint.writer_record import clean_stale, this_writer
 from drivetrain.runtime.errors import CheckpointError
-from drivetrain.runtime.priority import run_in_background
 from drivetrain.runtime.state import PartialState
 
 SHARED_FILE = "state.json"
@@ -186,9 +185,6 @@ class Save:
         """Write what is this process's to write."""
         if self._late is not None:
             self._finish_copying(self._late)
-            # Not before: the next step of training waits for the copies. Two threads of a step that meet at its end
-            # both stand still while one of them shares its core.
-            run_in_background()
         files: dict[str, FileDigest] = {}
         self._storage.begin(place, (FOLDER,))
         if self._peers.is_main:

@@ -21,9 +21,9 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_convert
 
 from drivetrain.data.whole_batches import is_table_of_tensors
-from drivetrain.runtime.kept_generators import KeptGenerators
 from drivetrain.runtime.seeds import (
     GENERATORS,
+    KeptGenerators,
     drawn_since,
     sample_seed,
     sample_seeds,

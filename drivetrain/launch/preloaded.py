@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import gc
 import importlib
 import importlib.util
 import json
@@ -50,19 +49,14 @@ def main() -> int:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     before = list(sys.path)
-    gc.disable()  # it takes a tenth of the time, and what is imported stays
     with _path_of(kind, target):
         answer = _import(names, kind, target)
-    gc.enable()
     sys.path[:] = before
     launcher.send(json.dumps(answer).encode())
     if "ready" not in answer:
         return 0
     sys.stdout.flush()
     sys.stderr.flush()
-    # Out of the garbage collector's sight: else each rank walks, and so copies, all that was imported.
-    gc.collect()
-    gc.freeze()
     _serve(launcher)
     rank.append(os.getpid())
     worker = ["-m", "drivetrain.launch.worker", *sys.argv[3:]]

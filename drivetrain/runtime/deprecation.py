@@ -5,7 +5,8 @@
 def train(trainer, task): ...
 
 @renamed_arguments({"gpus": "devices"}, since="0.2.0", removed_in="0.4.0")
-def start(devices): ...
+def start(devices, quietly=None):
+    warn_ignored("start", "quietly", quietly, "", since="0.2.0", removed_in="0.4.0")
 ```
 """
 
@@ -84,6 +85,21 @@ def renamed_arguments(names: Mapping[str, str], *, since: str, removed_in: str) 
     return mark
 
 
+def warn_ignored(function: str, name: str, value: object, hint: str, *, since: str, removed_in: str) -> None:
+    """Warn the caller's caller of an argument that is taken and has no effect any more; do nothing if it is None.
+
+    Args:
+        function: The name of the function that takes the argument.
+        name: The argument.
+        value: What was given for it.
+        hint: A sentence that says what to do instead.
+        since: The first version in which it has no effect.
+        removed_in: The version that refuses it.
+    """
+    if value is not None:
+        _warn(f"{function}({name}={value!r}) has no effect {_until(since, removed_in)}. {hint}".rstrip(), stacklevel=4)
+
+
 def _until(since: str, removed_in: str) -> str:
     return f"since drivetrain {since} and will be removed in {removed_in}"
 
@@ -97,5 +113,5 @@ def _warning(function: F, message: str) -> F:
     return call  # type: ignore[return-value]
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, DrivetrainDeprecationWarning, stacklevel=3)
+def _warn(message: str, stacklevel: int = 3) -> None:
+    warnings.warn(message, DrivetrainDeprecationWarning, stacklevel=stacklevel)

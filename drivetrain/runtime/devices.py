@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.runtime import host_allocator, host_kernels, xla
+from drivetrain.runtime import xla
 from drivetrain.runtime.byte_sizes import host_memory
 from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, nearest
 
@@ -234,13 +234,10 @@ class CPU(DeviceKind):
         return torch.device("cpu")
 
     def set_device(self, device: torch.device) -> None:
-        """Nothing to choose. What tensors free on the host stays in the process, and kernels are the fastest known."""
-        host_allocator.keep_freed_memory()
-        host_kernels.use_faster_kernels()
+        """Nothing to choose."""
 
     def empty_cache(self) -> None:
-        """Return what tensors have freed to the system."""
-        host_allocator.return_freed_memory()
+        """Nothing is cached."""
 
     def is_started(self) -> bool:
         """False: nothing of the host's is lost in a fork."""

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from drivetrain.runtime.tracebacks import install_hook, short_lines
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from drivetrain.runtime.tracebacks import short_lines
 
 NO_CODE = "DT-000"
 
@@ -17,14 +13,10 @@ NO_CODE = "DT-000"
 class DrivetrainError(Exception):
     """Base class of every error raised on purpose by drivetrain.
 
-    Uncaught, it is printed with a traceback that leaves out most of drivetrain's own frames.
+    The launcher's reports and notebooks show it with a traceback that leaves out most of drivetrain's own frames.
     """
 
     has_short_traceback = True
-
-    def __new__(cls, *args: object, **kwargs: object) -> Self:
-        install_hook()
-        return super().__new__(cls, *args, **kwargs)
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in the cell."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import os
+import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -130,10 +131,14 @@ class GlobalGenerator(NamedTuple):
     Attributes:
         seed: Seeds it with its part of 64 bits.
         draw: Draws 53 bits or more.
+        get_state: Returns its state.
+        set_state: Restores a state that `get_state` has returned.
     """
 
     seed: Callable[[int], object]
     draw: Callable[[], object]
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], object]
 
 
 def _seed_numpy(seed: int) -> None:
@@ -145,9 +150,13 @@ def _draw_from_torch() -> int:
 
 
 GENERATORS = {
-    "python": GlobalGenerator(random.seed, partial(random.getrandbits, 64)),
-    "numpy": GlobalGenerator(_seed_numpy, np.random.random_sample),
-    "torch": GlobalGenerator(torch.default_generator.manual_seed, _draw_from_torch),
+    "python": GlobalGenerator(random.seed, partial(random.getrandbits, 64), random.getstate, random.setstate),
+    "numpy": GlobalGenerator(
+        _seed_numpy, np.random.random_sample, partial(np.random.get_state, legacy=False), np.random.set_state
+    ),
+    "torch": GlobalGenerator(
+        torch.default_generator.manual_seed, _draw_from_torch, torch.get_rng_state, torch.set_rng_state
+    ),
 }
 
 
@@ -290,6 +299,54 @@ class RandomState:
             raise CheckpointError(
                 f"This random state has no {error}. It must come from RandomState.state_dict()."
             ) from None
+
+
+class KeptGenerators:
+    """Finds which of Python's, NumPy's and torch's CPU generator have changed since a moment, and puts them back.
+
+    As a context, it puts back in the end what the body has changed. It can be entered again.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, Any] = {}
+
+    def take(self) -> None:
+        """Note the states."""
+        self._states = {name: each.get_state() for name, each in GENERATORS.items()}
+
+    def changed(self, names: Iterable[str] | None = None) -> list[str]:
+        """Return the names of those that have drawn, or were seeded, since their states were noted.
+
+        Args:
+            names: Which of `GENERATORS` to compare; all of them if None.
+        """
+        return [
+            name
+            for name in (GENERATORS if names is None else names)
+            if not _same_state(GENERATORS[name].get_state(), self._states[name])
+        ]
+
+    def put_back(self) -> None:
+        """Restore the states that were noted."""
+        for name, state in self._states.items():
+            GENERATORS[name].set_state(state)
+
+    def __enter__(self) -> None:
+        self.take()
+
+    def __exit__(self, *_: object) -> None:
+        self.put_back()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_states": {}}
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):  # NumPy's, which has arrays in it
+        return pickle.dumps(one) == pickle.dumps(other)
+    return bool(one == other)
 
 
 @contextmanager

@@ -1,20 +1,17 @@
 """Short tracebacks: those of a `DrivetrainError` end at the user's line, with three frames of drivetrain at most.
 
-Nothing is done before an error is shown: `sys.excepthook`, reports of the launcher and notebooks leave frames out as
-they print, so debuggers and handlers find the whole traceback in the exception. Imports no torch.
+Reports of the launcher and notebooks leave frames out as they print, so that debuggers and handlers find the whole
+traceback in the exception. `sys.excepthook` is left alone: a plain `python script.py` shows all frames. Imports no torch.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
 from itertools import groupby
 from types import TracebackType
-from typing import Any
 
 from drivetrain.runtime.frames import in_package, is_library
 
@@ -22,18 +19,6 @@ FULL_VARIABLE = "DRIVETRAIN_FULL_TRACEBACK"
 """Set to 1, it lets tracebacks have all frames."""
 
 _NOTEBOOK = (f"{os.sep}IPython{os.sep}", f"{os.sep}ipykernel{os.sep}")
-Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], Any]
-
-
-@cache
-def install_hook() -> None:
-    """Let an uncaught `DrivetrainError` be printed with a short traceback, by the hook that is there."""
-    sys.excepthook = partial(_print_short, sys.excepthook)
-
-
-def _print_short(hook: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    with short_tracebacks(error, trace):
-        hook(kind, error, error.__traceback__)
 
 
 def short_lines(error: BaseException) -> list[str]:

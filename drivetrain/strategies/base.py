@@ -16,6 +16,7 @@ from drivetrain.runtime.keywords import KnownKeywords
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.gradients import Gradients
 from drivetrain.strategies.model_state import ModelState
+from drivetrain.strategies.optimizer_names import lay_out_state
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.step_module import StepModule
 from drivetrain.strategies.topology import Topology
@@ -139,7 +140,7 @@ class Strategy(KnownKeywords, ABC):
         """
         placed = self.place(model, precision, move)
         for optimizer in optimizers:
-            move_optimizer_state(optimizer)
+            lay_out_state(optimizer)
         return placed, list(optimizers)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -201,11 +202,3 @@ class Strategy(KnownKeywords, ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
-
-
-def move_optimizer_state(optimizer: Optimizer) -> None:
-    """Bring state that was loaded before its parameters moved onto their device."""
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device:
-                state[key] = value.to(parameter.device)

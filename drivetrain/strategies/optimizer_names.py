@@ -1,4 +1,4 @@
-"""Optimizer state under parameter names instead of positions, so that it belongs to the model."""
+"""Optimizer state under parameter names instead of positions, and laid out as the parameters it belongs to."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import CheckpointError
-from drivetrain.strategies.fused_optimizers import IMPLEMENTATION, options_given
+from drivetrain.strategies.gradients import local_part
+
+IMPLEMENTATION = ("fused", "foreach")
+"""Options of a group that choose how it is stepped. They are the optimizer's own, and not taken from a checkpoint."""
 
 
 def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -34,8 +37,7 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
         return names[id(parameter)]
 
     groups = [
-        {**group, **options_given(optimizer, number), "params": [name_of(parameter) for parameter in group["params"]]}
-        for number, group in enumerate(optimizer.param_groups)
+        {**group, "params": [name_of(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
     ]
     state = {name_of(parameter): dict(value) for parameter, value in optimizer.state.items()}
     return {"state": state, "param_groups": groups}
@@ -62,6 +64,34 @@ def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[
     ]
     state = {position[name]: value for name, value in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    lay_out_state(optimizer)
+
+
+def lay_out_state(optimizer: Optimizer) -> None:
+    """Bring an optimizer's state to its parameters' devices and strides; call it after state was loaded.
+
+    Files hold contiguous tensors. torch's fused implementations pair a parameter with its state by place in memory, so
+    the state of a transposed or channels_last parameter would step other elements than its own.
+    """
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                continue
+            if value.device != parameter.device:
+                value = state[key] = value.to(parameter.device)
+            if value.shape == parameter.shape and _differ_in_strides(value, parameter):
+                # If the parameter is not dense, empty_like makes a dense tensor, as optimizers do for their state.
+                laid_out = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+                if _differ_in_strides(value, laid_out):
+                    state[key] = laid_out.copy_(value)
+
+
+def _differ_in_strides(one: Tensor, other: Tensor) -> bool:
+    """Compare the strides of two plain tensors or two shards; False for other kinds, such as quantized state."""
+    parts = [local_part(one.detach()), local_part(other.detach())]
+    is_plain = all(type(part) is Tensor and part.layout is torch.strided for part in parts)
+    is_alike = hasattr(one, "to_local") == hasattr(other, "to_local")
+    return is_plain and is_alike and parts[0].stride() != parts[1].stride()
 
 
 def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner: str = "The optimizer") -> None:

@@ -58,7 +58,6 @@ def accelerator_for(given: Mapping[str, Any], compilation: TorchDynamoPlugin | N
         "precision",
         "accumulate_grad_batches",
         "sync_batchnorm",
-        "fused_optimizer",
         "num_workers",
     )
     return make_accelerator(**{name: given[name] for name in names}, compilation=compilation)
@@ -97,7 +96,6 @@ def make_accelerator(
     precision: str | int | Precision | None,
     accumulate_grad_batches: int | None,
     sync_batchnorm: bool,
-    fused_optimizer: bool,
     num_workers: str | None = None,
     compilation: TorchDynamoPlugin | None = None,
 ) -> Accelerator:
@@ -110,7 +108,6 @@ def make_accelerator(
                 ("devices", devices, "auto"),
                 ("precision", precision, None),
                 ("sync_batchnorm", sync_batchnorm, False),
-                ("fused_optimizer", fused_optimizer, True),
                 ("num_workers", num_workers, None),
                 ("compile", compilation, None),
             )
@@ -135,7 +132,6 @@ def make_accelerator(
         gradient_accumulation_steps=accumulate_grad_batches,
         device=_own_device(strategy, kind),
         dynamo_plugin=compilation,
-        fused_optimizer=fused_optimizer,
         dataloader_config=None if num_workers is None else DataLoaderConfiguration(num_workers=num_workers),
     )
 

@@ -18,7 +18,6 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.strategies import StepModule
-from drivetrain.strategies.optimizer_calls import compiler_not_imported
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import Hooks, call_all, call_setup_hooks, call_teardown_hooks, let_log
 from drivetrain.trainer.loops.loader_source import LoaderSource
@@ -182,8 +181,7 @@ class TaskRun:
         """Let the task build its optimizers and schedulers. Returns the optimizers, which `place` takes."""
         actions = self._trainer.actions
         configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
-        with compiler_not_imported():
-            configured = configure()
+        configured = configure()
         optimizers, self.schedulers = parse_configured_optimizers(
             configured, by_hand=not task.automatic_optimization, strict=self._trainer.refuses_unknown_keys
         )

@@ -16,9 +16,11 @@ from torch import nn
 
 from drivetrain import checkpoint
 from drivetrain.accelerator import Accelerator
+from drivetrain.accelerator.preparation import FUSED_HINT
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import DataShard
+from drivetrain.runtime.deprecation import warn_ignored
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
@@ -122,9 +124,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         optimizer_in_backward: Step each parameter within the backward, as its gradient is ready, and free the gradient:
             gradients then take the memory of one of them, with the same numbers. With the strategies `single` and
             `fsdp`, without accumulation, clipping by norm and whatever reads gradients.
-        fused_optimizer: Whether optimizers of torch that were made without `fused` and `foreach` step by torch's fused
-            implementation, where it has one for their parameters: faster, and the same but for rounding. False keeps
-            what was given.
+        fused_optimizer: Deprecated, without effect. Give `fused=True` to the optimizer itself.
         default_root_dir: Where everything is written by default.
         compile: Compile the modules of the task with `torch.compile`: True for each as a whole, `"blocks"` for the
             repeated blocks in them, or a dict of `torch.compile`'s options and `"blocks": True`; False for none, None
@@ -190,7 +190,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         reload_dataloaders_every_n_epochs: int | str | Duration = 0,
         auto_micro_batch: bool = False,
         optimizer_in_backward: bool = False,
-        fused_optimizer: bool = True,
+        fused_optimizer: bool | None = None,
         default_root_dir: str | os.PathLike[str] | None = None,
         compile: bool | str | Mapping[str, Any] | None = None,
         on_interrupt: str = "raise",
@@ -198,6 +198,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         advise: bool = False,
     ) -> None:
         given = dict(locals())
+        warn_ignored("Trainer", "fused_optimizer", fused_optimizer, FUSED_HINT, since="0.1.0", removed_in="0.3.0")
         self.options = TrainerOptions.from_arguments(given)
         self.accelerator = building.accelerator_for(given, compile_plugin(compile))
         self.options = building.settle(accumulate_grad_batches, self.accelerator, self.options)

@@ -10,10 +10,15 @@ import pytest
 
 import drivetrain
 from drivetrain import ConfigurationError
-from drivetrain.runtime.deprecation import DrivetrainDeprecationWarning, deprecated, renamed_arguments
+from drivetrain.runtime.deprecation import (
+    DrivetrainDeprecationWarning,
+    deprecated,
+    renamed_arguments,
+    warn_ignored,
+)
 from tests.house import PACKAGE
 
-HELPERS = ("deprecated", "renamed_arguments")
+HELPERS = ("deprecated", "renamed_arguments", "warn_ignored")
 
 
 def marks(source: str) -> list[dict[str, str | None]]:
@@ -120,6 +125,24 @@ def test_an_argument_is_taken_under_its_former_name_with_a_warning() -> None:
         assert start(gpus=4, max_epochs=2) == (4, 2)  # type: ignore[call-arg]
     assert caught[0].filename == __file__
     assert list(inspect.signature(start).parameters) == ["devices", "max_epochs"]
+
+
+def run(steps: int, quietly: bool | None = None) -> int:
+    warn_ignored("run", "quietly", quietly, "Leave it out.", since="0.2.0", removed_in="9.0.0")
+    return steps
+
+
+def test_an_argument_without_effect_warns_at_the_line_of_the_caller_who_gave_it() -> None:
+    with pytest.warns(DrivetrainDeprecationWarning) as caught:
+        assert run(3, quietly=False) == 3
+    (warning,) = caught
+    assert str(warning.message) == (
+        "run(quietly=False) has no effect since drivetrain 0.2.0 and will be removed in 9.0.0. Leave it out."
+    )
+    assert warning.filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run(3) == 3
 
 
 def test_the_present_names_do_not_warn() -> None:

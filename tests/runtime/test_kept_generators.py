@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from drivetrain.runtime.kept_generators import KeptGenerators
-from drivetrain.runtime.seeds import seed_all_generators
+from drivetrain.runtime.seeds import KeptGenerators, seed_all_generators
 
 
 def drawn() -> list[float]:

@@ -48,7 +48,6 @@ class Accelerator(engine.Accelerator):
             # Accelerate ignores DDP's options then, which the Trainer of transformers counts on.
             unused = self.ddp_handler
             kwargs["kwargs_handlers"] = [each for each in self.kwargs_handlers if each is not unused]
-        kwargs.setdefault("fused_optimizer", False)  # a script's numbers stay as they were, to the last bit
         super().__init__(*args, **kwargs)
         record_accelerator(self)
         self.state: AcceleratorState = AcceleratorState(record=self.state.record)

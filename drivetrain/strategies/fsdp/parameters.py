@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.base import move_optimizer_state
+from drivetrain.strategies.optimizer_names import lay_out_state
 
 
 class Slot(NamedTuple):
@@ -132,7 +132,7 @@ class ReplacedParameters:
         self._gone |= {id(slot.parameter): ref(slot.parameter) for slot in slots if id(slot.parameter) in now}
         for optimizer in optimizers:
             point_optimizer(optimizer, now)
-            move_optimizer_state(optimizer)
+            lay_out_state(optimizer)
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that holds parameters as they were before, the first time that it steps.

@@ -135,8 +135,7 @@ class ParameterState:
             with torch.no_grad():
                 stepped.main.copy_(value)
         else:
-            own = value.to(device=stepped.main.device, dtype=stepped.main.dtype).clone()
-            stepped.part.optimizer.state[stepped.main][key] = own
+            stepped.part.optimizer.state[stepped.main][key] = torch.empty_like(stepped.main).copy_(value)
 
     def write_steps(self, steps: float) -> None:
         """Take how many steps have been taken."""

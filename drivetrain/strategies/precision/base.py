@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime.devices import DeviceKind
-from drivetrain.strategies import optimizer_calls
 
 
 class Precision:
@@ -84,7 +83,7 @@ class Precision:
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Step an optimizer. Returns False where the step was skipped because a gradient overflowed."""
         if closure is None:
-            optimizer_calls.step(optimizer)
+            optimizer.step()
         else:
             optimizer.step(closure)
         return True

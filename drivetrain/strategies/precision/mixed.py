@@ -113,11 +113,6 @@ class Float16Mixed(MixedPrecision):
         super().setup(kind)
         self.scaler = torch.amp.GradScaler(kind.autocast_type, **self._options)  # type: ignore[arg-type]
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Watch an optimizer, to record which of its steps the scaler let through."""
-        optimizer.register_step_post_hook(self._record_step)
-        return optimizer
-
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply a loss by the scale, after bringing the scale up to date with the step before."""
         if self._stepped and not self._held():
@@ -164,7 +159,12 @@ class Float16Mixed(MixedPrecision):
         if id(optimizer) in self._stepped:
             self._update()
         self._stepped[id(optimizer)] = False
-        self.scaler.step(optimizer)
+        # The scaler does not return whether it has stepped.
+        watched = optimizer.register_step_post_hook(self._record_step)
+        try:
+            self.scaler.step(optimizer)
+        finally:
+            watched.remove()
         return self._stepped[id(optimizer)]
 
     def _record_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

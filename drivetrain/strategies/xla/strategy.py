@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from drivetrain.runtime import xla
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import Capability, RunOptions, Strategy, move_optimizer_state
+from drivetrain.strategies.base import Capability, RunOptions, Strategy
 from drivetrain.strategies.capabilities import BatchPlacement, PlainEvaluation
+from drivetrain.strategies.optimizer_names import lay_out_state
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.xla.batches import XLABatches
 from drivetrain.strategies.xla.bfloat16 import Rounding
@@ -184,7 +185,7 @@ class XLA(Strategy):
         """Place a model; among several processes all begin with the values of the first."""
         placed = self.place(model, precision, move)
         for optimizer in optimizers:
-            move_optimizer_state(optimizer)
+            lay_out_state(optimizer)
         if isinstance(self.gradients, AveragedGradients):
             importlib.import_module("torch_xla.core.xla_model").broadcast_master_param(placed)
             self.gradients.add(placed)

@@ -19,10 +19,9 @@ from drivetrain.runtime.nested import batch_size_or_none
 from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.timing import FORWARD
 from drivetrain.strategies.capabilities import RepeatableStep
-from drivetrain.strategies.optimizer_calls import drop_gradients
 from drivetrain.trainer.hooks import Hooks
 from drivetrain.trainer.loops.stand_in import presence_of
-from drivetrain.trainer.loops.step import MicroBatch, PlainStep
+from drivetrain.trainer.loops.step import MicroBatch, PlainStep, clear_gradients
 from drivetrain.trainer.metrics.held_back import HeldBack
 from drivetrain.trainer.metrics.metric_states import (
     find_metrics,
@@ -134,7 +133,7 @@ class SplitStep(PlainStep):
                 outputs: list[Any] = made.result
                 return outputs
             failed = made
-            drop_gradients(*self._optimizers, beside=presence_of(self._whole_model))
+            clear_gradients(self._optimizers, presence_of(self._whole_model))
             random.restore()
             with torch.no_grad():
                 for buffer, kept in zip(self._kept_buffers, buffers, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from drivetrain.accelerator.step import StepHooks
 from drivetrain.data import BatchInfo, PendingBatch
 from drivetrain.runtime.timing import CALLBACKS, DATA, FORWARD, OPTIMIZER, SYNC
-from drivetrain.strategies.optimizer_calls import drop_gradients
 from drivetrain.trainer.hooks import Hooks, is_overridden
 from drivetrain.trainer.loops.binding import as_taken, bind_step, without_missing
 from drivetrain.trainer.loops.consumption import Foresight, counters
@@ -386,7 +385,7 @@ class ManualStep(PlainStep):
 def choose_zero_grad(
     trainer: Trainer, task: Task, optimizers: list[Optimizer], hooks: Hooks
 ) -> tuple[Callable[[], None], bool]:
-    """The cheapest way of clearing gradients that does all that was asked for.
+    """Choose how gradients are cleared, so that hooks and methods of the task that see it are called.
 
     Args:
         trainer: The trainer.
@@ -405,13 +404,21 @@ def choose_zero_grad(
     special = any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in optimizers)
     beside = presence_of(trainer.task_run.model)
     if not (before or own or special):
-        return partial(drop_gradients, *optimizers, beside=beside), task.automatic_optimization
+        return partial(clear_gradients, optimizers, beside), task.automatic_optimization
 
     def zero_grad() -> None:
-        drop_gradients(beside=beside)
+        clear_gradients((), beside)
         for optimizer in optimizers:
             for hook in before:
                 hook(optimizer)
             task.optimizer_zero_grad(trainer.current_epoch, trainer.progress.batches_in_epoch, optimizer)
 
     return zero_grad, False
+
+
+def clear_gradients(optimizers: Iterable[Optimizer], beside: nn.Parameter | None) -> None:
+    """Clear the gradients of optimizers, and of one parameter that no optimizer has."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    if beside is not None:
+        beside.grad = None

@@ -49,7 +49,7 @@ _AS_IT_IS = "as it is"
 
 # The Trainer's arguments that a step depends on.
 _KEPT = (
-    *("accelerator", "strategy", "devices", "num_nodes", "precision", "compile", "fused_optimizer", "sync_batchnorm"),
+    *("accelerator", "strategy", "devices", "num_nodes", "precision", "compile", "sync_batchnorm"),
     *("limit_train_batches", "overfit_batches", "use_distributed_sampler", "accumulate_grad_batches"),
     *("gradient_clip_val", "gradient_clip_algorithm", "deterministic", "benchmark", "auto_micro_batch", "seed"),
 )
@@ -222,9 +222,6 @@ class _Trials:
         if kind.name in _LAYS_OUT and _has_rows_of_channels(self._task):
             note = "Before fit. The same numbers but for rounding."
             yield _Change("task.to(memory_format=torch.channels_last)", note, lay_out=_lay_out)
-        if self._given.get("fused_optimizer") is False:
-            note = "The same numbers but for rounding."
-            yield _Change("Trainer(fused_optimizer=True)", note, {"fused_optimizer": True})
         has_convolutions = any(isinstance(each, nn.modules.conv._ConvNd) for each in self._task.modules())
         is_settled = torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.benchmark
         if kind.name == "cuda" and has_convolutions and not is_settled:

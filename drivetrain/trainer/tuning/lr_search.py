@@ -13,7 +13,6 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.callbacks.support.lr_range import LRRange
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.seeds import isolated_random_state
-from drivetrain.strategies.fused_optimizers import IMPLEMENTATION
 from drivetrain.trainer.loops.step import MicroBatch
 from drivetrain.trainer.optimizers import parse_configured_optimizers
 from drivetrain.trainer.task import Task
@@ -111,8 +110,7 @@ def _take_rate(trainer: Trainer, task: Task, rate: float) -> None:
             )
         if len(optimizer.param_groups) == len(groups):
             for group, configured in zip(groups, optimizer.param_groups, strict=True):
-                kept = ("params", *IMPLEMENTATION)
-                group.update({name: value for name, value in configured.items() if name not in kept})
+                group.update({name: value for name, value in configured.items() if name != "params"})
             for config, again in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
                 config.scheduler.load_state_dict(again.scheduler.state_dict())
     if [group["lr"] for group in groups] == before:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.compat.lightning.strategy_members import StrategyView
+from drivetrain.strategies.optimizer_names import lay_out_state
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator
@@ -179,6 +180,8 @@ class FabricStrategy(StrategyView):
             self.load_module_state_dict(target, value, strict)
         elif callable(getattr(target, "load_state_dict", None)):
             target.load_state_dict(value)
+            if isinstance(target, Optimizer):
+                lay_out_state(target)
         else:
             return False
         return True

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -74,7 +73,6 @@ class Trainer(LightningSaving):
         enable_autolog_hparams: Whether trackers get the hyper-parameters.
         model_registry: None: checkpoints are in directories.
         suggest_integrations: Taken for Lightning's sake; nothing is suggested.
-        fused_optimizer: As there, but off unless True, so that a script's numbers stay as they were, to the last bit.
         **options: As there. A variable such as `PL_TRAINER_MAX_EPOCHS` stands for an argument that is not given.
 
     Raises:
@@ -104,7 +102,6 @@ class Trainer(LightningSaving):
         enable_autolog_hparams: bool = True,
         model_registry: str | None = None,
         suggest_integrations: bool = True,
-        fused_optimizer: bool | None = None,
         **options: Any,
     ) -> None:
         given = {**options, "logger": logger, "profiler": profiler}
@@ -114,8 +111,6 @@ class Trainer(LightningSaving):
             explain_ones(given)
         _refuse_registry(model_registry)
         spell(options)
-        if fused_optimizer is not None or not isinstance(accelerator, Accelerator):
-            options["fused_optimizer"] = bool(fused_optimizer)
         precision = taken_from(plugins, precision, options)
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
