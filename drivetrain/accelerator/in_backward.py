@@ -158,7 +158,8 @@ def _step_alone(alone: Optimizer, optimizer: Optimizer, number: int, parameter: 
     alone.state, alone.param_groups = optimizer.state, [{**group, "params": [parameter]}]
     kept = dict(own)
     alone.step()
-    changed = [name for name, value in own.items() if value is not kept.get(name, _ABSENT)]
+    # torch's optimizers have flags for what they have checked once.
+    changed = [name for name, value in own.items() if value is not kept.get(name, _ABSENT) and type(value) is not bool]
     options = alone.param_groups[0]
     return changed + [
         name for name, value in options.items() if name != "params" and value is not group.get(name, _ABSENT)

@@ -157,6 +157,45 @@ def test_no_gradient_is_held_once_its_parameter_is_stepped() -> None:
     assert (plain.held, plain.left) == (6, 6)
 
 
+class Descent(torch.optim.Optimizer):
+    """One of the user's own, with a number of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.share = 0.5
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] * self.share)
+
+
+class Watched(Tied):
+    """Has a hook on its optimizer's steps."""
+
+    def configure_optimizers(self) -> Any:
+        self.steps = 0
+        optimizer = Descent(self.parameters())
+        optimizer.register_step_post_hook(self.count)
+        return optimizer
+
+    def count(self, *_: Any) -> None:
+        self.steps += 1
+
+
+def test_hooks_on_the_optimizers_steps_run_once_in_each_step_and_what_it_keeps_counts() -> None:
+    results = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        task, state, trainer = trained(Watched(), in_backward)
+        assert task.steps == trainer.global_step == 12
+        assert len(trainer.optimizers[0].param_groups[0]["params"]) == 10
+        results.append(state)
+    assert_equal(*results)
+
+
 def test_a_parameter_that_is_used_twice_is_stepped_once() -> None:
     _, _, trainer = trained(Tied("Adam"), True)
     steps = {float(each["step"]) for each in trainer.optimizers[0].state.values()}
@@ -312,6 +351,21 @@ class Whole(torch.optim.SGD):
         super().step()
 
 
+class Counts(torch.optim.SGD):
+    """Keeps a number over all of its parameters."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        super().step()
+
+
+class Counted(Tied):
+    def configure_optimizers(self) -> Any:
+        return Counts(self.parameters(), lr=0.1)
+
+
 class Global(Tied):
     def configure_optimizers(self) -> Any:
         return Whole(self.parameters(), lr=0.1)
@@ -345,6 +399,7 @@ class Reentrant(Tied):
         (Twice, "is in two optimizers"),
         (Reads, "Reads.on_after_backward would find no gradients"),
         (Global, "Whole keeps 'k' over all parameters of a group"),
+        (Counted, "Counts keeps 'count' over all parameters of a group"),
         (Patched, "has replaced step"),
         (Reentrant, "use_reentrant=False"),
     ],
