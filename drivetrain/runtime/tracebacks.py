@@ -1,7 +1,7 @@
 """Short tracebacks: those of a `DrivetrainError` end at the user's line, with three frames of drivetrain at most.
 
 Reports of the launcher and notebooks leave frames out as they print, so that debuggers and handlers find the whole
-traceback in the exception. `sys.excepthook` is left alone: a plain `python script.py` shows all frames. Imports no torch.
+traceback in the exception. Plain `python script.py` shows all frames: `sys.excepthook` is left alone. Imports no torch.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from drivetrain import Accelerator, Callback, CheckpointError, ModelCheckpoint, Task, Trainer
 from drivetrain.checkpoint import load_run_state, save_queue, save_run_state
-from drivetrain.runtime.priority import BACKGROUND
 from drivetrain.runtime.state import PartialState
 from tests.checkpoint.states import (
     CountingStorage,
@@ -68,30 +67,6 @@ def test_what_training_changes_during_the_write_is_not_written(tmp_path: Path) -
     pending.wait(60)
     loaded, _ = load_run_state(tmp_path / "one", alone())
     assert_same(loaded, {"tensors": expected, "numbers": [1, 2]})
-
-
-class NotingStorage(CountingStorage):
-    """Notes the niceness of the thread that each file is written in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.niceness: set[int] = set()
-
-    def _write(self, descriptor: int, data: memoryview, path: str) -> int:
-        self.niceness.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return super()._write(descriptor, data, path)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, where threads have priorities of their own")
-def test_training_goes_before_what_is_written_in_the_background(tmp_path: Path) -> None:
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    storage = NotingStorage()
-    start(tmp_path / "one", storage=storage).wait(60)
-    assert storage.niceness == {max(before, BACKGROUND)}
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
-    storage = NotingStorage()
-    save_run_state(tmp_path / "two", run_state(0), own_state(), alone(), storage=storage)
-    assert storage.niceness == {before}, "nothing is trained beside a save at once"
 
 
 def test_it_appears_only_once_it_is_complete(tmp_path: Path) -> None:

@@ -77,6 +77,30 @@ def test_a_loop_computes_what_plain_torch_does_and_its_state_is_loaded_again(tmp
     assert "loss" in (Path(logger.log_dir) / "metrics.csv").read_text()
 
 
+def test_optimizer_state_from_a_file_is_laid_out_as_its_parameters_are(tmp_path: Path) -> None:
+    def stepped(parameter: nn.Parameter, optimizer: Any, value: float) -> None:
+        parameter.grad = (torch.arange(6.0).view(2, 3) * value).t()
+        optimizer.step()
+
+    def made() -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        parameter = nn.Parameter(torch.zeros(2, 3).t())
+        return parameter, torch.optim.AdamW([parameter], lr=0.1, fused=True)
+
+    fabric = Fabric(accelerator="cpu")
+    whole, optimizer = made()
+    stepped(whole, optimizer, 1.0)
+    state = optimizer.state_dict()
+    contiguous = {key: value.contiguous() for key, value in state["state"][0].items()}
+    torch.save({"optimizer": {**state, "state": {0: contiguous}}}, tmp_path / "saved.ckpt")
+    again, resumed = made()
+    again.data.copy_(whole.detach())
+    resumed = fabric.setup_optimizers(resumed)
+    fabric.load(tmp_path / "saved.ckpt", {"optimizer": resumed})
+    for one in ((whole, optimizer), (again, resumed)):
+        stepped(*one, -3.0)
+    assert torch.equal(whole, again)
+
+
 def test_collectives_of_one_process_and_callbacks() -> None:
     class Counts:
         calls = 0

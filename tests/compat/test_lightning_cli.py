@@ -156,9 +156,9 @@ def test_what_lightning_has_not_is_saved_where_it_was_set_alone(tmp_path: Path) 
     [saved] = run_in_processes(run_and_save, 1, args=(str(tmp_path),))
     assert set(saved) == known
     (tmp_path / "config.yaml").unlink()
-    options = ("--trainer.fused_optimizer=true", "--trainer.max_duration=1 epoch", "--trainer.max_epochs=null")
+    options = ("--trainer.on_interrupt=return", "--trainer.max_duration=1 epoch", "--trainer.max_epochs=null")
     [saved] = run_in_processes(run_and_save, 1, args=(str(tmp_path), *options))
-    assert {name: saved[name] for name in set(saved) - known} == {"fused_optimizer": True, "max_duration": "1 epoch"}
+    assert {name: saved[name] for name in set(saved) - known} == {"on_interrupt": "return", "max_duration": "1 epoch"}
 
 
 @pytest.mark.compat
@@ -187,17 +187,3 @@ def test_forced_callbacks_and_modules_are_added_under_lightnings_name() -> None:
     parser.add_lightning_class_args(Counting, "counting")
     assert parser.callback_keys == ["counting"]
     assert parser.parse_args(["--counting.upt=5"]).counting.upto == 5
-
-
-@pytest.mark.parametrize(("asked", "steps_fused"), [([], None), (["--trainer.fused_optimizer=true"], True)])
-def test_optimizers_step_as_under_lightning_unless_a_fused_step_is_asked_for(
-    asked: list[str], steps_fused: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from drivetrain.compat.lightning.pytorch.cli import LightningCLI
-
-    monkeypatch.chdir(tmp_path)
-    short = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.logger=false"]
-    quiet = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_checkpointing=false"]
-    made = LightningCLI(BoringModel, run=False, save_config_callback=None, args=[*short, *quiet, *asked])
-    made.trainer.fit(made.model)
-    assert [group["fused"] for group in made.trainer.optimizers[0].param_groups] == [steps_fused]

@@ -44,6 +44,8 @@ def trainer(**options):
     return Trainer(**{**quiet, "accelerator": "cpu", **options})
 """
 
+RANK = ("-m", "drivetrain.launch.worker", "script")
+
 # What goes wrong, the last line of the user's code that the traceback has, and the code in its message.
 SCRIPTS = {
     "an argument of the Trainer": ("trainer(max_epochs='ten')", "return Trainer(", "DT-002"),
@@ -84,13 +86,18 @@ SCRIPTS = {
 }
 
 
-def run(tmp_path: Path, lines: str, **variables: str) -> str:
-    """What a script writes to the terminal that fails."""
+def run(tmp_path: Path, lines: str, *options: str, **variables: str) -> str:
+    """What a script that fails writes to the terminal, run as the launcher's processes run it, or with `options`."""
     path = tmp_path / "script.py"
     path.write_text(f"{HEAD}\n{textwrap.dedent(lines)}\n")
     environment = {**clean_environment(CUDA_VISIBLE_DEVICES=""), "PYTHONPATH": str(PACKAGE.parent), **variables}
     ended = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=100
+        [sys.executable, *(options or RANK), str(path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+        timeout=100,
     )
     assert ended.returncode == 1, ended.stderr
     return ended.stderr
@@ -113,6 +120,12 @@ def test_an_error_of_drivetrain_ends_at_the_users_line(lines: str, last: str, co
     assert len(frames(shown)) == len(of_user) + len(ours(shown))
     assert last in shown
     assert shown.rstrip().endswith(f"[{code}: drivetrain explain {code}]")
+
+
+def test_plain_python_shows_all_frames_for_its_hook_is_left_alone(tmp_path: Path) -> None:
+    shown = run(tmp_path, SCRIPTS["what a step returned"][0], "-u")
+    assert len(ours(shown)) > 5
+    assert shown.rstrip().endswith("[DT-083: drivetrain explain DT-083]")
 
 
 def test_all_frames_are_shown_where_the_variable_asks_for_them(tmp_path: Path) -> None:

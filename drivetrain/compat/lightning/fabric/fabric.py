@@ -84,7 +84,7 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
         self._made_with = {"accelerator": kind, "num_nodes": num_nodes, "precision": precision, "callbacks": callbacks}
         self._made_with["loggers"] = loggers
         self._asked = strategy
-        self.accelerator = make_accelerator(kind, strategy, devices, num_nodes, precision, 1, False, False)
+        self.accelerator = make_accelerator(kind, strategy, devices, num_nodes, precision, 1, False)
         self._strategy: Any = FabricStrategy(self.accelerator)
         self._guard = BackwardGuard(_needs_own_backward(self.accelerator))
         self._callbacks = list(callbacks) if isinstance(callbacks, Sequence) else [callbacks] if callbacks else []
