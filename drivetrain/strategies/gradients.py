@@ -96,6 +96,13 @@ class Gradients:
             ConfigurationError: What is trained is settled when the model is placed.
         """
 
+    def finish(self, optimizers: Sequence[Optimizer]) -> None:
+        """Complete what backwards have left to do, before the gradients of a window are unscaled, clipped or stepped.
+
+        Args:
+            optimizers: The bare optimizers, on all processes.
+        """
+
     def leaves(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that a backward leaves the gradients of some parameters in, for a backward to these alone.
 

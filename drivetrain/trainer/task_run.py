@@ -208,7 +208,8 @@ class TaskRun:
         for known in before:
             engine.unwrap_model(known, keep_fp32_wrapper=False)  # whose steps open the precision themselves
             engine.prepared.forget_model(known)
-        wrapped = StepModule(task, partial_backwards=not task.automatic_optimization)
+        by_hand = not task.automatic_optimization
+        wrapped = StepModule(task, by_hand, several_losses=bool(self.optimizer_names) and not by_hand)
         prepared: Any = engine.prepare(wrapped, *optimizers) if optimizers else [engine.prepare(wrapped)]
         model: nn.Module
         model, *self.optimizers = prepared
