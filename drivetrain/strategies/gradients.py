@@ -167,4 +167,5 @@ def zero_loss_of(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         parameters: The parameters.
     """
     parts = [parameter.reshape(-1)[:1].sum() for parameter in parameters if parameter.requires_grad]
+    parts = [part.real if part.is_complex() else part for part in parts]
     return torch.stack(parts).nan_to_num(0.0, 0.0, 0.0).sum() * 0.0

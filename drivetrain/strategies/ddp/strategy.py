@@ -158,7 +158,7 @@ class DDP(Strategy):
             options["static_graph"] = False
         if isinstance(model, StepModule) and not model.partial_backwards:
             first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-            model.presence = nn.Parameter(torch.zeros((), dtype=first.dtype, device=first.device))
+            model.presence = nn.Parameter(torch.zeros((), dtype=first.dtype, device=first.device).real)
         wrapped = DistributedDataParallel(model, **options)
         wrapped.agree = self._agree
         if self.wrapper_options["find_unused_parameters"] and not options["static_graph"]:
