@@ -75,7 +75,7 @@ class DriftCheck:
             return
         compared = [parameter.grad for _, parameter in named] if gradients else []
         compared += [parameter.detach() for _, parameter in named]
-        own = torch.stack([_prints(tensor, named[0][1].device) for tensor in compared])
+        own = _prints(compared, named[0][1].device)
         most = reduce(torch.cat([own, -own]), "max")
         different = _differ(most[: len(own)], -most[len(own) :])
         if not bool(different.any()):
@@ -92,15 +92,23 @@ class DriftCheck:
         )
 
 
-def _prints(tensor: Tensor | None, device: torch.device) -> Tensor:
-    """The norm of a tensor, and its sum by the root of its size, so that the norm bounds both; -1 if there is none."""
-    if tensor is None:
-        return torch.full((2,), -1.0, device=device)
-    values = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
-    values = torch.view_as_real(values) if values.is_complex() else values
-    norm = torch.linalg.vector_norm(values, dtype=torch.float32)
-    prints = torch.stack([norm, values.sum(dtype=torch.float32) / max(1, values.numel()) ** 0.5])
-    return prints.nan_to_num(_LARGEST, _LARGEST, -_LARGEST).to(device)
+def _prints(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """The norm of each tensor, and its sum by the root of its size, so that the norm bounds both; -1 if it is None."""
+    absent = torch.full((), -1.0, device=device)
+    norms, sums, roots = [], [], []
+    for tensor in tensors:
+        if tensor is None:
+            norms.append(absent)
+            sums.append(absent)
+            roots.append(1.0)
+            continue
+        values = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
+        values = torch.view_as_real(values) if values.is_complex() else values
+        norms.append(torch.linalg.vector_norm(values, dtype=torch.float32).to(device))
+        sums.append(values.sum(dtype=torch.float32).to(device))
+        roots.append(max(1, values.numel()) ** 0.5)
+    prints = torch.stack([torch.stack(norms), torch.stack(sums) / torch.tensor(roots, device=device)], dim=1)
+    return prints.nan_to_num(_LARGEST, _LARGEST, -_LARGEST)
 
 
 def _differ(first: Tensor, second: Tensor) -> Tensor:

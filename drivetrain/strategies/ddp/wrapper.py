@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ BROADCAST_BUFFERS = (
     else "broadcast_buffers"
 )
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 _INDICES = re.compile(r"did not receive grad for rank \d+:((?: ?\d+)+)")
 
@@ -59,7 +61,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.reduced = tuple(parameters)
         self.reducers_built += 1
         self._watched = tuple(self.module.parameters())
-        self._trained = [parameter.requires_grad for parameter in self._watched]
+        self._trained = list(map(_REQUIRES_GRAD, self._watched))
 
     def follow_trained(self) -> bool:
         """Build the reducer anew if other parameters require gradients than those that it reduces.
@@ -72,7 +74,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         Raises:
             CollectiveError: The processes train other parameters.
         """
-        now = [parameter.requires_grad for parameter in self._watched]
+        now = list(map(_REQUIRES_GRAD, self._watched))
         if now == self._trained:
             return True
         trained = self._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]
