@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import Hooks, call_all, call_setup_hooks, call_teardown_hooks, let_log
 from drivetrain.trainer.loops.loader_source import LoaderSource
 from drivetrain.trainer.metrics.log_scopes import NOWHERE
+from drivetrain.trainer.metrics.metric_states import find_metrics
+from drivetrain.trainer.metrics.metric_sync import count_once
 from drivetrain.trainer.optimizers import SchedulerConfig, names_of, parse_configured_optimizers
 from drivetrain.trainer.task import Task
 
@@ -69,6 +71,7 @@ class TaskRun:
         self.checkpoint_path: str | None = None
         self.sources: dict[Stage, LoaderSource] = {}
         self._error: BaseException | None = None  # what has ended the run
+        self._restore_metrics: Callable[[], None] = lambda: None
 
     # before and after
 
@@ -123,6 +126,7 @@ class TaskRun:
                     actions.watch(actions.of_owner(owner, "prepare_data"), owner.prepare_data)()
             trainer.accelerator.wait_for_everyone()
         call_setup_hooks(trainer, task, self.datamodule, stage.verb)
+        self._restore_metrics = count_once(find_metrics(task).values(), trainer.strategy.topology.value_ranks)
 
     @contextmanager
     def with_callbacks(self, callbacks: Sequence[Callback]) -> Iterator[None]:
@@ -153,6 +157,7 @@ class TaskRun:
             self._error = self._error or raised
             raise
         finally:
+            self._restore_metrics()
             for callback in trainer.callbacks:
                 let_log(callback, None)
             error, self._error = self._error, None
