@@ -17,9 +17,11 @@ from drivetrain.accelerator.in_backward import InBackward
 from drivetrain.accelerator.optimizer import PreparedOptimizer, unwrap_optimizer
 from drivetrain.accelerator.prepared import Prepared
 from drivetrain.accelerator.weighted_mean import WeightedMean
+from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.timing import BACKWARD, CALLBACKS, OPTIMIZER, SYNC, Timing
 from drivetrain.strategies import Strategy
+from drivetrain.strategies.gradients import Gradients
 from drivetrain.strategies.precision import Precision, overrides
 
 _BACKWARD, _OPTIMIZER_STEP = Strategy.backward, Strategy.optimizer_step
@@ -81,6 +83,7 @@ class OptimizerStep:
         self._strategy, self._precision, self._prepared = strategy, precision, prepared
         self._scale = precision.scale if overrides(precision, "scale") else None
         self._unscale = precision.unscale if overrides(precision, "unscale") else None
+        self._finish = None if type(strategy.gradients).finish is Gradients.finish else strategy.gradients.finish
         self._hooks = StepHooks()
         self.drive(self._hooks)
 
@@ -194,7 +197,9 @@ class OptimizerStep:
         return self.weights.part(loss, weight, counts=share != 0.0)
 
     def finish_gradients(self) -> None:
-        """Turn the gradients of a window's sums into those of their weighted mean, where it ends; else nothing."""
+        """Complete the gradients of a window where it ends: those of weighted sums become those of the mean."""
+        if self._finish is not None and self.window.sync_gradients:
+            self._finish([prepared.optimizer for prepared in self._prepared.optimizers])
         if self.weights.pending and self.window.sync_gradients:
             prepared = self._prepared
             outer = self.timing.enter(SYNC) if self.timing.on else None
@@ -221,7 +226,7 @@ class OptimizerStep:
         Returns:
             Whether all stepped: not where a hook refused, or gradients overflowed.
         """
-        if self.weights.pending:
+        if self.weights.pending or self._finish is not None:
             self.finish_gradients()
         if self._hooks.gradients_ready and self.is_vetoed():
             return False
@@ -261,7 +266,7 @@ class OptimizerStep:
             if closure is not None:
                 with torch.enable_grad():
                     result = closure()
-            if self.weights.pending:
+            if self.weights.pending or self._finish is not None:
                 self.finish_gradients()
             if self._prepares:
                 self.prepare_step(optimizer)
@@ -275,7 +280,10 @@ class OptimizerStep:
         return result
 
     def _prepared_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure whose gradients are complete and clipped whenever the optimizer reads them."""
+        """A closure whose gradients are complete and clipped whenever the optimizer reads them.
+
+        Its loss is the mean over all processes: searching along a line, every process must see the same.
+        """
 
         def compute_gradients() -> Any:
             with torch.enable_grad():  # an optimizer's step may be decorated with no_grad
@@ -283,7 +291,9 @@ class OptimizerStep:
             self.finish_gradients()
             if self._prepares:
                 self.prepare_step(optimizer)
-            return result
+            if isinstance(result, float):
+                result = torch.tensor(result, device=self._strategy.topology.device)
+            return reduce(result.detach()) if isinstance(result, Tensor) else result
 
         return compute_gradients
 

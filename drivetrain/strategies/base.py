@@ -16,6 +16,8 @@ from drivetrain.runtime.keywords import KnownKeywords
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.gradients import Gradients
 from drivetrain.strategies.model_state import ModelState
+from drivetrain.strategies.moving import move as move_model
+from drivetrain.strategies.moving import refuse_left_behind
 from drivetrain.strategies.optimizer_names import lay_out_state
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.step_module import StepModule
@@ -122,7 +124,7 @@ class Strategy(KnownKeywords, ABC):
             move: Whether to move it; not where its user places it by hand.
         """
         converted = precision.convert(model)
-        return converted.to(self.topology.device) if move else converted
+        return move_model(converted, self.topology.device) if move else converted
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
@@ -138,7 +140,9 @@ class Strategy(KnownKeywords, ABC):
         Returns:
             The module to call, and the optimizers to step.
         """
+        before = dict(self.unwrap(model).named_parameters())
         placed = self.place(model, precision, move)
+        refuse_left_behind(before, placed, optimizers)
         for optimizer in optimizers:
             lay_out_state(optimizer)
         return placed, list(optimizers)

@@ -96,6 +96,13 @@ class Gradients:
             ConfigurationError: What is trained is settled when the model is placed.
         """
 
+    def finish(self, optimizers: Sequence[Optimizer]) -> None:
+        """Complete what backwards have left to do, before the gradients of a window are unscaled, clipped or stepped.
+
+        Args:
+            optimizers: The bare optimizers, on all processes.
+        """
+
     def leaves(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that a backward leaves the gradients of some parameters in, for a backward to these alone.
 
@@ -160,4 +167,5 @@ def zero_loss_of(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         parameters: The parameters.
     """
     parts = [parameter.reshape(-1)[:1].sum() for parameter in parameters if parameter.requires_grad]
+    parts = [part.real if part.is_complex() else part for part in parts]
     return torch.stack(parts).nan_to_num(0.0, 0.0, 0.0).sum() * 0.0

@@ -23,6 +23,7 @@ class StepModule(nn.Module):
     Args:
         task: The module that the steps belong to.
         partial_backwards: Whether one step may run several backwards, each over some of the parameters.
+        several_losses: Whether a step returns several losses, each for some of the parameters.
 
     Attributes:
         presence: A zero that a step's real losses are added to, where a strategy makes one: its reduced gradient is
@@ -31,10 +32,10 @@ class StepModule(nn.Module):
 
     presence: nn.Parameter | None
 
-    def __init__(self, task: nn.Module, partial_backwards: bool = False) -> None:
+    def __init__(self, task: nn.Module, partial_backwards: bool = False, several_losses: bool = False) -> None:
         super().__init__()
         self.task = task
-        self.partial_backwards = partial_backwards
+        self.partial_backwards, self.several_losses = partial_backwards, several_losses
         self.register_parameter("presence", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

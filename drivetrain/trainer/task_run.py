@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,8 @@ from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import Hooks, call_all, call_setup_hooks, call_teardown_hooks, let_log
 from drivetrain.trainer.loops.loader_source import LoaderSource
 from drivetrain.trainer.metrics.log_scopes import NOWHERE
+from drivetrain.trainer.metrics.metric_states import find_metrics
+from drivetrain.trainer.metrics.metric_sync import count_once
 from drivetrain.trainer.optimizers import SchedulerConfig, names_of, parse_configured_optimizers
 from drivetrain.trainer.task import Task
 
@@ -68,6 +70,7 @@ class TaskRun:
         self.checkpoint_path: str | None = None
         self.sources: dict[Stage, LoaderSource] = {}
         self._error: BaseException | None = None  # what has ended the run
+        self._restore_metrics: Callable[[], None] = lambda: None
 
     # before and after
 
@@ -122,6 +125,7 @@ class TaskRun:
                     actions.watch(actions.of_owner(owner, "prepare_data"), owner.prepare_data)()
             trainer.accelerator.wait_for_everyone()
         call_setup_hooks(trainer, task, self.datamodule, stage.verb)
+        self._restore_metrics = count_once(find_metrics(task).values(), trainer.strategy.topology.value_ranks)
 
     @contextmanager
     def with_callbacks(self, callbacks: Sequence[Callback]) -> Iterator[None]:
@@ -152,6 +156,7 @@ class TaskRun:
             self._error = self._error or raised
             raise
         finally:
+            self._restore_metrics()
             for callback in trainer.callbacks:
                 let_log(callback, None)
             error, self._error = self._error, None
@@ -206,7 +211,8 @@ class TaskRun:
         for known in before:
             engine.unwrap_model(known, keep_fp32_wrapper=False)  # whose steps open the precision themselves
             engine.prepared.forget_model(known)
-        wrapped = StepModule(task, partial_backwards=not task.automatic_optimization)
+        by_hand = not task.automatic_optimization
+        wrapped = StepModule(task, by_hand, several_losses=bool(self.optimizer_names) and not by_hand)
         prepared: Any = engine.prepare(wrapped, *optimizers) if optimizers else [engine.prepare(wrapped)]
         model: nn.Module
         model, *self.optimizers = prepared

@@ -204,6 +204,8 @@ def train_with_accelerator(
 
 DRIVERS = {"trainer": train_with_trainer, "accelerator": train_with_accelerator}
 
+FULL_RANK = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 10_000, "min_compression_rate": 0}
+
 STRATEGIES: dict[str, Any] = {
     "single": lambda: "single",
     "ddp": lambda: "ddp",
@@ -212,7 +214,9 @@ STRATEGIES: dict[str, Any] = {
     "ddp-small-buckets": lambda: DDP(bucket_cap_mb=0.001),
     "ddp-fp16-hook": lambda: DDP(comm_hook="fp16"),
     "ddp-bf16-hook": lambda: DDP(comm_hook="bf16"),
-    "ddp-powersgd": lambda: DDP(comm_hook="powersgd", comm_hook_options={"start_powerSGD_iter": 1000}),
+    # Factors of full rank, from the third reduction on: what is sent is exact but for rounding.
+    "ddp-powersgd": lambda: DDP(comm_hook="powersgd", comm_hook_options=FULL_RANK),
+    "ddp-batched-powersgd": lambda: DDP(comm_hook="batched_powersgd", comm_hook_options=FULL_RANK),
 }
 
 

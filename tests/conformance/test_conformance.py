@@ -28,6 +28,7 @@ CASES = [
     ("ddp-unused", 2, "32", FP32),
     ("ddp-small-buckets", 2, "32", FP32),
     ("ddp-powersgd", 2, "32", FP32),
+    ("ddp-batched-powersgd", 2, "32", FP32),
     ("ddp-fp16-hook", 2, "32", HALF_SENT),
     ("ddp-bf16-hook", 2, "32", 2e-2),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -261,6 +262,7 @@ FULL = 64 * 64 * 4
         ("a function", {"state": True}, FULL / 2, 1e-3),
         ("torch's own bf16", {}, FULL / 2, 1e-2),
         ("powersgd", {"matrix_approximation_rank": 2, "min_compression_rate": 1}, FULL / 8, 1e-2),
+        ("batched_powersgd", {"matrix_approximation_rank": 2, "min_compression_rate": 1}, FULL / 8, 1e-2),
     ],
 )
 def test_hooks_send_less(name, options, most_bytes, most_error):
@@ -270,6 +272,38 @@ def test_hooks_send_less(name, options, most_bytes, most_error):
         assert each["same"]
         if "state" in options:
             assert each["state"] == [0] * 4
+
+
+class Scaled(Task):
+    """A parameter without dimensions beside a matrix, as a learned temperature is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = nn.Linear(8, 8, bias=False), nn.Parameter(torch.tensor(1.0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self.net(batch[0]) * self.scale).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_compressed(hook: str) -> list[float]:
+    torch.manual_seed(0)
+    task = Scaled()
+    with torch.no_grad():
+        task.net.weight[:, 4:] = 0.0
+    options = {"start_powerSGD_iter": 2, "min_compression_rate": 0}
+    rows = torch.randn(12, 8) * (torch.arange(8) < 4)  # half of the columns have gradients of zero
+    quiet_trainer(DDP(comm_hook=hook, comm_hook_options=options)).fit(task, DataLoader(TensorDataset(rows)))
+    return [float(parameter.detach().sum()) for parameter in task.parameters()]
+
+
+@pytest.mark.parametrize("hook", ["powersgd", "batched_powersgd"])
+def test_power_sgd_trains_on_once_it_compresses(hook):
+    first, second = run_in_processes(fit_compressed, 2, args=(hook,))
+    assert first == second
+    assert all(math.isfinite(each) for each in first)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
-from drivetrain import Accelerator, Colwise, ConfigurationError, Parallel, Rowwise, SequenceParallel
+from drivetrain import Accelerator, Colwise, ConfigurationError, Parallel, Rowwise, SequenceParallel, Task
 from tests.pool import run_in_processes
 from tests.strategies.parallel_models import WIDTH, Attention, Block, Tied, heads_split, made
+from tests.strategies.quiet import quiet_trainer
 
 pytestmark = pytest.mark.sharded
 
@@ -200,3 +204,49 @@ def test_dropout_leaves_out_the_same_on_all_processes():
 def test_copies_that_would_drift_apart_are_told():
     for message in run_in_processes(with_dropout, 2, args=(True,)):
         assert "The gradients of attention.wo.bias differ between the 2 tensor-parallel processes" in message
+
+
+class Counting(Task):
+    """Computes its metrics itself: one whose state is a sum, one that keeps all rows, and one inside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = made(Block)
+        self.matrix = torchmetrics.ConfusionMatrix(task="binary")
+        self.rows = torchmetrics.CatMetric()
+        self.inner = torchmetrics.MetricCollection({"sum": torchmetrics.SumMetric()})
+        self.own = torchmetrics.SumMetric(dist_sync_fn=lambda state, group: [state])
+        self.found: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        hits = (self.net(batch).mean(dim=(1, 2)) > 0).long()
+        self.matrix.update(hits, hits)
+        self.rows.update(batch[:, 0, 0])
+        self.inner.update(torch.ones(len(batch)))
+        self.own.update(torch.ones(len(batch)))
+
+    def on_validation_epoch_end(self) -> None:
+        rows = self.rows.compute()
+        self.found = [float(self.matrix.compute().sum()), len(rows), float(self.inner.compute()["sum"])]
+        self.found.append(float(self.own.compute()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def count_by_hand(sizes: dict[str, int]) -> tuple[list[float], bool]:
+    task = Counting()
+    plan = heads_split("net.attention.") if "tp" in sizes else None
+    trainer = quiet_trainer(Parallel(**sizes, tp_plan=plan), num_sanity_val_steps=0, limit_train_batches=1)
+    loader = DataLoader(torch.randn(6, 4, WIDTH), batch_size=1)  # type: ignore[arg-type]
+    trainer.fit(task, loader, loader)
+    return task.found, task.matrix.dist_sync_fn is None
+
+
+@pytest.mark.parametrize(("sizes", "own"), [({"tp": 2}, 6.0), ({"dp_shard": 2}, 3.0), ({"tp": 2, "dp_shard": 2}, 3.0)])
+def test_metrics_that_a_task_computes_itself_count_each_row_once(sizes: dict[str, int], own: float) -> None:
+    world = math.prod(sizes.values())
+    assert run_in_processes(count_by_hand, world, (sizes,)) == [([6.0, 6, 6.0, own], True)] * world

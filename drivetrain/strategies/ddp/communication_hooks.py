@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,13 @@ def register_communication_hook(
     state: Any = None
     hook: Callable[..., Any] = bf16_hook if name == "bf16" else default_hooks.fp16_compress_hook
     if name in ("powersgd", "batched_powersgd"):
-        settings = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, **options}
+        # Without an epsilon a gradient of zeros, as of a parameter that took no part, becomes NaN.
+        settings = {
+            "matrix_approximation_rank": 1,
+            "start_powerSGD_iter": 2,
+            "orthogonalization_epsilon": 1e-8,
+            **options,
+        }
         try:
             state = powerSGD_hook.PowerSGDState(process_group=None, **settings)
         except TypeError as error:
@@ -63,10 +70,61 @@ def register_communication_hook(
                 f"comm_hook_options={options!r} do not suit PowerSGD ({error}). Allowed: {', '.join(allowed[1:])}.",
                 code="DT-006",
             ) from error
-        hook = powerSGD_hook.powerSGD_hook if name == "powersgd" else powerSGD_hook.batched_powerSGD_hook
+        hook = _power_sgd if name == "powersgd" else _batched_power_sgd
     if wrapper is not None:
         hook = _compressed(hook, COMMUNICATION_WRAPPERS[wrapper])
     register_function_hook(model, hook, state)
+
+
+class _Bucket:
+    """A bucket as torch's PowerSGD is to see it.
+
+    Args:
+        bucket: DDP's.
+        buffer: What takes the place of its buffer.
+        gradients: Views of that, each with a dimension: torch's hook reads the size of the first (torch 2.13).
+    """
+
+    def __init__(self, bucket: Any, buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+        self._bucket, self._buffer, self._gradients = bucket, buffer, gradients
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bucket, name)
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self._gradients
+
+
+def _power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # slow to import
+
+    gradients = [each if each.dim() else each.view(1) for each in bucket.gradients()]
+    seen: Any = _Bucket(bucket, bucket.buffer(), gradients)
+    return powerSGD_hook.powerSGD_hook(state, seen)
+
+
+def _batched_power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Compress a bucket as one square matrix.
+
+    Torch's own `batched_powerSGD_hook` fails at its first compression, since it orthogonalizes a batch of matrices and
+    gives it one (torch 2.13).
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    own: torch.Tensor = bucket.buffer()
+    side = math.ceil(own.numel() ** 0.5)
+    padded = own.new_zeros(side * side)
+    padded[: own.numel()] = own
+    seen: Any = _Bucket(bucket, padded, [padded.view(side, side)])
+
+    def cut(done: torch.futures.Future[Any]) -> torch.Tensor:
+        return own.copy_(done.value()[: own.numel()])
+
+    result: torch.futures.Future[torch.Tensor] = powerSGD_hook.powerSGD_hook(state, seen).then(cut)
+    return result
 
 
 def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:

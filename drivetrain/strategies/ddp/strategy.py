@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.optim import Optimizer
 
-from drivetrain.runtime.collectives import broadcast, reduce
+from drivetrain.runtime.collective_checks import CallComparison
+from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.frames import user_line
+from drivetrain.runtime.process_group import DEFAULT_TIMEOUT, group_store, group_timeout
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import Capability, MicroBatch, Output, Strategy, View
 from drivetrain.strategies.capabilities import Join, RepeatableStep
@@ -23,11 +29,13 @@ from drivetrain.strategies.ddp.communication_hooks import (
     register_communication_hook,
     register_function_hook,
 )
-from drivetrain.strategies.ddp.wrapper import BROADCAST_BUFFERS, DistributedDataParallel
+from drivetrain.strategies.ddp.drift import DriftCheck
+from drivetrain.strategies.ddp.wrapper import BROADCAST_BUFFERS, DistributedDataParallel, average_gradients
 from drivetrain.strategies.gradients import Gradients, zero_loss_of
 from drivetrain.strategies.model_state import ModelState, StateDict, with_buffers_of_rank_0
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.step_module import StepModule
+from drivetrain.strategies.topology import Topology
 
 
 class DDP(Strategy):
@@ -47,6 +55,8 @@ class DDP(Strategy):
         comm_hook_options: Arguments of the PowerSGD state, or under `"state"` the state of a function.
         comm_wrapper: `"fp16"` or `"bf16"`: the format that a `comm_hook` by name is given gradients in.
         sync_batchnorm: Compute batch statistics over all processes (GPU only, as torch's is).
+        check_copies_every: Steps of an optimizer after which gradients and parameters are compared between processes;
+            also done before its first step and at each save. 0 leaves it out, as does a `comm_hook` that is a function.
 
     Raises:
         ConfigurationError: An option cannot be.
@@ -66,7 +76,12 @@ class DDP(Strategy):
         comm_hook_options: dict[str, Any] | None = None,
         comm_wrapper: str | None = None,
         sync_batchnorm: bool = False,
+        check_copies_every: int = 1000,
     ) -> None:
+        if check_copies_every < 0:
+            raise ConfigurationError(
+                f"check_copies_every={check_copies_every}: give a number of steps, or 0 for no check.", code="DT-002"
+            )
         if bucket_cap_mb <= 0:
             raise ConfigurationError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.", code="DT-002")
         if isinstance(comm_hook, str) and comm_hook not in COMMUNICATION_HOOKS:
@@ -111,16 +126,16 @@ class DDP(Strategy):
         self.comm_hook_options = dict(comm_hook_options or {})
         self.comm_wrapper = comm_wrapper
         self.sync_batchnorm = sync_batchnorm
-        self._wrapped: WeakSet[DistributedDataParallel] = WeakSet()
-        self._stepped: WeakKeyDictionary[Optimizer, tuple[DistributedDataParallel, ...]] = WeakKeyDictionary()
+        self._copies = Copies(check_copies_every if comm_hook is None or isinstance(comm_hook, str) else 0)
 
     def setup(self, state: PartialState) -> None:
         """Take this process's place among its peers."""
         super().setup(state)
         self.gradients: ReducedGradients = ReducedGradients(
-            self.topology.device, self.wrapper_options["find_unused_parameters"]
+            self.topology.device, self.wrapper_options["find_unused_parameters"], self._copies
         )
-        self.state = CopiedState(self.topology, self.unwrap)
+        self.state = CopiedState(self.topology, self.unwrap, self._copies)
+        self._agree = _agreement(state) if state.use_distributed else None
         if self.sync_batchnorm and self.topology.kind.name == "cpu":
             raise ConfigurationError(
                 "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm has no CPU kernel.", code="DT-024"
@@ -137,20 +152,29 @@ class DDP(Strategy):
         if self.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         options = dict(self.wrapper_options)
-        if isinstance(model, StepModule) and model.partial_backwards:
-            options["find_unused_parameters"] = True
-        elif isinstance(model, StepModule):
+        if isinstance(model, StepModule) and (model.partial_backwards or model.several_losses):
+            # Torch reduces a static graph where its first backward ends, which here is one of several.
+            options["find_unused_parameters"] |= model.partial_backwards or options["static_graph"]
+            options["static_graph"] = False
+        if isinstance(model, StepModule) and not model.partial_backwards:
             first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-            model.presence = nn.Parameter(torch.zeros((), dtype=first.dtype, device=first.device))
+            model.presence = nn.Parameter(torch.zeros((), dtype=first.dtype, device=first.device).real)
         wrapped = DistributedDataParallel(model, **options)
+        wrapped.agree = self._agree
         if self.wrapper_options["find_unused_parameters"] and not options["static_graph"]:
             wrapped.watch_search(self.gradients.end_search if self._ends_search else None)
         if isinstance(self.comm_hook, str):
-            register_communication_hook(wrapped, self.comm_hook, self.comm_hook_options, self.comm_wrapper)
+            wrapped.register_with(
+                partial(
+                    register_communication_hook,
+                    name=self.comm_hook,
+                    options=self.comm_hook_options,
+                    wrapper=self.comm_wrapper,
+                )
+            )
         elif self.comm_hook is not None:
             register_function_hook(wrapped, self.comm_hook, self.comm_hook_options.get("state"))
-        self._wrapped.add(wrapped)
-        self._stepped.clear()
+        self._copies.add(wrapped)
         return wrapped, prepared
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -183,31 +207,26 @@ class DDP(Strategy):
         """Run forward and backward over a window; raise before peers wait for gradients that are not computed."""
         outputs = super().forward_backward(model, step_fn, microbatches)
         self.gradients.require_reduced(model)
-        self.gradients.average_adopted()
         return outputs
 
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
         """Step an optimizer, once all of its gradients are known to be reduced."""
-        for wrapped in self._stepped_by(optimizer):
+        for wrapped in self._copies.held_by(optimizer).wrapped:
             wrapped.require_reduced()
-        return super().optimizer_step(optimizer, precision, closure)
-
-    def _stepped_by(self, optimizer: Optimizer) -> tuple[DistributedDataParallel, ...]:
-        """The wrapped modules whose parameters an optimizer holds."""
-        known = self._stepped.get(optimizer)
-        if known is None:
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            known = tuple(one for one in self._wrapped if any(id(p) in held for p in one.parameters()))
-            self._stepped[optimizer] = known
-        return known
+        if not self._copies.must_compare(optimizer):
+            return super().optimizer_step(optimizer, precision, closure)
+        if closure is None:
+            self._copies.compare(optimizer)
+            return super().optimizer_step(optimizer, precision)
+        return super().optimizer_step(optimizer, precision, self._copies.comparing_once(optimizer, closure))
 
     def capability(self, kind: type[Capability]) -> Capability | None:
         """Processes may have different numbers of batches, and compute a step again that lacked memory on one."""
         if kind is RepeatableStep and self.comm_hook is None and not self.sync_batchnorm:
             return _Repeatable()  # type: ignore[return-value]
-        return _Join() if kind is Join else None  # type: ignore[return-value]
+        return _Join(self._copies) if kind is Join else None  # type: ignore[return-value]
 
     def teardown(self) -> None:
         """Free the reducers, also of modules that the user still holds.
@@ -215,11 +234,128 @@ class DDP(Strategy):
         A reducer that is destroyed after its process group waits for gloo's thread while holding the GIL,
         which that thread needs: about one two-process run in 40 hung at exit so (torch 2.13).
         """
-        for wrapped in self._wrapped:
-            for name in ("reducer", "logger", "_search"):
+        for wrapped in self._copies.wrapped:
+            for name in ("reducer", "logger", "_search", "agree"):
                 wrapped.__dict__.pop(name, None)
-        self._wrapped.clear()
-        self._stepped.clear()
+        self._copies.clear()
+
+
+@dataclass
+class Held:
+    """What an optimizer holds of the wrapped modules.
+
+    Attributes:
+        found_at: How many parameters the optimizer and how many reducers the modules had when it was found.
+        wrapped: The modules whose parameters it holds.
+        beside: The parameters that no module reduces.
+    """
+
+    found_at: tuple[int, int]
+    wrapped: tuple[DistributedDataParallel, ...]
+    beside: tuple[nn.Parameter, ...]
+
+
+class Copies:
+    """The wrapped modules, of which every process has a copy, and the optimizers that step them.
+
+    Args:
+        every: Steps from one comparison of the copies to the next.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.wrapped: WeakSet[DistributedDataParallel] = WeakSet()
+        self._held: WeakKeyDictionary[Optimizer, Held] = WeakKeyDictionary()
+        self._check = DriftCheck(every)
+        self.pause = self._check.paused
+
+    def add(self, wrapped: DistributedDataParallel) -> None:
+        """Take a module that was wrapped."""
+        self.wrapped.add(wrapped)
+        self._held.clear()
+
+    def clear(self) -> None:
+        """Let all modules go."""
+        self.wrapped.clear()
+        self._held.clear()
+
+    def held_by(self, optimizer: Optimizer) -> Held:
+        """Find what an optimizer holds, again if it has other groups or a module another reducer."""
+        known = self._held.get(optimizer)
+        reducers = 0
+        for one in self.wrapped if known is None else known.wrapped:
+            reducers += one.reducers_built
+        at = sum(len(group["params"]) for group in optimizer.param_groups), reducers
+        if known is None or known.found_at != at:
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            ids = set(map(id, held))
+            wrapped = tuple(one for one in self.wrapped if any(id(p) in ids for p in one.parameters()))
+            if known is None or known.found_at[0] != at[0]:
+                self._check.restart(optimizer)
+            covered = {id(parameter) for one in wrapped for parameter in one.covered()}
+            beside = tuple(parameter for parameter in held if id(parameter) not in covered)
+            known = Held((at[0], sum(one.reducers_built for one in wrapped)), wrapped, beside)
+            self._held[optimizer] = known
+        return known
+
+    def average_beside(self, optimizers: Sequence[Optimizer]) -> None:
+        """Average the gradients that no module's backward has: of groups and layers that were added later."""
+        for optimizer in optimizers:
+            held = self.held_by(optimizer)
+            if held.beside and all(one.require_backward_grad_sync for one in held.wrapped):
+                average_gradients([parameter for parameter in held.beside if parameter.requires_grad])
+
+    def must_compare(self, optimizer: Optimizer) -> bool:
+        """Count a step of an optimizer. Returns whether to compare before it."""
+        if not self._check.every or not self._check.is_due(optimizer):
+            return False
+        # Within no_sync, as of LocalSGD, copies differ on purpose.
+        return all(one.require_backward_grad_sync and not one.has_own_hook for one in self.held_by(optimizer).wrapped)
+
+    def compare(self, optimizer: Optimizer) -> None:
+        """Compare an optimizer's gradients and parameters between processes."""
+        held = self.held_by(optimizer)
+        names = {id(parameter): name for one in held.wrapped for name, parameter in one.named()}
+        compared = {id(parameter) for one in held.wrapped for parameter in one.reduced}
+        compared |= {id(parameter) for parameter in held.beside if parameter.requires_grad}
+        self._check.compare(
+            [
+                (names.get(id(each), f"a parameter of shape {tuple(each.shape)} beside the model"), each)
+                for group in optimizer.param_groups  # whose order is the same on all processes
+                for each in group["params"]
+                if id(each) in compared
+            ]
+        )
+
+    def compare_weights(self, model: nn.Module) -> None:
+        """Compare the parameters of a module between processes, which a checkpoint takes from any of them."""
+        compares = self._check.every and isinstance(model, DistributedDataParallel)
+        if compares and model.require_backward_grad_sync and not model.has_own_hook:
+            reduced = set(map(id, model.reduced))
+            named = [(name, parameter) for name, parameter in model.named() if id(parameter) in reduced]
+            self._check.compare(named, gradients=False)
+
+    def comparing_once(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure after whose first run the gradients are compared."""
+        waits = [True]
+
+        def run() -> Any:
+            result = closure()
+            if waits:
+                waits.clear()
+                self.compare(optimizer)
+            return result
+
+        return run
+
+
+def _agreement(state: PartialState) -> Callable[[str], None]:
+    """A function that raises on all processes if it is not called with the same text on each."""
+    registry = state.registry()
+    registry["trained_by"] = number = registry.get("trained_by", 0) + 1
+    store = PrefixStore(f"trained/{number}", state.store or group_store())
+    limit = group_timeout() or DEFAULT_TIMEOUT
+    comparison = CallComparison(store, state.process_index, state.num_processes, limit)
+    return lambda call: comparison.compare(call, user_line())
 
 
 class ReducedGradients(Gradients):
@@ -228,44 +364,25 @@ class ReducedGradients(Gradients):
     Args:
         device: Where this process's tensors live.
         finds_unused: Whether DDP looks for parameters that take no part in a loss.
+        copies: The wrapped modules.
     """
 
-    def __init__(self, device: torch.device, finds_unused: bool) -> None:
-        self._device, self._finds_unused = device, finds_unused
-        self._adopted: list[nn.Parameter] = []
+    def __init__(self, device: torch.device, finds_unused: bool, copies: Copies) -> None:
+        self._device, self._finds_unused, self._copies = device, finds_unused, copies
         self._left_out: set[int] = set()
 
-    def end_search(self, never_used: Sequence[nn.Parameter]) -> None:
-        """Take note that DDP does not look for unused parameters any more.
+    def end_search(self, never_used: Sequence[nn.Parameter] | None) -> None:
+        """Take note that DDP does not look for unused parameters any more, or looks again.
 
         Args:
-            never_used: Those that it leaves out.
+            never_used: Those that it leaves out; None where it looks again.
         """
-        self._finds_unused = False
-        self._left_out.update(map(id, never_used))
+        self._finds_unused = never_used is None
+        self._left_out = set(map(id, never_used or ()))
 
-    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """Take parameters that DDP's buckets do not hold: they are averaged by themselves once a window ends."""
-        if isinstance(model, DistributedDataParallel):
-            if isinstance(model.module, StepModule) and model.module.partial_backwards:
-                raise ConfigurationError(
-                    "Under DDP a task that optimizes by hand cannot train parameters that were frozen when the run "
-                    'began. Let automatic_optimization be True, or use strategy="fsdp".',
-                    code="DT-049",
-                )
-            known = {id(each) for each in self._adopted}
-            self._adopted += [each for each in parameters if id(each) not in known]
-
-    def average_adopted(self) -> None:
-        """Average the gradients of those parameters; one that this process's loss does not depend on counts as zero."""
-        if not self._adopted:
-            return
-        for parameter in self._adopted:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        averaged = reduce([parameter.grad for parameter in self._adopted])
-        for parameter, gradient in zip(self._adopted, averaged, strict=True):
-            parameter.grad = gradient
+    def finish(self, optimizers: Sequence[Optimizer]) -> None:
+        """Average what an optimizer has beside the wrapped modules."""
+        self._copies.average_beside(optimizers)
 
     def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         """Skip the averaging of gradients in a context."""
@@ -294,16 +411,30 @@ class ReducedGradients(Gradients):
     def prepare_backward(self, model: nn.Module, loss: torch.Tensor) -> None:
         """Let the reducer find the parameters that the coming backward uses, as DDP's own forward would."""
         if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
+            if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
+                return  # the forward has: see sync
+            model.follow_trained()
             model.reducer.prepare_for_forward()
             model.reducer._rebuild_buckets()
             model.reducer.prepare_for_backward([loss])
 
 
 class CopiedState(ModelState):
-    """The state of a model that every process has a copy of."""
+    """The state of a model that every process has a copy of.
+
+    Args:
+        topology: This process's place.
+        unwrap: Returns the user's own module inside what `prepare` returned.
+        copies: The wrapped modules.
+    """
+
+    def __init__(self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module], copies: Copies) -> None:
+        super().__init__(topology, unwrap)
+        self._copies = copies
 
     def model(self, model: nn.Module) -> StateDict:
-        """Parameters, and rank 0's buffers."""
+        """Parameters, which are compared between processes, and rank 0's buffers."""
+        self._copies.compare_weights(model)
         state = super().model(model)
         return with_buffers_of_rank_0(self.unwrap(model), state) if self.topology.environment.is_distributed else state
 
@@ -313,20 +444,18 @@ class _Repeatable(RepeatableStep):
 
     def reduce(self, model: nn.Module) -> None:
         """Average the gradients of all parameters that any process has one of."""
-        if not isinstance(model, DistributedDataParallel):
-            return
-        parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
-        device = parameters[0].device
-        held = reduce(torch.tensor([float(each.grad is not None) for each in parameters], device=device), "sum")
-        for parameter, holders in zip(parameters, held.tolist(), strict=True):
-            if holders:
-                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = reduce(own, "mean")
+        if isinstance(model, DistributedDataParallel):
+            average_gradients([parameter for parameter in model.module.parameters() if parameter.requires_grad])
 
 
 class _Join(Join):
     """Torch's `Join` over the DDP modules: processes that ran out shadow the collectives of the others."""
 
-    def joined(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+
+    @contextmanager
+    def joined(self, models: Sequence[nn.Module]) -> Iterator[None]:
         joinables = [model for model in models if isinstance(model, DistributedDataParallel)]
-        return TorchJoin(joinables) if joinables else nullcontext()  # type: ignore[arg-type]
+        with self._copies.pause(), TorchJoin(joinables) if joinables else nullcontext():  # type: ignore[arg-type]
+            yield

@@ -15,6 +15,7 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import Capability, RunOptions, Strategy
 from drivetrain.strategies.capabilities import BatchPlacement, PlainEvaluation
+from drivetrain.strategies.moving import move_in_place, refuse_left_behind
 from drivetrain.strategies.optimizer_names import lay_out_state
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.xla.batches import XLABatches
@@ -22,7 +23,6 @@ from drivetrain.strategies.xla.bfloat16 import Rounding
 from drivetrain.strategies.xla.compilations import Compilations
 from drivetrain.strategies.xla.gradients import AveragedGradients, XLAGradients
 from drivetrain.strategies.xla.mesh import DeviceMesh, MeshShape, Spec
-from drivetrain.strategies.xla.moving import move_in_place
 from drivetrain.strategies.xla.state import XLAState
 from drivetrain.strategies.xla.tensor_plan import Plan, plan_specs
 
@@ -183,7 +183,9 @@ class XLA(Strategy):
         self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
         """Place a model; among several processes all begin with the values of the first."""
+        before = dict(self.unwrap(model).named_parameters())
         placed = self.place(model, precision, move)
+        refuse_left_behind(before, placed, optimizers)
         for optimizer in optimizers:
             lay_out_state(optimizer)
         if isinstance(self.gradients, AveragedGradients):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer.loops.step import MicroBatch, PlainStep
 
@@ -51,12 +50,10 @@ class ClosureStep(PlainStep):
         stepped = False
         for position, optimizer in enumerate(self._trainer.task_optimizers):
 
-            def compute_gradients(needs_closure: bool = optimizer.needs_closure, position: int = position) -> Any:
+            def compute_gradients(position: int = position) -> Any:
                 if position == 0 or not outputs:
                     self._compute(window, outputs)
-                loss = self._loss_of_window(outputs, window)
-                # Searching along a line, every process must see the same.
-                return reduce(loss) if needs_closure else loss
+                return self._loss_of_window(outputs, window)
 
             self._engine.steps_taken = 0
             try:

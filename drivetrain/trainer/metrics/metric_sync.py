@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,6 +27,37 @@ def compute_over_processes(metric: Any, select: Select = list) -> Any:
         # Of a process that had no batch; the others' states are computed on, so nothing is wrong.
         warnings.filterwarnings("ignore", message=".*`compute` method of metric .* was called before the `update`")
         return metric.compute()
+
+
+def count_once(metrics: Iterable[Any], ranks: Sequence[int] | None) -> Callable[[], None]:
+    """Let metrics that a task computes itself take each sample once, where several processes see the same.
+
+    A metric with a `process_group` or a `dist_sync_fn` of its own keeps it.
+
+    Args:
+        metrics: torchmetrics objects.
+        ranks: The processes whose values count; None where all do.
+
+    Returns:
+        A function that leaves them as they were.
+    """
+    changed = [each for each in metrics if each.process_group is None and each.dist_sync_fn is None]
+    changed = changed if ranks is not None else []
+    for metric in changed:
+        metric.dist_sync_fn = partial(_gather_from, ranks)
+
+    def restore() -> None:
+        for metric in changed:
+            metric.dist_sync_fn = None
+
+    return restore
+
+
+def _gather_from(ranks: Sequence[int], state: Tensor, group: Any = None) -> list[Tensor]:
+    from torchmetrics.utilities.distributed import gather_all_tensors
+
+    everyone = gather_all_tensors(state, group)
+    return [everyone[rank] for rank in ranks]
 
 
 @contextmanager

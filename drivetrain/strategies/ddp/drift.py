@@ -1,0 +1,116 @@
+"""A check that the copies of a model stay the same on all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.runtime.collectives import gather, reduce
+from drivetrain.runtime.errors import ConfigurationError
+
+_TOLERANCE = 1e-5  # of the norm: machines that round differently are no fault
+_LARGEST = torch.finfo(torch.float32).max
+
+_ADVICE = {
+    "gradient": (
+        "Each process would train a model of its own. Most often a backward was not run by the Trainer or the "
+        "Accelerator: call self.manual_backward(loss) in a task that optimizes by hand, accelerator.backward(loss) in a "
+        "loop, and one backward for each forward of the prepared model, outside of no_sync."
+    ),
+    "value": (
+        "The processes have trained different models since the last check, or only some have changed a parameter. "
+        "Change parameters on all processes alike, and compute gradients by manual_backward or accelerator.backward."
+    ),
+}
+
+
+class DriftCheck:
+    """Compares gradients and parameters between processes: before the first step, then once in many steps.
+
+    Of each tensor the norm and the sum are compared, in one all-reduce of a few numbers for each.
+
+    Args:
+        every: Steps of an optimizer from one check to the next; 0 for none.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._left: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    def is_due(self, optimizer: Optimizer) -> bool:
+        """Count a step of an optimizer. Returns whether to compare before it."""
+        left = self._left.get(optimizer, 0)
+        self._left[optimizer] = self.every - 1 if left <= 0 else left - 1
+        return left <= 0
+
+    def restart(self, optimizer: Optimizer) -> None:
+        """Compare before the next step of an optimizer, which trains other parameters from now on."""
+        self._left.pop(optimizer, None)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which processes may take different numbers of steps, so that nothing is compared."""
+        every, self.every = self.every, 0
+        try:
+            yield
+        finally:
+            self.every = every
+
+    def compare(self, named: Sequence[tuple[str, nn.Parameter]], gradients: bool = True) -> None:
+        """Compare parameters, and their gradients, between all processes.
+
+        Args:
+            named: The names and the parameters, the same on all processes.
+            gradients: Whether to compare their gradients.
+
+        Raises:
+            ConfigurationError: On all processes, naming the first that differs, and the ranks.
+        """
+        if not named:
+            return
+        compared = [parameter.grad for _, parameter in named] if gradients else []
+        compared += [parameter.detach() for _, parameter in named]
+        own = _prints(compared, named[0][1].device)
+        most = reduce(torch.cat([own, -own]), "max")
+        different = _differ(most[: len(own)], -most[len(own) :])
+        if not bool(different.any()):
+            return
+        place = int(different.nonzero()[0])
+        what = "gradient" if gradients and place < len(named) else "value"
+        everyone = gather(own[place][None])
+        ranks = [rank for rank, each in enumerate(everyone) if bool(_differ(each[None], everyone[:1]).any())]
+        raise ConfigurationError(
+            f"The {what} of {named[place % len(named)][0]} on rank{'s' if ranks[1:] else ''} "
+            f"{', '.join(map(str, ranks))} is another than on rank 0. {_ADVICE[what]} DDP(check_copies_every=0) leaves "
+            "this check out.",
+            code="DT-063",
+        )
+
+
+def _prints(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """The norm of each tensor, and its sum by the root of its size, so that the norm bounds both; -1 if it is None."""
+    absent = torch.full((), -1.0, device=device)
+    norms, sums, roots = [], [], []
+    for tensor in tensors:
+        if tensor is None:
+            norms.append(absent)
+            sums.append(absent)
+            roots.append(1.0)
+            continue
+        values = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
+        values = torch.view_as_real(values) if values.is_complex() else values
+        norms.append(torch.linalg.vector_norm(values, dtype=torch.float32).to(device))
+        sums.append(values.sum(dtype=torch.float32).to(device))
+        roots.append(max(1, values.numel()) ** 0.5)
+    prints = torch.stack([torch.stack(norms), torch.stack(sums) / torch.tensor(roots, device=device)], dim=1)
+    return prints.nan_to_num(_LARGEST, _LARGEST, -_LARGEST)
+
+
+def _differ(first: Tensor, second: Tensor) -> Tensor:
+    bound = _TOLERANCE * torch.maximum(first[:, :1].abs(), second[:, :1].abs())
+    return ((first - second).abs() > bound).any(dim=1)
