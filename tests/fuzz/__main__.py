@@ -11,6 +11,7 @@ import collections
 import contextlib
 import io
 import sys
+import tempfile
 import time
 
 from tqdm import tqdm
@@ -24,15 +25,30 @@ TOGETHER = 20  # cases that share one start of the processes
 
 
 def verdicts_of(chosen: list[Case], timeout: float = 240) -> list[Verdict]:
-    """Run cases of one strategy; each in processes of its own where one of them hangs or ends the processes."""
-    world = STRATEGIES[chosen[0].strategy][0]
+    """Run cases of one strategy; those that another strategy resumes go on in its processes."""
+    staying, moving = [each for each in chosen if not each.then], [each for each in chosen if each.then]
+    with tempfile.TemporaryDirectory() as root:
+        verdicts = _run(staying, chosen[0].strategy, "whole", root, timeout)
+        begun = _run(moving, chosen[0].strategy, "first", root, timeout)
+        for strategy in dict.fromkeys(each.then for each in moving):
+            theirs = [v for v in begun if v.case.then == strategy]
+            saved = [v.case for v in theirs if v.kind == "saved"]
+            verdicts += [v for v in theirs if v.kind != "saved"] + _run(saved, strategy, "second", root, timeout)
+    return verdicts
+
+
+def _run(chosen: list[Case], strategy: str, part: str, root: str, timeout: float) -> list[Verdict]:
+    """Run a part of cases; each in processes of its own where one of them hangs or ends the processes."""
+    if not chosen:
+        return []
+    world = STRATEGIES[strategy][0]
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # what the runs print
-            return pool.run_in_processes(judge_all, world, args=(chosen,), timeout=timeout)[0]
+            return pool.run_in_processes(judge_all, world, args=(chosen, part, root), timeout=timeout)[0]
     except pool.ProcessesFailed as error:
         if len(chosen) == 1:
             return [Verdict(chosen[0], "error", str(error))]
-    return [verdict for case in chosen for verdict in verdicts_of([case], timeout=60)]
+    return [verdict for case in chosen for verdict in _run([case], strategy, part, root, timeout=60)]
 
 
 def kept_failing(case: Case) -> Case:

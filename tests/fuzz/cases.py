@@ -43,6 +43,7 @@ class Case:
         validate: Whether each epoch ends with a validation.
         save: When the run is broken off and resumed, "never" or a name in `SAVES`.
         save_at: The step after which it is, at the soonest.
+        then: The strategy that it is resumed under, in processes of its own; "" for the same one in the same processes.
     """
 
     seed: int = 0
@@ -67,6 +68,7 @@ class Case:
     validate: bool = False
     save: str = "never"
     save_at: int = 1
+    then: str = ""
 
     def __str__(self) -> str:
         """The options that are not the default, as one would type them."""
@@ -419,6 +421,7 @@ def draw(seed: int, strategy: str) -> Case:
         validate=rng.random() < 0.4,
         save=pick("never", SAVES),
         save_at=rng.randint(1, 5),
+        then=pick("", STRATEGIES),
     )
     return possible(case)
 
@@ -450,4 +453,10 @@ def possible(case: Case) -> Case:
         case = replace(case, scheduler="none")  # torch's schedulers hold the groups that they were made with
     if case.save.startswith("validation"):
         case = replace(case, validate=True)
+    if case.save == "never" or case.driver != "trainer":
+        case = replace(case, then="")
+    if case.then:  # what counts batches of a process means something else on another number of them
+        model = "plain" if case.model == "late" else case.model
+        loss = "mean" if case.loss == "some" else case.loss
+        case = replace(case, limit=None, drop_last=False, model=model, loss=loss)
     return case

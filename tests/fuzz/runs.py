@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import shutil
-import tempfile
 import traceback
 import warnings
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,6 @@ from drivetrain import (
     PartialState,
     Task,
     Trainer,
-    broadcast_object_list,
     gather_object,
 )
 from tests.fuzz.cases import (
@@ -43,6 +41,8 @@ from tests.fuzz.cases import (
 
 TOLERANCE = {"32": 5e-6, "64-true": 1e-11}
 MAX_NORM, MAX_VALUE = 0.5, 0.1
+KINDS = ("equal", "saved", "refused", "different", "error")
+WITHIN_EPOCHS = ("batch_end", "exception")
 OPTIONS: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
@@ -67,7 +67,7 @@ class Verdict:
 
     Attributes:
         case: The case.
-        kind: "equal", "refused" (an error of drivetrain's own), "different" or "error" (any other).
+        kind: "equal", "saved" (it goes on elsewhere), "refused" (drivetrain's own error), "different" or "error".
         text: The error or the difference.
     """
 
@@ -92,19 +92,21 @@ def dtype_of(case: Case) -> torch.dtype:
 # the plain loop
 
 
-def plain(case: Case, world: int) -> Trained:
+def plain(case: Case) -> Trained:
     """Train in plain torch on one process: a micro-batch is what the processes have together."""
     model = make_model(case).to(dtype_of(case))
     optimizer = make_optimizer(case, model)
     interval, scheduler = _scheduler(case, optimizer)
     loader, trained = make_loader(case), Trained()
+    world = STRATEGIES[case.strategy][0]
     torch.manual_seed(case.seed)
     for epoch in range(case.epochs):
         if epoch == 1:
             change_parameters(case, model, optimizer)
         model.train()
-        batches = itertools.islice(_together(case, loader, world), case.limit)
-        for window in _windows(enumerate(batches), case.accumulate):
+        batches = [rows_of(batch) for batch in loader]
+        rounds = _together(case, batches, world)
+        while window := list(itertools.islice(rounds, case.accumulate)):
             model.zero_grad()
             if _plain_backward(case, model, window):
                 _clip(case, optimizer)
@@ -114,6 +116,12 @@ def plain(case: Case, world: int) -> Trained:
                     scheduler.step()
             if trained.steps == case.max_steps:
                 break
+            if case.then and case.save in WITHIN_EPOCHS and trained.steps == case.save_at:
+                done = world * (window[-1][0] + 1)
+                world = STRATEGIES[case.then][0]
+                rounds = _together(case, batches[done:], world)
+        if case.then and trained.steps >= case.save_at:
+            world = STRATEGIES[case.then][0]
         if interval == "epoch":
             scheduler.step()
         if case.validate:
@@ -137,23 +145,17 @@ def _plain_backward(case: Case, model: nn.Module, window: Sequence[tuple[int, Te
     return bool(used)
 
 
-def _together(case: Case, loader: Any, world: int) -> Iterator[Tensor]:
-    """The rows of each round of batches, one batch for each process."""
-    batches = [rows_of(batch) for batch in loader]
+def _together(case: Case, batches: Sequence[Tensor], world: int) -> Iterator[tuple[int, Tensor]]:
+    """Number the rounds of batches, one batch for each process, and join the rows of each."""
     rounds_only = case.drop_last and case.data not in ("own", "batches")
     whole = len(batches) - len(batches) % world if rounds_only else len(batches)
-    epoch = torch.cat(batches) if batches else torch.empty(0)
-    for start in range(0, whole, world):
-        rows = torch.cat(batches[start : start + world])
+    for number, start in enumerate(range(0, whole, world)[: case.limit]):
+        rows = torch.cat(list(batches[start : start + world]))
         missing = case.batch_size * world - len(rows)
         if case.driver == "accelerator" and world > 1 and missing:  # completed by the epoch's first rows
+            epoch = torch.cat(list(batches))
             rows = torch.cat([rows, *itertools.repeat(epoch, missing // len(epoch) + 1)])[: case.batch_size * world]
-        yield rows
-
-
-def _windows(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    while window := list(itertools.islice(batches, size)):
-        yield window
+        yield number, rows
 
 
 def _scheduler(case: Case, optimizer: torch.optim.Optimizer) -> tuple[str, Any]:
@@ -262,27 +264,37 @@ class SaveAndBreak(Callback):
         self._now("validation_end", trainer)
 
 
+def begin(case: Case, folder: str) -> Trained | None:
+    """Train with the Trainer until the case is broken off; returns None then."""
+    path, on_exception = str(Path(folder, "saved")), case.save == "exception"
+    callback = ModelCheckpoint(dirpath=path, save_on_exception=True) if on_exception else SaveAndBreak(case, path)
+    try:
+        return _fit(case, case.strategy, [callback], None, breaks=on_exception)
+    except Broken:
+        return None
+
+
+def finish(case: Case, folder: str) -> Trained:
+    """Train with the Trainer from where the case was broken off; one that broke before its first step begins again."""
+    found = [Path(folder, "saved")]
+    if case.save == "exception":
+        found = sorted(found[0].glob("*"), key=lambda each: int(each.name.partition("step=")[2]))
+    return _fit(case, case.then or case.strategy, [], str(found[-1]) if found else None)
+
+
 def with_trainer(case: Case, folder: str) -> Trained:
     """Train with the Trainer, in two runs if the case is broken off."""
-    path: str | None = None
-    if case.save != "never":
-        path = str(Path(folder, "saved"))
-        on_exception = case.save == "exception"
-        callback = ModelCheckpoint(dirpath=path, save_on_exception=True) if on_exception else SaveAndBreak(case, path)
-        try:
-            return _fit(case, [callback], None, breaks=on_exception)
-        except Broken:
-            if on_exception:
-                path = next((str(each) for each in Path(path).glob("*") if "exception" in each.name), None)
-    return _fit(case, [], path)
+    if case.save == "never":
+        return _fit(case, case.strategy, [], None)
+    return begin(case, folder) or finish(case, folder)
 
 
-def _fit(case: Case, callbacks: list[Any], path: str | None, breaks: bool = False) -> Trained:
+def _fit(case: Case, strategy: str, callbacks: list[Any], path: str | None, breaks: bool = False) -> Trained:
     task = FuzzTask(case, breaks)
     by_hand = case.driver == "manual"
     trainer = Trainer(
         **OPTIONS,
-        strategy=STRATEGIES[case.strategy][1](),
+        strategy=STRATEGIES[strategy][1](),
         precision=case.precision,
         max_epochs=case.epochs,
         max_steps=case.max_steps,
@@ -393,24 +405,19 @@ def whole(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
 # judging
 
 
-def judge(case: Case) -> Verdict:
-    """Run a case in this process, and its peers in theirs, and compare it with the plain loop."""
-    state = PartialState()
-    folder = tempfile.mkdtemp() if state.is_main_process else ""
-    folder = broadcast_object_list([folder])[0]
+def judge(case: Case, part: str, folder: str) -> Verdict:
+    """Run a case, or the part of it before or after the break, on these processes; compare it with the plain loop."""
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             run = with_accelerator if case.driver == "accelerator" else with_trainer
-            return compare(case, plain(case, state.num_processes), run(case, folder))
+            found = {"first": begin, "second": finish, "whole": run}[part](case, folder)
+            return Verdict(case, "saved") if found is None else compare(case, plain(case), found)
         except DrivetrainError as error:
             return Verdict(case, "refused", f"{type(error).__name__}: {error}")
         except Exception:
             return Verdict(case, "error", traceback.format_exc())
-        finally:
-            if state.is_main_process:
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def compare(case: Case, expected: Trained, found: Trained) -> Verdict:
@@ -427,10 +434,12 @@ def compare(case: Case, expected: Trained, found: Trained) -> Verdict:
     return Verdict(case, "equal")
 
 
-def judge_all(cases: Sequence[Case]) -> list[Verdict]:
-    """Run cases one after another in these processes; a verdict is the worst of the ranks'."""
+def judge_all(cases: Sequence[Case], part: str, root: str) -> list[Verdict]:
+    """Run cases, or parts of them, one after another in these processes; a verdict is the worst of the ranks'."""
     verdicts = []
     for case in cases:
-        everyone: list[Verdict] = gather_object([judge(case)])
-        verdicts.append(max(everyone, key=lambda each: ("equal", "refused", "different", "error").index(each.kind)))
+        folder = Path(root, str(zlib.crc32(repr(case).encode())))
+        folder.mkdir(exist_ok=True)
+        everyone: list[Verdict] = gather_object([judge(case, part, str(folder))])
+        verdicts.append(max(everyone, key=lambda each: KINDS.index(each.kind)))
     return verdicts

@@ -31,7 +31,7 @@ def test_every_strategy_is_tried():
 
 def test_a_difference_in_one_weight_is_seen():
     case = Case()
-    trained = plain(case, world=1)
+    trained = plain(case)
     weights = dict(trained.weights)
     weights["last.bias"] = weights["last.bias"] + 1e-5
     assert compare(case, trained, trained).kind == "equal"
