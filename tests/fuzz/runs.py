@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import traceback
 import warnings
 import zlib
@@ -278,7 +279,7 @@ def finish(case: Case, folder: str) -> Trained:
     """Train with the Trainer from where the case was broken off; one that broke before its first step begins again."""
     found = [Path(folder, "saved")]
     if case.save == "exception":
-        found = sorted(found[0].glob("*"), key=lambda each: int(each.name.partition("step=")[2]))
+        found = sorted(found[0].glob("*"), key=lambda each: int(re.findall(r"step=(\d+)", each.name)[-1]))
     return _fit(case, case.then or case.strategy, [], str(found[-1]) if found else None)
 
 
