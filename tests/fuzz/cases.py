@@ -22,7 +22,8 @@ class Case:
 
     Attributes:
         seed: Of the data, the first weights and the order of shuffled loaders.
-        driver: "trainer", "manual" (the Trainer, optimization by hand) or "accelerator" (a raw loop).
+        driver: "trainer", "manual" (the Trainer, optimization by hand), "turns" (by hand, an optimizer for each layer)
+            or "accelerator" (a raw loop).
         strategy: A name in `STRATEGIES`.
         precision: As the Trainer's.
         data: A name in `LOADERS`.
@@ -353,6 +354,7 @@ OPTIMIZERS: dict[str, Callable[[Any], _O.Optimizer]] = {
     "adagrad": lambda p: _O.Adagrad(p, lr=0.02, eps=1e-3),
     "nadam": lambda p: _O.NAdam(p, lr=0.01, eps=1e-3),
     "adamax": lambda p: _O.Adamax(p, lr=0.01, eps=1e-3),
+    "lbfgs": lambda p: _O.LBFGS([each for group in p for each in group["params"]], lr=0.1, max_iter=3),
 }
 
 
@@ -364,6 +366,13 @@ def make_optimizer(case: Case, model: nn.Module) -> _O.Optimizer:
     if case.change == "add_group":
         return OPTIMIZERS[case.optimizer](last)
     return OPTIMIZERS[case.optimizer]([{"params": first}, {"params": last, "lr": 0.01}])
+
+
+def make_optimizers_in_turns(case: Case, model: nn.Module) -> list[_O.Optimizer]:
+    """Make one optimizer for the last layer and one for all others."""
+    parameters = dict(model.named_parameters())
+    first = [value for name, value in parameters.items() if not name.startswith("last")]
+    return [OPTIMIZERS[case.optimizer](each) for each in (first, list(model.last.parameters()))]
 
 
 SCHEDULERS: dict[str, tuple[str, Callable[[_O.Optimizer], Any]]] = {
@@ -401,7 +410,7 @@ def draw(seed: int, strategy: str) -> Case:
     case = Case(
         seed=seed,
         strategy=strategy,
-        driver=pick("trainer", ("trainer", "manual", "accelerator")),
+        driver=pick("trainer", ("manual", "turns", "accelerator")),
         precision="64-true" if rng.random() < 0.15 else "32",
         data=pick("tensors", (name for name in LOADERS if name != "workers" or rng.random() < 0.2)),
         samples=rng.randint(3, 23),
@@ -434,9 +443,17 @@ def possible(case: Case) -> Case:
         case = replace(case, drop_last=False)
     if case.driver != "trainer":
         case = replace(case, loss="mean", save="never" if case.driver == "manual" else case.save)
+    if case.optimizer == "lbfgs" and (case.driver != "trainer" or case.change == "add_group"):
+        case = replace(case, optimizer="sgd")
+    if case.optimizer == "lbfgs":  # one group, and a closure that computes the whole step
+        case = replace(case, accumulate=1, loss="mean", clip="none", model="plain", max_steps=-1)
+        case = replace(case, precision="64-true")  # rounding grows from step to step
     if case.driver == "accelerator":
         case = replace(case, validate=False, limit=None, save="never" if case.save == "never" else "batch_end")
-    if case.driver == "manual":
+    if case.driver == "turns":
+        model = "plain" if case.model == "frozen" else case.model  # the first layer's turn would have no gradient
+        case = replace(case, accumulate=1, change="none", scheduler="none", model=model)
+    if case.driver in ("manual", "turns"):
         case = replace(case, clip="none", data="tensors" if case.data == "stream" else case.data)
     if case.model == "complex":  # torch neither clips complex gradients by value nor has fused kernels for them
         case = replace(case, precision="32", clip="none", optimizer=case.optimizer.partition("_")[0])
@@ -453,7 +470,7 @@ def possible(case: Case) -> Case:
         case = replace(case, scheduler="none")  # torch's schedulers hold the groups that they were made with
     if case.save.startswith("validation"):
         case = replace(case, validate=True)
-    if case.save == "never" or case.driver != "trainer":
+    if case.save == "never" or case.driver not in ("trainer", "turns"):
         case = replace(case, then="")
     if case.then:  # what counts batches of a process means something else on another number of them
         model = "plain" if case.model == "late" else case.model

@@ -36,6 +36,7 @@ from tests.fuzz.cases import (
     make_loader,
     make_model,
     make_optimizer,
+    make_optimizers_in_turns,
     rows_of,
     validation_loader,
 )
@@ -96,6 +97,7 @@ def dtype_of(case: Case) -> torch.dtype:
 def plain(case: Case) -> Trained:
     """Train in plain torch on one process: a micro-batch is what the processes have together."""
     model = make_model(case).to(dtype_of(case))
+    in_turns = make_optimizers_in_turns(case, model) if case.driver == "turns" else []
     optimizer = make_optimizer(case, model)
     interval, scheduler = _scheduler(case, optimizer)
     loader, trained = make_loader(case), Trained()
@@ -108,14 +110,13 @@ def plain(case: Case) -> Trained:
         batches = [rows_of(batch) for batch in loader]
         rounds = _together(case, batches, world)
         while window := list(itertools.islice(rounds, case.accumulate)):
-            model.zero_grad()
-            if _plain_backward(case, model, window):
-                _clip(case, optimizer)
-                optimizer.step()
+            for each in in_turns or [optimizer]:
+                if not _plain_step(case, model, each, window):
+                    continue
                 trained.steps += 1
                 if interval == "step":
                     scheduler.step()
-            if trained.steps == case.max_steps:
+            if 0 < case.max_steps <= trained.steps:
                 break
             if case.then and case.save in WITHIN_EPOCHS and trained.steps == case.save_at:
                 done = world * (window[-1][0] + 1)
@@ -130,20 +131,35 @@ def plain(case: Case) -> Trained:
             with torch.no_grad():
                 losses = [losses_of(model, rows_of(batch).to(dtype_of(case))) for batch in validation_loader(case)]
             trained.validation = float(torch.cat(losses).mean())
-        if trained.steps == case.max_steps:
+        if 0 < case.max_steps <= trained.steps:
             break
     trained.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return trained
 
 
-def _plain_backward(case: Case, model: nn.Module, window: Sequence[tuple[int, Tensor]]) -> bool:
+def _plain_step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, window: Sequence[Any]) -> bool:
+    def backward() -> Tensor:
+        model.zero_grad()
+        return _plain_backward(case, model, window)
+
+    if case.optimizer == "lbfgs":
+        optimizer.step(backward)
+    elif backward() is None:
+        return False
+    else:
+        _clip(case, optimizer)
+        optimizer.step()
+    return True
+
+
+def _plain_backward(case: Case, model: nn.Module, window: Sequence[tuple[int, Tensor]]) -> Tensor | None:
     used = [(index, rows) for index, rows in window if case.loss != "some" or index % 3 != 2]
     weight = sum(len(rows) for _, rows in window)
     for index, rows in used:
         losses = losses_of(model, rows.to(dtype_of(case)), index)
         loss = losses.sum() / weight if case.loss == "weighted" else losses.mean() / len(window)
         loss.backward()
-    return bool(used)
+    return loss if used else None
 
 
 def _together(case: Case, batches: Sequence[Tensor], world: int) -> Iterator[tuple[int, Tensor]]:
@@ -193,13 +209,15 @@ class FuzzTask(Task):
         super().__init__()
         self.case, self.breaks = case, breaks
         self.net = make_model(case)
-        self.automatic_optimization = case.driver != "manual"
+        self.automatic_optimization = case.driver not in ("manual", "turns")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.breaks and self.trainer.global_step >= self.case.save_at:
             raise Broken
         if self.case.loss == "some" and batch_idx % 3 == 2:
             return None
+        if self.case.driver == "turns":
+            return self.optimize_in_turns(batch, batch_idx)
         losses = losses_of(self.net, rows_of(batch).to(dtype_of(self.case)), batch_idx)
         if self.case.driver == "manual":
             return self.optimize_by_hand(losses.mean(), batch_idx)
@@ -219,6 +237,14 @@ class FuzzTask(Task):
             if self.case.scheduler != "none" and SCHEDULERS[self.case.scheduler][0] == "step":
                 schedulers.step()
 
+    def optimize_in_turns(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(losses_of(self.net, rows_of(batch).to(dtype_of(self.case)), batch_idx).mean())
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
     def on_train_epoch_start(self) -> None:
         if self.trainer.current_epoch == 1:
             change_parameters(self.case, self.net, self.trainer.optimizers[0])
@@ -231,6 +257,8 @@ class FuzzTask(Task):
         self.log("validation", losses_of(self.net, rows_of(batch).to(dtype_of(self.case))).mean())
 
     def configure_optimizers(self) -> Any:
+        if self.case.driver == "turns":
+            return make_optimizers_in_turns(self.case, self.net)
         optimizer = make_optimizer(self.case, self.net)
         interval, scheduler = _scheduler(self.case, optimizer)
         if scheduler is None:
@@ -429,7 +457,9 @@ def compare(case: Case, expected: Trained, found: Trained) -> Verdict:
         gap = float((found.weights[name] - value).abs().max()) if value.numel() else 0.0
         if not gap <= TOLERANCE[case.precision] * max(1.0, float(value.abs().max())):
             return Verdict(case, "different", f"{name} by {gap:.2g} after {found.steps} steps")
-    finished = found.steps != case.max_steps  # a run that max_steps ends in mid-epoch does not validate
+    finished = (
+        found.steps < case.max_steps or case.max_steps < 0
+    )  # a run that max_steps ends in mid-epoch does not validate
     if case.validate and finished and not math.isclose(found.validation, expected.validation, rel_tol=1e-5):
         return Verdict(case, "different", f"validation {found.validation} for {expected.validation}")
     return Verdict(case, "equal")
