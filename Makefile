@@ -70,7 +70,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help env environments demo test test-slow test-sharded test-crash test-megatron test-compat test-trackers test-ray \
+.PHONY: help env environments demo test test-slow test-sharded test-crash fuzz test-megatron test-compat test-trackers test-ray \
 	test-gpu test-xla test-oldest deepspeed-ops checks lint format types floors pythons docs docs-version wheel release \
 	bench bench-gpu clean
 
@@ -117,6 +117,12 @@ test-trackers: $(TRACKERS_ENV) ## the tests of trackers beside those of the defa
 
 test-ray: $(RAY_ENV) ## the tests of the launcher on Ray, with a Ray on this machine (an environment of its own)
 	$(RAY_PYTHON) -m pytest -m "ray and not gpu" $(or $(TESTS),tests/launch/test_ray_launcher.py tests/test_snippets.py)
+
+# The first case that is tried, and for how many seconds; SEED=$$RANDOM tries others than the time before.
+SEED ?= 0
+SECONDS ?= 3600
+fuzz: $(DEV_ENV) ## random training runs beside a plain loop, for an hour (SEED=123 SECONDS=60)
+	$(PYTHON) -m tests.fuzz --seed $(SEED) --seconds $(SECONDS)
 
 test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python that holds torch)
 	$(PYTHON) -m pytest -m gpu $(TESTS)

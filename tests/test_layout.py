@@ -17,6 +17,7 @@ ACROSS = {
     "crash": "runs that are killed",
     "docs": "docs/, as it is built",
     "examples": "examples/",
+    "fuzz": "random runs of the Trainer and the Accelerator",
     "benchmarks": "benchmarks/",
     "simulated": "devices that other tests use",
 }
