@@ -99,7 +99,9 @@ class WeightedMean:
         own = torch.stack(self._weights).sum() if self._weights else torch.zeros((), dtype=_wide(device), device=device)
         self.total = total = self._strategy.topology.sum(own)
         # Without any weight there is no gradient either.
-        factor = torch.where(total > 0, self._divisor / total, torch.zeros_like(total))  # wide: gradients may be of 64 bits
+        factor = torch.where(
+            total > 0, self._divisor / total, torch.zeros_like(total)
+        )  # wide: gradients may be of 64 bits
         for model, optimizers in parts:
             gradients.scale(model, optimizers, factor)
         self.discard()

@@ -35,7 +35,8 @@ def move_in_place(
     """Bring parameters and buffers onto a device.
 
     On XLA, and on devices of other backends (PrivateUse1), `Module.to` makes new parameters, which optimizers that
-    were built before do not hold, and unties tied ones. Here the same objects become tensors on the device, wherever they are held.
+    were built before do not hold, and unties tied ones. Here the same objects become tensors on the device, wherever
+    they are held.
 
     Args:
         model: The model, changed in place.

@@ -68,7 +68,7 @@ def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[
 
 
 def lay_out_state(optimizer: Optimizer) -> None:
-    """Bring an optimizer's state to its parameters' devices and strides; call it after state was loaded.
+    """Bring an optimizer's state to its parameters' devices, strides and 64 bits; call it after state was loaded.
 
     Files hold contiguous tensors. torch's fused implementations pair a parameter with its state by place in memory, so
     the state of a transposed or channels_last parameter would step other elements than its own.
@@ -79,6 +79,9 @@ def lay_out_state(optimizer: Optimizer) -> None:
                 continue
             if value.device != parameter.device:
                 value = state[key] = value.to(parameter.device)
+            if parameter.dtype == torch.float64 and value.dtype == torch.float32 and value.shape == parameter.shape:
+                # Adagrad makes its state in its constructor, before precision 64 has converted the model.
+                value = state[key] = value.to(torch.float64)
             if value.shape == parameter.shape and _differ_in_strides(value, parameter):
                 # If the parameter is not dense, empty_like makes a dense tensor, as optimizers do for their state.
                 laid_out = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)

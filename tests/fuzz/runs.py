@@ -69,7 +69,7 @@ class Verdict:
 
     Attributes:
         case: The case.
-        kind: "equal", "saved" (it goes on elsewhere), "refused" (drivetrain's own error), "different" or "error".
+        kind: "equal", "saved" (it goes on elsewhere), "refused" (with reason), "different" or "error".
         text: The error or the difference.
     """
 
@@ -440,9 +440,13 @@ def judge(case: Case, part: str, folder: str) -> Verdict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
+            expected = plain(case)
+        except Exception as error:
+            return Verdict(case, "refused", f"by torch, also in the plain loop: {error}")
+        try:
             run = with_accelerator if case.driver == "accelerator" else with_trainer
             found = {"first": begin, "second": finish, "whole": run}[part](case, folder)
-            return Verdict(case, "saved") if found is None else compare(case, plain(case), found)
+            return Verdict(case, "saved") if found is None else compare(case, expected, found)
         except DrivetrainError as error:
             return Verdict(case, "refused", f"{type(error).__name__}: {error}")
         except Exception:

@@ -19,8 +19,8 @@ _LARGEST = torch.finfo(torch.float32).max
 _ADVICE = {
     "gradient": (
         "Each process would train a model of its own. Most often a backward was not run by the Trainer or the "
-        "Accelerator: call self.manual_backward(loss) in a task that optimizes by hand, accelerator.backward(loss) in a "
-        "loop, and one backward for each forward of the prepared model, outside of no_sync."
+        "Accelerator: call self.manual_backward(loss) in a task that optimizes by hand, accelerator.backward(loss) in "
+        "a loop, and one backward for each forward of the prepared model, outside of no_sync."
     ),
     "value": (
         "The processes have trained different models since the last check, or only some have changed a parameter. "
@@ -104,8 +104,9 @@ def _prints(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
             continue
         values = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
         values = torch.view_as_real(values) if values.is_complex() else values
-        norms.append(torch.linalg.vector_norm(values, dtype=torch.float32).to(device))
-        sums.append(values.sum(dtype=torch.float32).to(device))
+        wide = torch.float64 if values.dtype is torch.float64 else torch.float32  # torch narrows no norm
+        norms.append(torch.linalg.vector_norm(values, dtype=wide).float().to(device))
+        sums.append(values.sum(dtype=wide).float().to(device))
         roots.append(max(1, values.numel()) ** 0.5)
     prints = torch.stack([torch.stack(norms), torch.stack(sums) / torch.tensor(roots, device=device)], dim=1)
     return prints.nan_to_num(_LARGEST, _LARGEST, -_LARGEST)
