@@ -98,6 +98,8 @@ class DataModule(HoldsHyperParameters, DataHooks):
         map_location: Any = None,
         hparams_file: str | Path | None = None,
         weights_only: bool | None = None,
+        *,
+        instantiate: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Build a data module from the hyper-parameters and the state that a checkpoint has of it.
@@ -107,6 +109,8 @@ class DataModule(HoldsHyperParameters, DataHooks):
             map_location: Taken for Lightning's sake: there is nothing on a device.
             hparams_file: A YAML or CSV file of hyper-parameters to take instead of the saved ones.
             weights_only: Taken for Lightning's sake: nothing in a checkpoint is ever unpickled into objects.
+            instantiate: Whether classes that the hyper-parameters name, as a command line leaves them, are imported
+                and called; only for files that you trust. Else a checkpoint that names one is refused.
             **kwargs: Arguments of the constructor that win over the saved ones.
 
         Raises:
@@ -114,8 +118,9 @@ class DataModule(HoldsHyperParameters, DataHooks):
         """
         entries = ("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule", "hooks")
         parts = ("engine/precision", *(f"driver/{name}" for name in entries))
-        driver = checkpoint.read_shared(checkpoint_path, parts, cls.unpickles(weights_only))["driver"]
-        made = build(cls, driver, "datamodule_hyper_parameters", hparams_file, kwargs)
+        unpickles = cls.unpickles(weights_only)
+        driver = checkpoint.read_shared(checkpoint_path, parts, unpickles)["driver"]
+        made = build(cls, driver, "datamodule_hyper_parameters", hparams_file, kwargs, instantiate or unpickles)
         state = state_of(cls, driver)
         if state:
             made.load_state_dict(state)

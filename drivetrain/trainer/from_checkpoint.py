@@ -15,6 +15,7 @@ def build(
     entry: str,
     hparams_file: str | os.PathLike[str] | None,
     overrides: Mapping[str, Any],
+    instantiate: bool = False,
 ) -> Any:
     """Build an object from the hyper-parameters that a checkpoint has of it.
 
@@ -25,12 +26,13 @@ def build(
         hparams_file: A YAML or CSV file of hyper-parameters to take instead of the saved ones.
         overrides: Arguments of the constructor that win over the saved ones. Where the constructor takes the saved ones
             as one argument, those that are no arguments themselves are changed within it.
+        instantiate: Whether classes that the hyper-parameters name are imported and called.
     """
     saved = driver.get(entry, {}) if hparams_file is None else hyper_parameters_in(hparams_file)
     whole = driver.get(entry.replace("hyper_parameters", "hparams_name"), driver.get("hparams_name"))
     arguments = arguments_for(kind, saved, whole)
     if whole not in arguments or whole in saved:
-        return made_of(kind, saved, whole, overrides)
+        return made_of(kind, saved, whole, overrides, instantiate)
     own = arguments_for(kind, overrides)
     arguments[whole].update({name: value for name, value in overrides.items() if name not in own})
-    return made_of(kind, arguments, None, own)
+    return made_of(kind, arguments, None, own, instantiate)

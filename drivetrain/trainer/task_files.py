@@ -59,6 +59,8 @@ class TaskFiles(nn.Module):
         hparams_file: str | Path | None = None,
         strict: bool | None = None,
         weights_only: bool | None = None,
+        *,
+        instantiate: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Build a task from a checkpoint: its hyper-parameters and its weights.
@@ -69,6 +71,8 @@ class TaskFiles(nn.Module):
             hparams_file: A YAML or CSV file of hyper-parameters to take instead of the saved ones.
             strict: Whether missing and left-over weights are an error; `strict_loading` of the task if None.
             weights_only: Taken for Lightning's sake: nothing in a checkpoint is ever unpickled into objects.
+            instantiate: Whether classes that the hyper-parameters name, as a command line leaves them, are imported
+                and called; only for files that you trust. Else a checkpoint that names one is refused.
             **kwargs: Arguments of the constructor that win over the saved ones.
 
         Returns:
@@ -80,12 +84,13 @@ class TaskFiles(nn.Module):
         """
         entries = ("progress", "callbacks", "hyper_parameters", "hparams_name", "hooks")
         parts = (*EVERY_PLACE_OF_MODELS, *(f"driver/{name}" for name in entries), "hyper_parameters", "hparams_name")
-        shared = checkpoint.read_shared(checkpoint_path, parts, cls.unpickles(weights_only))
+        unpickles = cls.unpickles(weights_only)
+        shared = checkpoint.read_shared(checkpoint_path, parts, unpickles)
         engine, driver = shared["engine"], shared["driver"]
         if len(engine.get("models", [])) != 1:
             count = len(engine.get("models", []))
             raise CheckpointError(f"{checkpoint_path} holds {count} models, so none of them is that of a task.")
-        task = build(cls, driver, "hyper_parameters", hparams_file, kwargs)
+        task = build(cls, driver, "hyper_parameters", hparams_file, kwargs, instantiate or unpickles)
         set_strict = task.__dict__.get("_strict_loading")
         if None not in (strict, set_strict) and strict != set_strict:
             raise ConfigurationError(

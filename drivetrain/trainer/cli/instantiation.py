@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer.cli.package import require_jsonargparse
 from drivetrain.trainer.given_hyper_parameters import CLASS_PATH, INSTANTIATOR, hyper_parameters_given
+from drivetrain.trainer.hyper_parameters import annotations_of
 
 if TYPE_CHECKING:
     from drivetrain.trainer.cli.trainer_cli import TrainerCLI
@@ -42,18 +43,23 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
 def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
     """Make a task or a data module again of the hyper-parameters that a command line left in a checkpoint.
 
+    What they name is imported, and made if it is a subclass of what the argument is annotated with: call it with
+    files that you trust only.
+
     Args:
         class_type: The class, or a base of the one that the hyper-parameters name.
         config: The hyper-parameters.
 
     Raises:
-        ConfigurationError: They do not fit the class.
+        ConfigurationError: They do not fit the class, or name a class for an argument that has no annotation.
     """
     require_jsonargparse("instantiate_module")
     from jsonargparse import ArgumentError, ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
     arguments = {name: value for name, value in config.items() if name not in (CLASS_PATH, INSTANTIATOR)}
+    if CLASS_PATH not in config:
+        _refuse_unannotated(class_type, arguments)
     if CLASS_PATH in config:
         parser.add_subclass_arguments(class_type, "module", fail_untyped=False)
         chosen: dict[str, Any] = {"class_path": config[CLASS_PATH], "dict_kwargs": arguments}
@@ -74,6 +80,31 @@ def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
         ) from None
     made: M = parser.instantiate_classes(parsed).module
     return made
+
+
+def _refuse_unannotated(kind: type, arguments: Mapping[str, Any], place: str = "") -> None:
+    """Refuse a class for an argument that takes anything, which would be called whatever it is."""
+    annotations = annotations_of(kind)
+    for name, value in arguments.items():
+        found = value if isinstance(value, list | tuple) else [value]
+        for each in found:
+            if not isinstance(each, Mapping) or "class_path" not in each:
+                continue
+            where = f"{place}.{name}" if place else name
+            if annotations.get(name, Any) in (Any, object):
+                raise ConfigurationError(
+                    f"{where!r} of {kind.__name__} is annotated with no class, so {each['class_path']!r} is not made "
+                    "for it. Annotate the argument, or give it by hand.",
+                    code="DT-131",
+                )
+            made = _imported(str(each["class_path"]))
+            if isinstance(made, type):
+                _refuse_unannotated(made, {**(each.get("init_args") or {}), **(each.get("dict_kwargs") or {})}, where)
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name, None) if module else None
 
 
 class ModuleInstantiator:

@@ -2,17 +2,63 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from drivetrain import CheckpointError, DataModule, Task
+from drivetrain import CheckpointError, ConfigurationError, DataModule, Task
 from drivetrain.trainer.cli import instantiate_class, instantiate_module
 from tests.trainer.cli.made import Deep, Injected, Line, Ones, command
 
 INJECTED = ["--model.activation=torch.nn.LeakyReLU", "--model.activation.negative_slope=0.5", "--model.optimizer=SGD"]
+
+
+CALL = {"class_path": "subprocess.Popen", "init_args": {"args": ["touch", "called"]}}
+HOSTILE: dict[str, dict[str, Any]] = {
+    "an argument without annotation": {"anything": CALL},
+    "within a list": {"anything": [1, CALL]},
+    "an annotated argument": {"head": {"class_path": "hostile.Line"}},
+    "the task's class": {"_class_path": "hostile.Line"},
+    "the name of a function": {"function": "hostile.Line"},
+}
+
+
+class Loose(Line):
+    """A line whose arguments take what a hostile file may name."""
+
+    def __init__(
+        self,
+        lr: float = 0.1,
+        width: int = 1,
+        anything=None,
+        head: torch.nn.Module | None = None,
+        function: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(lr, width)
+
+
+class Kind(Enum):
+    FIRST, SECOND = 1, 2
+
+
+@dataclass
+class Part:
+    size: int = 1
+
+
+class Plain(Line):
+    """A line that takes an enum and a dataclass."""
+
+    def __init__(self, kind: Kind = Kind.FIRST, part: Part = Part(1)) -> None:  # noqa: B008
+        super().__init__()
+        self.save_hyperparameters()
+        self.kind, self.part = kind, part
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +76,7 @@ def saved(*args: str, **kwargs: Any) -> Any:
 
 def test_a_task_with_parts_is_made_again_without_arguments() -> None:
     saved(*INJECTED, "--model.optimizer.lr=0.25", model=Injected, auto_configure_optimizers=False)
-    again = Injected.load_from_checkpoint("saved")
+    again = Injected.load_from_checkpoint("saved", instantiate=True)
     assert isinstance(again.activation, torch.nn.LeakyReLU)
     assert again.activation.negative_slope == 0.5
     [optimizer], [schedule] = again.configure_optimizers()
@@ -90,6 +136,43 @@ def test_only_known_functions_make_tasks_of_what_a_checkpoint_holds() -> None:
     made.trainer.save_checkpoint("saved")
     with pytest.raises(CheckpointError, match=r"os\.system"):
         Line.load_from_checkpoint("saved")
+
+
+@pytest.mark.parametrize("values", HOSTILE.values(), ids=HOSTILE)
+def test_nothing_that_a_checkpoint_names_is_imported_or_called(values: dict[str, Any], monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(os.getcwd())
+    Path("hostile.py").write_text("open('imported', 'w').close()\nclass Line: ...\n")
+    made = command(run=False)
+    made.model.hparams.update(values)
+    made.trainer.fit(made.model, datamodule=made.datamodule)
+    made.trainer.save_checkpoint("saved")
+    with pytest.raises(CheckpointError, match="would be imported"):
+        Loose.load_from_checkpoint("saved")
+    if "_class_path" in values:  # a command line whose class is fixed does not look at it
+        command("test", "--ckpt_path=saved", model=Loose)
+    else:
+        with pytest.raises(SystemExit, match="2"):
+            command("test", "--ckpt_path=saved", model=Loose)
+    with pytest.raises(SystemExit, match="2"):
+        command("test", "--ckpt_path=saved", model=Loose, subclass_mode_model=True)
+    assert not Path("imported").exists()
+    assert not Path("called").exists()
+
+
+def test_what_is_trusted_makes_only_what_an_argument_is_annotated_with() -> None:
+    made = command(run=False)
+    made.model.hparams["anything"] = {"class_path": "pathlib.PurePath", "init_args": {}}
+    made.trainer.fit(made.model, datamodule=made.datamodule)
+    made.trainer.save_checkpoint("saved")
+    with pytest.raises(ConfigurationError, match="annotated with no class"):
+        Loose.load_from_checkpoint("saved", instantiate=True)
+
+
+def test_plain_values_become_what_arguments_are_annotated_with() -> None:
+    saved("--model.kind=SECOND", "--model.part.size=3", model=Plain)
+    again = Plain.load_from_checkpoint("saved")
+    assert again.kind is Kind.SECOND
+    assert again.part == Part(3)
 
 
 def test_hyper_parameters_that_do_not_fit_are_named() -> None:
