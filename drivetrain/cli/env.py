@@ -124,12 +124,13 @@ def _configuration(named: str | None) -> Iterator[tuple[str, str, str]]:
 
     from drivetrain.launch.settings.sources import find_config_file
     from drivetrain.runtime.errors import ConfigurationError
+    from drivetrain.runtime.yaml_text import load_yaml
 
     file = find_config_file(named, os.environ)
     if file is None:
         return
     try:
-        content = yaml.safe_load(file.read_text())
+        content = load_yaml(file.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigurationError(
             f"The configuration file {str(file)!r} cannot be read: {error}", code="DT-011"

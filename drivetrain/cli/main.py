@@ -10,6 +10,7 @@ import click
 
 import drivetrain
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError, nearest
+from drivetrain.runtime.terminal import visible
 
 # name -> (module and attribute of the command, what it does)
 _COMMANDS = {
@@ -124,7 +125,7 @@ def main() -> None:
     except DrivetrainError as error:
         if os.environ.get("DRIVETRAIN_DEBUG") == "1":
             raise
-        click.echo(f"Error: {error}", err=True)
+        click.echo(visible(f"Error: {error}"), err=True)
         # 2 is what shells and click use for a command line that makes no sense.
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)
     sys.exit(code if isinstance(code, int) else 0)

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.yaml_text import load_yaml
 
 # fsdp_sharding_strategy -> fsdp_reshard_after_forward
 _RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
@@ -54,7 +55,7 @@ def to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None
             f"{str(target)!r} is there already. Give another --output_file, or --overwrite.", code="DT-009"
         )
     try:
-        config = yaml.safe_load(source.read_text())
+        config = load_yaml(source.read_text())
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{config_file!r} is no YAML: {error}", code="DT-011") from error
     if not isinstance(config, dict):

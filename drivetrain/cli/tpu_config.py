@@ -120,6 +120,7 @@ def _read(named: str | None) -> Mapping[str, Any]:
     import yaml
 
     from drivetrain.launch.settings.sources import find_config_file
+    from drivetrain.runtime.yaml_text import load_yaml
 
     path = find_config_file(named, os.environ)
     if path is None:
@@ -127,7 +128,7 @@ def _read(named: str | None) -> Mapping[str, Any]:
     if not path.is_file():
         raise ConfigurationError(f"There is no configuration file {str(path)!r}. Check the path.", code="DT-010")
     try:
-        config = yaml.safe_load(path.read_text())
+        config = load_yaml(path.read_text())
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{str(path)!r} is no YAML: {error}", code="DT-011") from error
     return config if isinstance(config, dict) else {}

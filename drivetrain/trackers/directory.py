@@ -10,6 +10,7 @@ from typing import Any
 
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.yaml_text import load_yaml
 from drivetrain.trackers.base import COMPLETED, STATUS_WORDS, Tracker, plain
 from drivetrain.trackers.index import record_run
 from drivetrain.trackers.secrets import Secrets
@@ -181,11 +182,9 @@ class DirectoryTracker(Tracker):
         self.finish()
         if not self.run_directory.resume(state.get("version")):
             return
-        import yaml  # as long as a hundredth of torch, and not every run has hyper-parameters
-
         written = self.run_directory.path / "hparams.yaml"
         if written.is_file():
-            self._hyperparameters = yaml.safe_load(written.read_text(encoding="utf-8")) or {}
+            self._hyperparameters = load_yaml(written.read_text(encoding="utf-8")) or {}
         self._resume_from(state)
 
     def _checked(self, state: Mapping[str, Any], key: str, kind: type) -> Any:

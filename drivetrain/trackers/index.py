@@ -36,6 +36,7 @@ def record_run(save_dir: str | os.PathLike[str], place: str | os.PathLike[str], 
     shown = os.fspath(place)
     if "://" not in shown:
         shown = os.path.relpath(shown, directory)
+    shown = Secrets(secrets).in_text(shown)
     line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {shown}  {command(secrets)}"
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,11 @@ _VOCABULARY = re.compile(
     r"(?:^|_)(?:pad|bos|eos|sos|unk|mask|sep|cls|start|end|stop|special|prefix|suffix|middle|image|video|audio|tool"
     r"|boundary|begin|first|last|next|per|each)_token$"
 )
+_IN_URLS = re.compile(
+    r"(?<=://)(?!git@)([^\s/@:?#'\"]*:)?[^\s/@?#'\"]+(?=@)"  # user:password, or a token alone
+    r"|(?<=[?&])([\w.-]*(?:key|token|secret|password|signature|credential|sig)[\w.-]*=)[^&\s#'\"]+",
+    re.IGNORECASE,
+)
 _SHORTEST = 8
 """Characters below which a value in the environment is taken for a switch rather than for a secret."""
 
@@ -40,7 +45,8 @@ class Secrets:
         self._known = re.compile("|".join(parts)) if parts else None
 
     def in_text(self, text: str) -> str:
-        """Return a text with `<hidden>` in the place of every known secret."""
+        """Return a text with `<hidden>` in the place of every known secret and of what URLs hold of the kind."""
+        text = _IN_URLS.sub(lambda found: f"{found[1] or found[2] or ''}{HIDDEN}", text) if "://" in text else text
         return self._known.sub(HIDDEN, text) if self._known is not None else text
 
     def hide(self, value: Any) -> Any:

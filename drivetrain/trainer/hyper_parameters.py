@@ -18,6 +18,7 @@ from torch import nn
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.keywords import refuse_unknown
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.yaml_text import load_yaml
 from drivetrain.trainer.given_hyper_parameters import (
     CLASS_PATH,
     INSTANTIATOR,
@@ -133,13 +134,11 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: It is not there, or holds no mapping.
     """
-    import yaml  # no run needs it
-
     file = Path(path)
     if file.suffix == ".csv" and file.is_file():
         rows = list(csv.reader(file.read_text().splitlines()))[1:]
-        return {name: yaml.safe_load(value) for name, value, *_ in rows}
-    found = yaml.safe_load(file.read_text()) if file.is_file() else None
+        return {name: load_yaml(value) for name, value, *_ in rows}
+    found = load_yaml(file.read_text()) if file.is_file() else None
     if not isinstance(found, Mapping):
         raise CheckpointError(
             f"hparams_file={os.fspath(path)!r} is no YAML file of names and values, nor a CSV file of them."

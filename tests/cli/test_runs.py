@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -64,6 +65,53 @@ def test_a_value_that_is_not_the_best_is_listed_as_the_last(
 ) -> None:
     write_record(directory / "drivetrain_logs" / "version_1", {"state": "finished", "best": best, "metrics": metrics})
     assert f"  finished  {shown}  " in called(runs).output
+
+
+MALFORMED: dict[str, Any] = {
+    "text": "[",
+    "a list": [],
+    "nested without end": "[" * 100_000,
+    "a number for metrics": {"metrics": 3},
+    "text for a metric": {"metrics": {"val_loss": "low"}},
+    "a list for best": {"best": [1]},
+    "text for the time": {"started": "yesterday"},
+    "a time beyond clocks": {"started": 1e300},
+    "sessions without entries": {"sessions": [3]},
+    "a process without a number": {"state": "running", "process": [1]},
+    "a number for the reason": {"state": "failed", "reason": 4},
+}
+
+
+@pytest.mark.parametrize("record", MALFORMED.values(), ids=MALFORMED)
+def test_a_record_that_cannot_be_read_is_listed_so_beside_the_others(record: Any, directory: Path) -> None:
+    text = record if isinstance(record, str) else json.dumps(record)
+    Path(directory, "drivetrain_logs", "version_1", "run.json").write_text(text)
+    _, broken, whole = called(runs).output.splitlines()
+    assert "version_1  unreadable" in broken
+    assert "version_0  finished" in whole
+    assert "run.json cannot be read" in called(runs, "show", "version_1").output
+    assert called(report, "drivetrain_logs/version_1").exit_code == 0
+
+
+def test_what_a_record_says_reaches_the_terminal_without_control_characters(directory: Path) -> None:
+    hostile = "\x1b]0;owned\x07\x1b[2J\u202eabc\x9b31m"
+    folder = directory / "drivetrain_logs" / "version_1"
+    record = {"state": "failed", "reason": hostile, "command": hostile, "hyper_parameters": {hostile: hostile}}
+    write_record(folder, record)
+    index = directory / "drivetrain_logs" / "index"
+    index.write_text(index.read_text().replace("pytest", f"pytest{hostile}"))
+    for shown in (called(runs).output, called(runs, "show", str(folder)).output):
+        assert "\\x1b]0;owned\\x07" in shown
+        assert not set(shown) & set("\x1b\x07\x9b\u202e")
+
+
+def test_passwords_in_addresses_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.orig_argv", ["python", "train.py", "--uri=https://me:pass1234@host/a?token=abcd&b=1"])
+    record_run(tmp_path, "http://me:pass1234@tracking/run")
+    text = Path(tmp_path, "drivetrain_logs", "index").read_text()
+    assert "pass1234" not in text
+    assert "abcd" not in text
+    assert "https://me:<hidden>@host/a?token=<hidden>&b=1" in text
 
 
 def test_a_directory_without_runs_is_explained(tmp_path: Path) -> None:

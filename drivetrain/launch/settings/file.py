@@ -284,8 +284,10 @@ def _load(path: Path) -> Any:
 
     import yaml
 
+    from drivetrain.runtime.yaml_text import load_yaml
+
     try:
-        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        return json.loads(text) if path.suffix == ".json" else load_yaml(text)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "YAML"
         reason = " ".join(str(error).split()) or type(error).__name__

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.terminal import visible
 from drivetrain.trackers.index import DIRECTORY, NAME, read_runs
 from drivetrain.trackers.report.record import read_record
 from drivetrain.trackers.report.words import number
@@ -96,7 +97,9 @@ def as_table(runs: Sequence[KnownRun], width: int) -> list[str]:
         width: Columns of the terminal, which the commands are cut to.
     """
     rows = [("began", "run", "state", "metric", "command")]
-    rows += [(run.when, run.name, run.state or "-", run.metric or "-", run.command) for run in runs]
+    rows += [
+        tuple(map(visible, (run.when, run.name, run.state or "-", run.metric or "-", run.command))) for run in runs
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4]]) for row in rows]
     return [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines]

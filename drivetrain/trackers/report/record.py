@@ -18,6 +18,7 @@ VERSION = 1
 
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 INTERRUPTED, PREEMPTED = "interrupted", "preempted"
+UNREADABLE = "unreadable"
 STATES = (RUNNING, FINISHED, FAILED, INTERRUPTED, PREEMPTED)
 
 _LATE_SECONDS = 600.0
@@ -36,16 +37,53 @@ def write_record(folder: str | os.PathLike[str], record: Mapping[str, Any]) -> N
 
 
 def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The record in a run's folder, with the state that the run is in now; empty where there is none that is whole.
+    """Read the record in a run's folder, with the state that the run is in now.
+
+    Returns an empty dict if there is none. One that is damaged gives the state `"unreadable"` and the reason.
 
     Args:
         folder: The run's folder.
     """
     try:
         record = json.loads(Path(folder, NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except OSError:
         return {}
-    return with_present_state(record) if isinstance(record, dict) else {}
+    except (ValueError, RecursionError) as error:
+        return _unreadable(f"it is no JSON ({type(error).__name__})")
+    if not isinstance(record, dict):
+        return _unreadable("it holds no names and values")
+    wrong = [name for name, kind in _KINDS.items() if not isinstance(record.get(name), kind | None)]
+    if not wrong:
+        wrong = [f"metrics.{name}" for name, value in record.get("metrics", {}).items() if not _is_number(value)]
+        spans = [
+            each if isinstance(each, dict) else {"started": None} for each in (*record.get("sessions", ()), record)
+        ]
+        wrong += [name for each in spans for name in _TIMES if not _is_time(each.get(name, 0))]
+    if wrong:
+        return _unreadable(f"{wrong[0]!r} is of another type than runs write")
+    return with_present_state(record)
+
+
+# The types of the parts that are looked into.
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("best", "metrics", "progress", "hyper_parameters", "trainer", "model", "data"), dict),
+    **dict.fromkeys(("environment", "process", "commit"), dict),
+    **dict.fromkeys(("sessions", "warnings", "argv"), list),
+    **dict.fromkeys(("state", "reason", "command", "cwd", "traceback", "resume"), str),
+}
+_TIMES = ("started", "updated", "due")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | None)
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= 1e12
+
+
+def _unreadable(reason: str) -> dict[str, Any]:
+    return {"state": UNREADABLE, "reason": f"{NAME} cannot be read: {reason}"}
 
 
 def with_present_state(record: dict[str, Any]) -> dict[str, Any]:

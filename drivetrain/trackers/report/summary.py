@@ -10,6 +10,7 @@ from typing import Any
 
 from drivetrain.runtime.environment import COMMAND_VARIABLE, RESUME_VARIABLE
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.terminal import visible
 from drivetrain.trackers.report.record import NAME, PAGE, RUNNING, read_record, seconds_of
 from drivetrain.trackers.report.words import duration, moment, number, plain_text
 
@@ -102,4 +103,4 @@ def summary_of(place: Path, record: Mapping[str, Any]) -> list[str]:
     if record.get("resume"):
         rows["to resume"] = str(record["resume"])
     width = max(map(len, rows))
-    return [str(place), *(f"  {name:<{width}}  {value}" for name, value in rows.items())]
+    return [visible(line) for line in (str(place), *(f"  {name:<{width}}  {value}" for name, value in rows.items()))]

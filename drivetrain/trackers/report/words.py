@@ -7,8 +7,10 @@ import time
 from typing import Any
 
 
-def number(value: float | None) -> str:
-    """A value with as many digits as a reader takes in."""
+def number(value: Any) -> str:
+    """Format a number with as many digits as a reader takes in; anything else as text."""
+    if not isinstance(value, int | float | None):
+        return str(value)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
     if math.isinf(value):

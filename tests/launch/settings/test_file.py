@@ -228,6 +228,18 @@ def test_a_file_that_is_not_there_is_named_with_its_neighbour(tmp_path: Path) ->
         read_config(tmp_path / "fsdb.yaml")
 
 
+@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
+@pytest.mark.parametrize("kind", ["multiplied", "nested", "within itself"])
+def test_a_file_that_stands_for_values_without_end_is_refused(tmp_path: Path, kind: str, name: str) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+    texts = {"multiplied": "\n".join(lines), "nested": "[" * 50_000, "within itself": "num_processes: &a [*a]"}
+    path = tmp_path / name
+    path.write_text(texts[kind])
+    with pytest.raises(ConfigurationError, match=f"{name} is not"):
+        read_config(path)
+
+
 def test_a_json_file_is_read_too(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {}}')
     assert read_config(tmp_path / "config.json") == {"num_processes": 2, "use_fsdp": True}

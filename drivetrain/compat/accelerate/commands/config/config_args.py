@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import yaml
-
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.yaml_text import load_yaml
 
 _home = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
 cache_dir = os.path.join(os.path.expanduser(_home), "accelerate")
@@ -44,7 +43,7 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Cluster
     if not os.path.isfile(path):
         raise ConfigurationError(f"There is no configuration file {os.fspath(path)!r}.", code="DT-010")
     with open(path, encoding="utf-8") as file:
-        values = yaml.safe_load(file)
+        values = load_yaml(file.read())
     if not isinstance(values, dict):
         raise ConfigurationError(f"{os.fspath(path)!r} holds no keys and values.", code="DT-011")
     return ClusterConfig(**values)

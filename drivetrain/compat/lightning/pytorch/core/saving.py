@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
+from drivetrain.runtime.yaml_text import load_yaml
 from drivetrain.trackers.base import hyperparameters_of, plain
 from drivetrain.trainer.hyper_parameters import hyper_parameters_in
 
@@ -23,7 +24,7 @@ def load_hparams_from_yaml(config_yaml: str | os.PathLike[str], use_omegaconf: b
         use_omegaconf: Taken for Lightning's sake; they are plain values.
     """
     path = Path(config_yaml)
-    return dict(yaml.safe_load(path.read_text()) or {}) if path.is_file() else {}
+    return dict(load_yaml(path.read_text()) or {}) if path.is_file() else {}
 
 
 def save_hparams_to_yaml(config_yaml: str | os.PathLike[str], hparams: Any, use_omegaconf: bool = True) -> None:

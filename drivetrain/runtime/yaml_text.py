@@ -1,0 +1,49 @@
+"""Reading YAML that somebody else may have written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MOST_VALUES = 100_000
+
+
+def load_yaml(text: str) -> Any:
+    """Read a YAML document of plain values, whose anchors may not multiply without end.
+
+    PyYAML shares what an alias repeats, so a file of a kilobyte loads quickly and then hangs whoever walks through its
+    10^9 values, or through one that holds itself.
+
+    Args:
+        text: The document.
+
+    Returns:
+        Its values.
+
+    Raises:
+        yaml.YAMLError: The text is no YAML, is nested too deeply, or stands for more than `MOST_VALUES` values.
+    """
+    import yaml  # few runs read any
+
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _count(node, {}) > MOST_VALUES:
+            raise yaml.YAMLError(f"its anchors stand for more than {MOST_VALUES:,} values")
+        return loader.construct_document(node)  # type: ignore[no-untyped-call]
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply, or an anchor holds itself") from None
+    finally:
+        loader.dispose()  # type: ignore[no-untyped-call]
+
+
+def _count(node: Any, known: dict[int, int]) -> int:
+    """Count the values that a node stands for, each alias as often as it is used."""
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = MOST_VALUES + 1  # for a node that holds itself
+    children = node.value if isinstance(node.value, list) else []
+    pairs = [each if isinstance(each, tuple) else (each,) for each in children]
+    known[id(node)] = 1 + sum(_count(child, known) for pair in pairs for child in pair)
+    return known[id(node)]
