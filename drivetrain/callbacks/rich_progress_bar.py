@@ -11,6 +11,7 @@ from drivetrain.callbacks.progress_bar import TQDMProgressBar
 from drivetrain.callbacks.rich_model_summary import RichModelSummary
 from drivetrain.callbacks.support.progress_display import Display, LineDisplay, Stage, listed
 from drivetrain.callbacks.support.rich_package import require_rich
+from drivetrain.runtime.terminal import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -167,7 +168,7 @@ class RichDisplay:
         if file is None:
             self._console.print(text, end="", markup=False, highlight=False)
         else:
-            print(text, end="", file=file)
+            say(text, end="", file=file)
 
     def _shown(self, values: Mapping[str, float]) -> str:
         theme = self._theme

@@ -11,6 +11,7 @@ from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError, nearest
 from drivetrain.runtime.process_group import barrier
 from drivetrain.runtime.state import PartialState
+from drivetrain.runtime.terminal import say
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
@@ -131,7 +132,7 @@ class _FallbackHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == self._name and not logging.getLogger().handlers:
-            print(self.format(record), file=sys.stderr)
+            say(self.format(record), file=sys.stderr)
 
 
 def _parse_level(level: str | int, source: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -10,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import torch
+
+from drivetrain.runtime.terminal import encodable, is_terminal, say
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -129,7 +132,7 @@ class BarDisplay:
         """Follow the terminal's width, unless it reports none, as in some containers."""
         try:
             known = os.get_terminal_size(sys.stdout.fileno()).columns > 0
-        except (OSError, ValueError):
+        except (AttributeError, OSError, ValueError):
             known = True  # a notebook
         return {"dynamic_ncols": True} if known else {"ncols": 80}
 
@@ -150,7 +153,9 @@ class BarDisplay:
             stage.bar = None
 
     def write(self, text: str, file: TextIO | None = None) -> None:
-        self._bar_type.write(text, file=file or sys.stdout, end="")
+        stream = file or sys.stdout
+        with contextlib.suppress(OSError, ValueError):  # a terminal that is gone
+            self._bar_type.write(encodable(text, stream), file=stream, end="")
 
 
 class LineDisplay:
@@ -189,16 +194,16 @@ class LineDisplay:
         pass
 
     def write(self, text: str, file: TextIO | None = None) -> None:
-        print(text, end="", flush=True, file=file)
+        say(text, end="", file=file)
 
     def _print(self, title: str, parts: Sequence[str], values: Mapping[str, float]) -> None:
-        print(f"{title}: {', '.join([*parts, listed(values)] if values else parts)}", flush=True)
+        say(f"{title}: {', '.join([*parts, listed(values)] if values else parts)}")
         self._last_line = time.perf_counter()
 
 
 def make_display(refresh_seconds: float, position: int = 0) -> Display:
     """Return bars where the output is a terminal or a notebook, and lines elsewhere."""
-    if sys.stdout.isatty() or in_notebook():
+    if is_terminal() or in_notebook():
         return BarDisplay(refresh_seconds, position)
     return LineDisplay()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from drivetrain.runtime.terminal import say
+
 
 def print_results(title: str, results: list[dict[str, float]]) -> None:
     """Print each loader's values, a line a name.
@@ -17,7 +19,7 @@ def print_results(title: str, results: list[dict[str, float]]) -> None:
         rows = [(name, f"{value:.6g}") for name, value in values.items()]
         left = max(len(heading), *(len(name) for name, _ in rows))
         right = max(len(value) for _, value in rows)
-        print(f"{'─' * (left + right + 4)}\n {heading}\n{'─' * (left + right + 4)}")
+        say(f"{'─' * (left + right + 4)}\n {heading}\n{'─' * (left + right + 4)}")
         for name, value in rows:
-            print(f" {name:<{left}}  {value:>{right}}")
-        print("─" * (left + right + 4))
+            say(f" {name:<{left}}  {value:>{right}}")
+        say("─" * (left + right + 4))

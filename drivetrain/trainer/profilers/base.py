@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from drivetrain.runtime.terminal import say
+
 # Actions that are not named after what owns them.
 TRAIN_DATA = "train_dataloader_next"
 EPOCH, BATCH, VALIDATION, SAVE = "run_training_epoch", "run_training_batch", "run_validation", "save_checkpoint"
@@ -111,7 +113,7 @@ class Profiler(ABC):
         if self.filename:
             self.output_path(".txt").write_text(report, encoding="utf-8")
         elif self.local_rank == 0:
-            print(report, flush=True)
+            say(report)
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Called when fit, validate, test or predict begins.
