@@ -153,6 +153,7 @@ class CSVLogger(DirectoryTracker):
             self._table.close()
             self._table = None
             self._rows, self._last_is_written = [], False
+        self.run_directory.release()
 
 
 def _same_step(last: Row, new: Row) -> bool:

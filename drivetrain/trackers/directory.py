@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +28,23 @@ class RunDirectory:
     Without a version the next free number is taken, when the path is first asked for. Trackers of one run
     hold the same object, so their files lie in the same directory.
 
+    A number is taken by making its directory, so that runs that start at the same moment never share one. One that
+    stays empty is removed again.
+
     Args:
-        save_dir: The directory of all runs.
+        save_dir: The directory of all runs; the current one if it is a URL, since trackers write local files.
         name: The name of the experiment; None or an empty name leaves this level out.
         version: A number, or a text that is used as it is. An existing one is continued.
     """
 
     def __init__(self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None = None) -> None:
-        self.save_dir = os.fspath(save_dir)
+        self.url = os.fspath(save_dir) if "://" in os.fspath(save_dir) else None
+        self.save_dir = os.fspath(save_dir) if self.url is None else "."
         self.name = name or ""
         self._version = version
         self.is_given = version is not None
         self._is_listed = False
+        self._remove_empty: Callable[[], Any] | None = None
 
     @property
     def root(self) -> Path:
@@ -53,7 +60,7 @@ class RunDirectory:
     def version(self) -> int | str:
         """The version of this run; looked up once, then it stays."""
         if self._version is None:
-            self._version = self._next_version()
+            self._version = self._take_version()
         return self._version
 
     @version.setter
@@ -103,10 +110,10 @@ class RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         if not self._is_listed:
             self._is_listed = True
-            if "://" in self.save_dir:
+            if self.url is not None:
                 logger.warning(
-                    f"{self.save_dir} is a URL, and trackers write files: they are in {path.absolute()}. Give the "
-                    "tracker a local save_dir; checkpoints go to the URL of ModelCheckpoint(dirpath=...)."
+                    f"{self.url} is a URL, and trackers write local files: they are in {path.absolute()}. Checkpoints "
+                    "go to a URL, that of default_root_dir or of ModelCheckpoint(dirpath=...)."
                 )
             record_run(self.save_dir, path)
         return path
@@ -117,14 +124,39 @@ class RunDirectory:
             return [self.path]
         return [self.root / f"version_{number}" for number in sorted(self._numbers(), reverse=True)]
 
-    def _next_version(self) -> int:
-        return max(self._numbers(), default=-1) + 1
+    def _take_version(self) -> int:
+        """Make the directory of the next free number, as the only one that does. Returns the number."""
+        number = max(self._numbers(), default=-1) + 1
+        made = [] if self.root.is_dir() else [self.root]
+        while True:
+            path = self.root / f"version_{number}"
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                number += 1
+                continue
+            except OSError:  # it cannot be written to, which whoever writes there says
+                return number
+            self._remove_empty = weakref.finalize(self, _remove_if_empty, [path, *made], os.getpid())
+            return number
+
+    def release(self) -> None:
+        """Remove the directory if nothing was written to it."""
+        if self._remove_empty is not None:
+            self._remove_empty()
 
     def _numbers(self) -> list[int]:
         if not self.root.is_dir():
             return []
         found = (_VERSION.fullmatch(entry.name) for entry in self.root.iterdir() if entry.is_dir())
         return [int(match[1]) for match in found if match]
+
+
+def _remove_if_empty(folders: Sequence[Path], process: int) -> None:
+    if os.getpid() == process:  # not in a process that was forked
+        with suppress(OSError):
+            for folder in folders:
+                folder.rmdir()
 
 
 class DirectoryTracker(Tracker):

@@ -192,3 +192,4 @@ class TensorBoardLogger(DirectoryTracker):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        self.run_directory.release()

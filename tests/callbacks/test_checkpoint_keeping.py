@@ -216,6 +216,17 @@ def test_a_remote_directory_works_like_a_local_one(tmp_path: Path) -> None:
         fit(Scripted([1]), tmp_path, 1, [ModelCheckpoint(url, save_last="link")])
 
 
+def test_a_run_whose_root_is_a_url_is_resumed_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"memory://{tmp_path.name}/root"
+    fit(Scripted([1]), url, 1, [ModelCheckpoint(filename="{epoch}")], logger=True)
+    assert [one.path for one in list_checkpoints(f"{url}/checkpoints")] == [f"{url}/checkpoints/epoch=0.ckpt"]
+    again = Scripted([1, 2])
+    fit(again, url, 2, [ModelCheckpoint(filename="{epoch}")], resume="auto", logger=True)
+    assert [one.path.rsplit("/", 1)[1] for one in list_checkpoints(f"{url}/checkpoints")] == ["epoch=1.ckpt"]
+    assert not list(tmp_path.glob("memory*"))
+
+
 def link_on_processes(root: str) -> list[str]:
     checkpoint = ModelCheckpoint(
         os.path.join(root, "ckpt"), "{epoch}", monitor="val_loss", save_last="link", total_limit=3

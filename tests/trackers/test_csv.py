@@ -204,5 +204,15 @@ def test_a_url_is_warned_of_since_logs_are_files(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     CSVLogger("memory://runs").start()
-    assert f"they are in {tmp_path}/memory:/runs/drivetrain_logs/version_0" in caplog.text
-    assert (tmp_path / "memory:/runs/drivetrain_logs/version_0/metrics.csv").exists()
+    assert f"they are in {tmp_path}/drivetrain_logs/version_0" in caplog.text
+    assert not Path("memory:").exists()
+    assert (tmp_path / "drivetrain_logs/version_0/metrics.csv").exists()
+
+
+def test_a_number_belongs_to_the_run_that_took_it_first(tmp_path: Path) -> None:
+    one, two = CSVLogger(tmp_path), CSVLogger(tmp_path)
+    assert (one.version, two.version) == (0, 1)  # nothing was written yet
+    two.log({"loss": 1.0}, 0)
+    two.finish()
+    one.finish()
+    assert [path.name for path in Path(tmp_path, "drivetrain_logs").glob("version_*")] == ["version_1"]

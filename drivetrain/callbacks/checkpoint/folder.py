@@ -103,6 +103,8 @@ def _leads_below(root: str, name: str) -> bool:
 
 def default_places(trackers: Sequence[Tracker], root: str) -> list[str]:
     """Where runs save that were given no directory: beside what trackers write, the newest run first."""
+    if not is_local(root):
+        return [f"{resolved(root)}/checkpoints"]
     found = [
         str(version / "checkpoints")
         for tracker in trackers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain import checkpoint
@@ -91,19 +90,19 @@ def save_for_resume(trainer: Trainer) -> None:
     if callback is not None:
         callback.save_now(trainer, reason=str(trainer.control.signal))
     elif trainer.preempted:
-        trainer.save_checkpoint(_default_directory(trainer) / f"preempted-step={trainer.global_step}.ckpt")
+        trainer.save_checkpoint(f"{_default_directory(trainer)}/preempted-step={trainer.global_step}.ckpt")
 
 
 def _directories(trainer: Trainer) -> list[str]:
     """Where an earlier run of this script may have saved."""
-    found = [str(_default_directory(trainer))]
+    found = [_default_directory(trainer)]
     for callback in trainer.checkpoint_callbacks:
         found += callback.directories(trainer)
     return list(dict.fromkeys(found))
 
 
-def _default_directory(trainer: Trainer) -> Path:
-    return Path(trainer.default_root_dir) / "checkpoints"
+def _default_directory(trainer: Trainer) -> str:
+    return os.path.join(trainer.default_root_dir, "checkpoints")
 
 
 def _newest(directories: list[str]) -> str | None:
