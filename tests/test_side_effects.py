@@ -224,7 +224,7 @@ def test_nothing_changes_in_the_process(tmp_path: Path) -> None:
 FREED = """
 import os, torch
 {before}
-kept = [torch.ones(6 << 20) for _ in range(64)]  # too large for the heap, unless somebody has set the allocator otherwise
+kept = [torch.ones(6 << 20) for _ in range(64)]  # too large for the heap, as it comes
 del kept
 print(int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20)
 """
