@@ -69,7 +69,7 @@ def with_trainer(width: int, rows: int, validates: bool = False, **options: Any)
             self.log("loss", self.model(batch[0]).square().mean())
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters())
+            return torch.optim.AdamW(self.parameters(), fused=True)
 
     trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, barebones=True, **options)
     task, loader = Peak(), make_loader(width, rows)
@@ -82,7 +82,7 @@ def with_accelerator(width: int, rows: int) -> Callable[[], None]:
 
     accelerator, plain = Accelerator(cpu=True), make_model(width)
     model, optimizer, loader = accelerator.prepare(
-        plain, torch.optim.AdamW(plain.parameters()), make_loader(width, rows)
+        plain, torch.optim.AdamW(plain.parameters(), fused=True), make_loader(width, rows)
     )
 
     def run() -> None:

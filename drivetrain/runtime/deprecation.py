@@ -92,7 +92,7 @@ def warn_ignored(function: str, name: str, value: object, hint: str, *, since: s
         function: The name of the function that takes the argument.
         name: The argument.
         value: What was given for it.
-        hint: A sentence that says what to do instead.
+        hint: What to do instead, as a sentence.
         since: The first version in which it has no effect.
         removed_in: The version that refuses it.
     """

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import warnings
 from typing import Any
 
 from drivetrain.runtime.errors import ConfigurationError
@@ -45,8 +44,6 @@ def import_deepspeed(kind: str) -> Any:
         finally:
             if asked is None:
                 del os.environ["DS_ACCELERATOR"]
-    # In every step, about what DeepSpeed calls and no user of it can change.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     from deepspeed.accelerator import get_accelerator
 
     found = get_accelerator()._name

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -79,14 +80,14 @@ class Interruption:
             os.close(writer)
             yield
             return
-        inherited = [writer]
-        os.register_at_fork(after_in_child=lambda: _leave_pipe(inherited))
+        _watch_forks()
+        _pipes.add(writer)
         thread = threading.Thread(target=self._read_signals, args=(reader,), name="drivetrain-interrupt", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            inherited.clear()
+            _pipes.discard(writer)
             signal.set_wakeup_fd(-1)
             os.write(writer, _END)  # a process that was forked may still have the pipe open, so closing it ends nothing
             thread.join()
@@ -104,8 +105,17 @@ class Interruption:
                 os._exit(128 + signal.SIGINT)
 
 
-def _leave_pipe(inherited: list[int]) -> None:
+_pipes: set[int] = set()  # those that the signals of this process's runs are written to
+
+
+@cache
+def _watch_forks() -> None:
+    """Let forks leave the pipes of their parent. It is done once, in the first run: Python has no way to end it."""
+    os.register_at_fork(after_in_child=_leave_pipes)
+
+
+def _leave_pipes() -> None:
     """Let a worker of a loader, which gets the terminal's signals too, not write them to its parent's pipe."""
-    if inherited:
+    if _pipes:
         signal.set_wakeup_fd(-1)
-        inherited.clear()
+        _pipes.clear()

@@ -37,15 +37,16 @@ class MicroBatch:
         info: What the loader recorded about it.
 
     Attributes:
+        pending: What the loader gave.
         batch_idx: Its number in the epoch.
         info: What the loader recorded about it.
         tokens: How many tokens the task counts in it, where these are counted before it is released.
     """
 
-    __slots__ = ("_pending", "batch_idx", "info", "tokens")
+    __slots__ = ("batch_idx", "info", "pending", "tokens")
 
     def __init__(self, pending: PendingBatch, batch_idx: int, info: BatchInfo) -> None:
-        self._pending = pending
+        self.pending = pending
         self.batch_idx = batch_idx
         self.info = info
         self.tokens: int | Tensor | None = None
@@ -53,20 +54,16 @@ class MicroBatch:
     @property
     def batch(self) -> Any:
         """The batch, on the device."""
-        return self._pending.take()
+        return self.pending.take()
 
     @property
     def is_missing(self) -> bool:
         """Whether the loader gave None in the place of a batch."""
-        return self._pending.is_missing
-
-    def send_following(self) -> None:
-        """Send the batch after this one to the device, where it has been read, while this one is computed on."""
-        self._pending.send_following()
+        return self.pending.is_missing
 
     def release(self) -> None:
         """Drop the batch, which is not used any more."""
-        self._pending.release()
+        self.pending.release()
 
 
 class EpochSkipped(Exception):
@@ -189,10 +186,11 @@ class PlainStep:
         """Forward and backward of one micro-batch, with the hooks around them."""
         timing = self._timing
         outer = timing.enter(DATA) if timing.on else None
-        batch, index, info = micro_batch.batch, micro_batch.batch_idx, micro_batch.info
-        self._current.batch_info = info
-        self._current.batch = batch
-        micro_batch.send_following()  # once nothing holds the batch before: no more than two are on the device
+        pending, index, info = micro_batch.pending, micro_batch.batch_idx, micro_batch.info
+        batch = pending.take()
+        current = self._current
+        current.batch, current.batch_info = batch, info
+        pending.send_following()  # once nothing holds the batch before: no more than two are on the device
         if outer is not None:
             timing.enter(outer)
         share = 1.0 if self._shards == 1 else info.share(self._shards)
@@ -201,7 +199,8 @@ class PlainStep:
             self._announce(micro_batch)
         if self._engine.window.size > 1:
             self._engine.window.advance_planned()
-        outer = timing.enter(FORWARD) if timing.on else None
+        if outer is not None:
+            timing.enter(FORWARD)
         if share:
             output = self._training_step(batch, index)
         else:
@@ -404,6 +403,8 @@ def choose_zero_grad(
     special = any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in optimizers)
     beside = presence_of(trainer.task_run.model)
     if not (before or own or special):
+        if len(optimizers) == 1 and beside is None:
+            return optimizers[0].zero_grad, task.automatic_optimization
         return partial(clear_gradients, optimizers, beside), task.automatic_optimization
 
     def zero_grad() -> None:
