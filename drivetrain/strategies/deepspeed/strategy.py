@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +22,7 @@ from drivetrain.strategies.deepspeed.accelerate_config import arguments_from
 from drivetrain.strategies.deepspeed.config import Known
 from drivetrain.strategies.deepspeed.dummies import DummyOptim, standing_in_for
 from drivetrain.strategies.deepspeed.engine import Engines, TrainedModel
-from drivetrain.strategies.deepspeed.gradients import EngineGradients
+from drivetrain.strategies.deepspeed.gradients import EngineGradients, added_to, complete
 from drivetrain.strategies.deepspeed.membership import Membership
 from drivetrain.strategies.deepspeed.package import require_deepspeed
 from drivetrain.strategies.deepspeed.settings import Settings
@@ -130,7 +130,8 @@ class DeepSpeed(Strategy):
         topology = self.topology
         self.gradients = EngineGradients(self._engines, topology)
         self.state = ZeroState(topology, self.unwrap, self._engines)
-        self._membership = Membership(topology.environment, topology.kind.name, self.shared_memory)
+        if self._membership is None:
+            self._membership = Membership(topology.environment, topology.kind.name, self.shared_memory)
         self.check_settings(self.settings)
 
     def check(self, options: RunOptions) -> None:
@@ -315,8 +316,12 @@ class DeepSpeed(Strategy):
         if not ran or loss.numel() != 1 or not loss.requires_grad:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # whose error names what is wrong
             return
+        scale = max((trained.pending_scale for trained in ran if trained.holds_gradients), default=1.0)
         for trained in ran:
-            trained.holds_gradients = True
+            trained.participation.require_known()
+            trained.holds_gradients, trained.pending_scale = True, scale
+        if scale != 1.0:
+            loss = loss / scale
         engine = ran[-1].engine  # others that the loss went through follow by the hooks on their outputs
         unspread = any(trained.settings.stage == 0 for trained in ran)
         if unspread:
@@ -324,7 +329,14 @@ class DeepSpeed(Strategy):
             # tensor.
             loss = loss * 1.0
         try:
-            engine.backward(loss, scale_wrt_gas=False, **kwargs)
+            with ExitStack() as stack:
+                for trained in ran:
+                    stack.enter_context(added_to(trained))
+                engine.backward(loss, scale_wrt_gas=False, **kwargs)
+                for trained in ran:
+                    trained.is_complete = bool(trained.engine.is_gradient_accumulation_boundary())
+                    if trained.is_complete:
+                        trained.layout.finish_window()
         except RuntimeError as error:
             if unspread and len(ran) > 1:
                 raise ConfigurationError(
@@ -341,11 +353,11 @@ class DeepSpeed(Strategy):
         if closure is not None:
             _refuse_closure(optimizer)
         trained = self._engines.stepped_by(optimizer)
+        complete(trained)
         configured = trained.settings.clipping
         if configured is not None and not trained.clipped:
             self.gradients.clip_norm(list(trained.all_trained()), configured)
-        trained.optimizer.step()
-        trained.clipped = False
+        trained.step()
         return bool(trained.engine.was_step_applied())
 
     def teardown(self) -> None:
