@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime.collectives import reduce
+from drivetrain.runtime.logging import get_logger
+
+_log = get_logger(__name__)
 
 Parameter = nn.Parameter
 State = dict[str, Any]
@@ -135,6 +138,12 @@ class Layout(ABC):
                     if isinstance(value, Tensor) and value.dim() > 0:
                         state.setdefault(key, torch.zeros_like(holder, requires_grad=False))
                     else:
+                        if key in state and state[key] != value:
+                            _log.warning_once(
+                                f"The parameters of a group were saved with several values of {key!r}, of which "
+                                "DeepSpeed keeps one. The numbers differ from those of one process; to have the same, "
+                                'use strategy="ddp" or "fsdp".'
+                            )
                         state[key] = _copied(value)
             self.inner.state[holder] = state
 

@@ -27,10 +27,11 @@ from drivetrain.strategies.deepspeed.membership import Membership
 from drivetrain.strategies.deepspeed.package import require_deepspeed
 from drivetrain.strategies.deepspeed.settings import Settings
 from drivetrain.strategies.deepspeed.several import Several
+from drivetrain.strategies.deepspeed.unused import listed
 from drivetrain.strategies.deepspeed.whole_tensors import is_partitioned
 from drivetrain.strategies.deepspeed.zero_state import ZeroState
 from drivetrain.strategies.optimizer_proxy import needs_closure
-from drivetrain.strategies.precision import Precision
+from drivetrain.strategies.precision import Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import Float16Mixed
 
 
@@ -56,6 +57,7 @@ class DeepSpeed(Strategy):
     """
 
     name = "deepspeed"
+    mixed_names = {"bf16-true": "bf16", "fp16-true": "fp16"}
 
     def __init__(
         self,
@@ -134,6 +136,14 @@ class DeepSpeed(Strategy):
             self._membership = Membership(topology.environment, topology.kind.name, self.shared_memory)
         self.check_settings(self.settings)
 
+    def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
+        """Return the configuration's precision if none was given, or the same one by its other name."""
+        own = configuration.precision_of(self.config)
+        if own is None or given is None:
+            return own or given
+        name = resolve_precision(given).name
+        return own if self.mixed_names.get(own) == name else given
+
     def check(self, options: RunOptions) -> None:
         """Refuse what DeepSpeed cannot compute in, or not on this device; what the loop was given fills `"auto"`."""
         precision, kind = options.precision, self.topology.kind
@@ -210,6 +220,7 @@ class DeepSpeed(Strategy):
             if not self.settings.shards_frozen:
                 return super().place(model, precision, move)
             model = precision.convert(model)
+            _make_contiguous(model)
         completed = configuration.complete(self.settings.without_training, self._known(None, self.unwrap(model)))
         self._engines.forget(self.unwrap(model))
         engine, *_ = self._package().initialize(model=model, config=completed, dist_init_required=False)
@@ -237,6 +248,9 @@ class DeepSpeed(Strategy):
         groups = _names_of_groups(optimizer, names)
         if not any(is_partitioned(parameter) for parameter in bare.parameters()):
             model = precision.convert(model)
+            _make_contiguous(bare)
+        if self.stage > 0:
+            _refuse_several_dtypes(optimizer, names)
         self._mark_leaves(bare)
         engine, scheduler = self._initialize(model, optimizer, bare)
         trained = TrainedModel(engine, bare, groups, self.settings)
@@ -413,6 +427,30 @@ def _refuse_closure(optimizer: Optimizer) -> NoReturn:
         "cannot. Use another optimizer, or another strategy.",
         code="DT-048",
     )
+
+
+def _make_contiguous(model: nn.Module) -> None:
+    """Lay out tensors of another memory format, such as channels_last, as the flat tensors of ZeRO need them."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_contiguous():
+            tensor.data = tensor.data.contiguous()
+
+
+def _refuse_several_dtypes(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    """Raise if parameters of several dtypes are trained: ZeRO keeps them in flat tensors of one."""
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(names.get(id(parameter), "?"))
+    if len(by_dtype) > 1:
+        found = "; ".join(f"{dtype}: {listed(own, 4)}" for dtype, own in by_dtype.items())
+        raise ConfigurationError(
+            f"DeepSpeed trains parameters of one dtype, but the optimizer holds {found}. Convert them to one dtype "
+            "before prepare, such as parameter.data = parameter.data.float(), choose precision='bf16-true', or use "
+            'strategy="ddp".',
+            code="DT-012",
+        )
 
 
 def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:

@@ -19,7 +19,6 @@ from drivetrain.strategies.deepspeed.layouts import Layout
 
 _log = get_logger(__name__)
 
-_SHOWN = 8
 _ELSEWHERE = 'use strategy="ddp" or "fsdp"'
 
 
@@ -66,9 +65,9 @@ class Participation:
         found = [name for name, parameter in self._frozen_before.items() if parameter.requires_grad]
         if found:
             raise ConfigurationError(
-                f"{_listed(found)} did not require gradients when the model was prepared, and now requires_grad is "
-                "True. DeepSpeed settles which parameters it trains when the model is placed. Prepare the model with "
-                f"requires_grad=True and freeze it afterwards, or {_ELSEWHERE}.",
+                f"{listed(found)} did not require gradients when the model was prepared, and now requires_grad is "
+                "True. DeepSpeed settles which parameters it trains when the model is placed. Leave them frozen, or prepare "
+                f"the model with requires_grad=True, or {_ELSEWHERE}.",
                 code="DT-049",
             )
 
@@ -100,14 +99,14 @@ class Participation:
         if not late:
             return
         text = (
-            f"{_listed(late)} had no gradient in earlier steps. DeepSpeed keeps one count of steps for all parameters "
+            f"{listed(late)} had no gradient in earlier steps. DeepSpeed keeps one count of steps for all parameters "
             "of a group, where one process counts each parameter's own, so the optimizer corrects its moments by "
             "another count."
         )
         frozen = [name for name in late if name in self._froze]
         if frozen:
             raise ConfigurationError(
-                f"{_listed(frozen)} was frozen during training and is trained again. {text} Use an optimizer without "
+                f"{listed(frozen)} was frozen during training and is trained again. {text} Use an optimizer without "
                 f"such a count (SGD), or {_ELSEWHERE}.",
                 code="DT-049",
             )
@@ -145,6 +144,7 @@ def _setter(flags: Tensor, number: int) -> Callable[[Tensor], None]:
     return mark
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"
+def listed(names: list[str], most: int = 8) -> str:
+    """Return names as one text, beyond `most` only how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
