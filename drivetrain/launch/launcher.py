@@ -29,7 +29,7 @@ from drivetrain.launch.messages import announce, announce_restart, exit_code_aft
 from drivetrain.launch.options import DEFAULT_PORT, LaunchOptions
 from drivetrain.launch.plan import LaunchPlan
 from drivetrain.launch.preload import Preloader
-from drivetrain.launch.ranks import LOST_AFTER, PREEMPTION_SIGNALS
+from drivetrain.launch.ranks import LOST_AFTER, PREEMPTION_SIGNALS, require_posix
 from drivetrain.launch.ray_launcher import launch_with_ray
 from drivetrain.launch.report import RankFailure, describe
 from drivetrain.launch.watchdog import Watchdog
@@ -64,8 +64,9 @@ def launch_script(
     Raises:
         ConfigurationError: The script is not there, or the options do not fit this machine.
         DeviceNotAvailableError: Accelerators were asked for where there are none.
-        LaunchError: The machines did not meet, or a port is taken.
+        LaunchError: The machines did not meet, a port is taken, or this is Windows.
     """
+    require_posix()
     options.check_script(script)
     if options.launcher == "ray":
         return launch_with_ray(options, script, args)

@@ -53,7 +53,11 @@ def collect(
         name: Given(value, f"environment {variable}") for name, (value, variable) in settings_of_launch(environ).items()
     }
     file = find_config_file(config_file, environ)
-    from_file = {name: Given(_beside(file, name, value), f"file {file}") for name, value in read_config(file).items()} if file else {}
+    from_file = (
+        {name: Given(_beside(file, name, value), f"file {file}") for name, value in read_config(file).items()}
+        if file
+        else {}
+    )
     from_job = {name: Given(value, "the SLURM job") for name, value in (job or {}).items()}
     merged = merge((_with_endpoint(from_flags), from_environment, from_job, from_file))
     for name, given in merged.items():

@@ -102,7 +102,9 @@ class Layout(ABC):
         """Whether a parameter's update depends on a count of steps that its state shares with other parameters."""
         if isinstance(self.inner, _COUNT_WITHOUT_USE) and not self.inner.defaults.get("lr_decay"):
             return False
-        return any("step" in self.inner.state.get(holder, {}) for holder, held in self.holders() if _is_in(parameter, held))
+        return any(
+            "step" in self.inner.state.get(holder, {}) for holder, held in self.holders() if _is_in(parameter, held)
+        )
 
     def is_trained(self, parameter: Parameter) -> bool:
         """Whether the optimizer steps a parameter."""
