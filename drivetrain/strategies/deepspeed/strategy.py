@@ -251,6 +251,8 @@ class DeepSpeed(Strategy):
             _make_contiguous(bare)
         if self.stage > 0:
             _refuse_several_dtypes(optimizer, names)
+        if self.stage == 3:
+            _refuse_compiled(model)
         self._mark_leaves(bare)
         engine, scheduler = self._initialize(model, optimizer, bare)
         trained = TrainedModel(engine, bare, groups, self.settings)
@@ -434,6 +436,19 @@ def _make_contiguous(model: nn.Module) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_contiguous():
             tensor.data = tensor.data.contiguous()
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Raise if a module was wrapped by `torch.compile`: ZeRO-3 cannot take apart the parameters of the wrapper."""
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod"):
+            inner = type(module._orig_mod).__name__
+            raise ConfigurationError(
+                f"{inner}{f' ({name})' if name else ''} was wrapped by torch.compile before prepare, which DeepSpeed's "
+                "stage 3 cannot take apart. Compile in place (model.compile()), after prepare, or by "
+                "Accelerator(dynamo_backend=...), Trainer(compile=...); or use stage 1 or 2.",
+                code="DT-045",
+            )
 
 
 def _refuse_several_dtypes(optimizer: Optimizer, names: Mapping[int, str]) -> None:
