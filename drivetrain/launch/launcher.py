@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -113,6 +114,8 @@ def _run(
     try:
         _wait_for_machine_0(options, parameters)
         handler = get_rendezvous_handler(parameters)
+        if options.max_machines > 1 and parameters.backend == "static":
+            _meet(handler, parameters.endpoint)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
@@ -266,6 +269,27 @@ def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters
             announce(f"waiting for machine 0 at {parameters.endpoint} ...")
             announced = True
         time.sleep(_CONNECT_INTERVAL)
+
+
+def _meet(handler: RendezvousHandler, endpoint: str) -> None:
+    """Make the handler's store, which waits for all machines in a call that no signal interrupts."""
+    failures: list[Exception] = []
+
+    def meet() -> None:
+        try:
+            handler.next_rendezvous()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    thread.join(_CONNECT_INTERVAL)
+    if thread.is_alive():
+        announce(f"waiting for the other machines at {endpoint} ...")
+    while thread.is_alive():
+        thread.join(_CONNECT_INTERVAL)
+    if failures:
+        raise failures[0]
 
 
 def _own_address_towards(address: str) -> str | None:
