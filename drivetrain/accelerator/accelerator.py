@@ -177,7 +177,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
             fsdp_plugin, deepspeed_plugin, deepspeed_plugins, parallelism_config, megatron_lm_plugin, torch_tp_plugin
         )
         self.strategy = set_up_strategy(strategy, plugins, process, handlers)
-        self.precision = make_precision(mixed_precision, handlers, process.kind)
+        self.precision = make_precision(mixed_precision, handlers, process.kind, self.strategy)
         self.state = make_state(self.precision, self.strategy, process, plugins, options.dynamo_plugin)
         accumulation = make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.strategy.check(RunOptions(self.precision, Given(_ACCUMULATION, accumulation.num_steps)))

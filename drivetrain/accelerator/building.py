@@ -88,18 +88,33 @@ def find_batch_placement(strategy: Strategy, active: ActiveLoaders) -> BatchPlac
     return placement
 
 
-def make_precision(spec: str | Precision | None, handlers: Sequence[Any], kind: DeviceKind | None = None) -> Precision:
-    """The precision asked for, else the launcher's, with the options of Accelerate's holders, on a kind of device."""
-    precision = _precision_of(spec, handlers)
+def make_precision(
+    spec: str | Precision | None,
+    handlers: Sequence[Any],
+    kind: DeviceKind | None = None,
+    strategy: Strategy | None = None,
+) -> Precision:
+    """Make the precision asked for, else the launcher's, else that of the strategy's own configuration.
+
+    Args:
+        spec: A precision or its name; None if the script names none.
+        handlers: Accelerate's holders of options.
+        kind: The kind of device that it computes on.
+        strategy: The strategy of the run.
+    """
+    precision = _precision_of(spec, handlers, strategy)
     if kind is not None:
         precision.setup(kind)
     return precision
 
 
-def _precision_of(spec: str | Precision | None, handlers: Sequence[Any]) -> Precision:
+def _precision_of(spec: str | Precision | None, handlers: Sequence[Any], strategy: Strategy | None) -> Precision:
     launched = Launched.here()
     if spec is None:
-        spec = launched.settings.get("mixed_precision", "no")
+        asked = launched.settings.get("mixed_precision", "no")
+        spec = None if asked == "no" else asked  # which `accelerate config` writes if nothing was chosen
+    if strategy is not None:
+        spec = strategy.choose_precision(spec)
     scaling, casting = find_handler(handlers, GradScalerKwargs), find_handler(handlers, AutocastKwargs)
     recipes = find_handler(handlers, FP8Handler)
     if isinstance(spec, Precision):
@@ -124,9 +139,9 @@ def _precision_of(spec: str | Precision | None, handlers: Sequence[Any]) -> Prec
     return precision
 
 
-def accelerate_name(precision: Precision) -> str:
-    """A precision's name in Accelerate's words, where full precision is `"no"`."""
-    return "no" if precision.name == "32" else precision.name
+def accelerate_name(precision: Precision, strategy: Strategy) -> str:
+    """Return a precision's name in Accelerate's words, where full precision is `"no"`."""
+    return "no" if precision.name == "32" else strategy.mixed_names.get(precision.name, precision.name)
 
 
 def backend_of(precision: Precision) -> str | None:
@@ -161,7 +176,7 @@ def make_state(
     }
     given = {**asked, **plugins.by_name(), "dynamo_plugin": dynamo or TorchDynamoPlugin()}
     kind = distributed_type_of(strategy, process.distributed_type)
-    record = EngineRecord(accelerate_name(precision), kind, given, is_fully_sharded(strategy))
+    record = EngineRecord(accelerate_name(precision, strategy), kind, given, is_fully_sharded(strategy))
     record.configurations = strategy.capability(Configurations) if plugins.deepspeed_plugins else None
     return AcceleratorState(record=record)
 

@@ -23,14 +23,14 @@ class HeldGradients:
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients, where a window turns out to hold another number of micro-batches than planned."""
-        owners = [
-            *(model.parameters() for model in self._prepared.models),
-            *map(parameters_of, self._prepared.optimizers),
-        ]
-        parameters = {id(parameter): parameter for owner in owners for parameter in owner}
-        gradients = [local_part(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
+        done: set[int] = set()
         for model in self._prepared.models:
-            gradients.extend(self._strategy.gradients.held(model))
+            own = [parameter for parameter in model.parameters() if id(parameter) not in done]
+            done.update(map(id, own))
+            self._strategy.gradients.scale_held(model, own, factor)
+        others = (parameter for optimizer in self._prepared.optimizers for parameter in parameters_of(optimizer))
+        rest = {id(parameter): parameter for parameter in others if id(parameter) not in done}
+        gradients = [local_part(parameter.grad) for parameter in rest.values() if parameter.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 

@@ -161,5 +161,7 @@ def _filled(plugin: Any, launched: Any) -> Any:
     """A plugin whose open fields are as the launcher was asked; a mapping is taken as it is."""
     if launched is None or plugin is None or isinstance(plugin, Mapping):
         return plugin
-    left_open = [each.name for each in fields(plugin) if getattr(plugin, each.name) is None]
-    return replace(plugin, **{name: getattr(launched, name) for name in left_open})
+    open_fields = {each.name for each in fields(plugin) if getattr(plugin, each.name) is None}
+    # A subclass may have fields that no launcher sets.
+    asked = {each.name: getattr(launched, each.name) for each in fields(launched) if each.name in open_fields}
+    return replace(plugin, **asked)

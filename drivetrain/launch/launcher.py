@@ -8,6 +8,8 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +30,7 @@ from drivetrain.launch.messages import announce, announce_restart, exit_code_aft
 from drivetrain.launch.options import DEFAULT_PORT, LaunchOptions
 from drivetrain.launch.plan import LaunchPlan
 from drivetrain.launch.preload import Preloader
-from drivetrain.launch.ranks import LOST_AFTER, PREEMPTION_SIGNALS
+from drivetrain.launch.ranks import LOST_AFTER, PREEMPTION_SIGNALS, require_posix
 from drivetrain.launch.ray_launcher import launch_with_ray
 from drivetrain.launch.report import RankFailure, describe
 from drivetrain.launch.watchdog import Watchdog
@@ -37,6 +39,7 @@ from drivetrain.runtime.errors import ConfigurationError, LaunchError
 _WORKER = "drivetrain.launch.worker"
 _LOOPBACK = "127.0.0.1"
 _RENDEZVOUS_TIMEOUT = 900  # seconds that machines wait for each other, as with torchrun
+_CONNECT_TIMEOUT, _CONNECT_INTERVAL = 5.0, 0.5  # seconds
 _LOST = "The others continue: it was taking items from a work queue, and the one that it had is given to another."
 _QUIET_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 
@@ -62,8 +65,9 @@ def launch_script(
     Raises:
         ConfigurationError: The script is not there, or the options do not fit this machine.
         DeviceNotAvailableError: Accelerators were asked for where there are none.
-        LaunchError: The machines did not meet, or a port is taken.
+        LaunchError: The machines did not meet, a port is taken, or this is Windows.
     """
+    require_posix()
     options.check_script(script)
     if options.launcher == "ray":
         return launch_with_ray(options, script, args)
@@ -108,7 +112,12 @@ def _run(
 ) -> int:
     parameters = _rendezvous(options)
     try:
+        _wait_for_machine_0(options, parameters)
         handler = get_rendezvous_handler(parameters)
+        if options.max_machines > 1 and parameters.backend == "static":
+            _meet(handler, parameters.endpoint)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         raise _rendezvous_failed(options, parameters, error) from error
     address, port = parameters.endpoint.rsplit(":", 1) if parameters.backend == "static" else (None, None)
@@ -209,11 +218,13 @@ def _described(options: LaunchOptions, failure: RankFailure, agent: RankAgent) -
 def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
     """Where and how the ranks meet."""
     settings: dict[str, Any] = {"timeout": _RENDEZVOUS_TIMEOUT, **options.rendezvous_settings}
-    address, port = options.main_process_ip, options.main_process_port
+    # A file that was written for several machines may name an address: one machine has no use for it.
+    address = options.main_process_ip if options.max_machines > 1 else None
+    port = options.main_process_port
     backend, local_address = options.rendezvous_backend, None
     run = "drivetrain"  # the same on every machine
     if options.max_machines == 1:
-        run, local_address = uuid.uuid4().hex, address or _LOOPBACK
+        run, local_address = uuid.uuid4().hex, _LOOPBACK
         if not port:
             # Port 0: the store binds to a free port and reports it, so that two launches never collide.
             backend, port = "c10d", 0
@@ -233,6 +244,52 @@ def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
         local_addr=local_address,
         **settings,
     )
+
+
+def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters) -> None:
+    """Wait until machine 0 listens. Torch would wait in a call that no signal interrupts, and print nothing.
+
+    Raises:
+        RendezvousError: It does not within the time that machines wait for each other.
+    """
+    host, _, port = parameters.endpoint.rpartition(":")
+    serves = parameters.get("is_host", False) or _matches_machine_hostname(host)
+    if options.max_machines == 1 or (options.machine_rank == 0 if parameters.backend == "static" else serves):
+        return
+    limit = float(parameters.get("timeout", _RENDEZVOUS_TIMEOUT))
+    deadline, announced = time.monotonic() + limit, False
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RendezvousError(f"no answer within {limit:g} s: {error}") from error
+        if not announced:
+            announce(f"waiting for machine 0 at {parameters.endpoint} ...")
+            announced = True
+        time.sleep(_CONNECT_INTERVAL)
+
+
+def _meet(handler: RendezvousHandler, endpoint: str) -> None:
+    """Make the handler's store, which waits for all machines in a call that no signal interrupts."""
+    failures: list[Exception] = []
+
+    def meet() -> None:
+        try:
+            handler.next_rendezvous()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    thread.join(_CONNECT_INTERVAL)
+    if thread.is_alive():
+        announce(f"waiting for the other machines at {endpoint} ...")
+    while thread.is_alive():
+        thread.join(_CONNECT_INTERVAL)
+    if failures:
+        raise failures[0]
 
 
 def _own_address_towards(address: str) -> str | None:

@@ -33,7 +33,7 @@ class LaunchOptions:
         num_machines: Machines that take part; the same command runs on each. `"1:2"` for at least one and at most
             two: the run continues when one dies or comes, and `num_processes` counts those of two.
         machine_rank: Which of them this one is, 0 to `num_machines` - 1.
-        main_process_ip: Address of machine 0; needed for more than one machine.
+        main_process_ip: Address of machine 0; needed for more than one machine, and not read for one.
         main_process_port: Port on machine 0; a free one (on one machine) or 29500 if None.
         cpu: Run on the CPU, also where there are accelerators.
         multi_gpu: Insist on accelerators: refused where there are none.
@@ -302,7 +302,7 @@ class LaunchOptions:
         """`gpu_ids` taken apart; None for all."""
         if self.gpu_ids is None or self.gpu_ids.strip().lower() == "all":
             return None
-        return tuple(part.strip() for part in self.gpu_ids.split(","))
+        return tuple(part.strip() for part in self.gpu_ids.strip().removesuffix(",").split(","))  # "0," is one
 
     def _check_groups(self) -> None:
         """Check the values of each group, and bring them to the names of their settings."""

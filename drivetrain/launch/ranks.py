@@ -12,11 +12,17 @@ from typing import Any
 import psutil
 
 from drivetrain.launch.report import FailureRecord, RankFailure, first_failure, read_record
+from drivetrain.runtime.errors import LaunchError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.expendable import is_expendable
 
-PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-FORWARDED_SIGNALS = (signal.SIGINT, *PREEMPTION_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
+
+def _signals(*names: str) -> tuple[signal.Signals, ...]:
+    return tuple(getattr(signal, name) for name in names if hasattr(signal, name))  # Windows has few
+
+
+PREEMPTION_SIGNALS = _signals("SIGTERM", "SIGUSR1")
+FORWARDED_SIGNALS = (*_signals("SIGINT"), *PREEMPTION_SIGNALS, *_signals("SIGHUP", "SIGQUIT"))
 EXIT_PATIENCE = 10.0  # seconds that a failed rank has for its exit handlers: trackers upload in them
 LOST_AFTER = 30.0  # seconds without a sign of life after which a machine counts as gone
 STOP_PATIENCE = 2.0  # seconds that the peers of a failed rank have between SIGTERM and SIGKILL
@@ -30,6 +36,19 @@ class Ending:
 
     exit_code: int
     last_seen: float
+
+
+def require_posix() -> None:
+    """Raise where the system lacks what starting and ending ranks needs.
+
+    Raises:
+        LaunchError: It is Windows.
+    """
+    if not (hasattr(signal, "SIGUSR1") and hasattr(os, "fork")):
+        raise LaunchError(
+            "drivetrain starts several processes on Linux, macOS and WSL only. On Windows run the script in one "
+            "process (`python script.py`, Trainer(devices=1)), or in WSL."
+        )
 
 
 class LocalRanks:

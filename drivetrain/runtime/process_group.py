@@ -112,16 +112,25 @@ def leave_process_group(store: Store, patience: timedelta) -> None:
     if not (dist.is_available() and dist.is_initialized()):
         return
     gc.collect()
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    deadline = time.monotonic() + patience.total_seconds()
     try:
-        store.set(leaving_key(dist.get_rank()), "1")
-        # Asked in small steps: a wait that runs out writes warnings of its own to the terminal (torch 2.13).
-        peers = [leaving_key(rank) for rank in range(dist.get_world_size())]
-        deadline = time.monotonic() + patience.total_seconds()
-        while not store.check(peers) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        store.set(leaving_key(rank), "1")
+        _wait_for_keys(store, [leaving_key(each) for each in ranks], deadline)
+        # Rank 0 may serve the store. A peer that is still asking it would write a stack trace when it goes (torch 2.13).
+        if rank:
+            store.set(f"left/{rank}", "1")
+        else:
+            _wait_for_keys(store, [f"left/{each}" for each in ranks[1:]], deadline)
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
         pass  # a peer left without us, or is not coming
     dist.destroy_process_group()
+
+
+def _wait_for_keys(store: Store, keys: list[str], deadline: float) -> None:
+    # Asked in small steps: a wait that runs out writes warnings of its own to the terminal (torch 2.13).
+    while keys and not store.check(keys) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def leaving_key(rank: int) -> str:

@@ -32,6 +32,19 @@ class Gradients:
         """Gradients of an accumulation window that are not in `.grad` before they are reduced."""
         return ()
 
+    def scale_held(self, model: nn.Module, parameters: Sequence[nn.Parameter], factor: float) -> None:
+        """Multiply the gradients that an accumulation window holds so far.
+
+        Args:
+            model: What `prepare` returned.
+            parameters: The model's parameters that are to be scaled in `.grad`.
+            factor: What to multiply with.
+        """
+        gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        gradients.extend(self.held(model))
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
     def discard(self, model: nn.Module) -> None:
         """Forget those gradients, of a window that did not end."""
 

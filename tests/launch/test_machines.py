@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from contextlib import ExitStack
@@ -64,6 +65,28 @@ def test_two_machines_form_one_world(tmp_path: Path, backend: str) -> None:
     assert lines == [f"rank {rank} of 4 sum 6" for rank in range(4)]
     if backend == "static":  # machine 0 holds the first ranks; c10d counts machines as they come
         assert "rank 0 of" in ended[0].out
+
+
+@pytest.mark.parametrize(("rank", "other"), [(0, "the other machines"), (1, "machine 0")])
+def test_ctrl_c_ends_a_machine_that_waits_for_another(tmp_path: Path, rank: int, other: str) -> None:
+    write_script(tmp_path, MEET)
+    port = free_port()
+    flags = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
+    flags += ["--main_process_port", str(port), "--machine_rank", str(rank), "script.py"]
+    begin = time.monotonic()
+    with started("-m", "drivetrain", "launch", "--cpu", *flags, cwd=tmp_path) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == f"drivetrain: waiting for {other} at 127.0.0.1:{port} ...\n"
+        process.send_signal(signal.SIGINT)
+        ended = end(process, begin, timeout=20)
+    assert ended.code == 130
+    assert "Traceback" not in ended.err
+
+
+def test_one_machine_does_not_read_the_address_of_machine_0(tmp_path: Path) -> None:
+    write_script(tmp_path, MEET)
+    [ended] = run_together(tmp_path, ["--num_processes", "2", "--main_process_ip", "10.255.255.1", "script.py"])
+    assert ended.code == 0, ended
 
 
 def test_a_failure_on_one_machine_stops_the_other_which_shows_it_too(tmp_path: Path) -> None:

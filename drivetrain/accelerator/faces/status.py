@@ -33,7 +33,7 @@ class EngineStatus:
     @property
     def mixed_precision(self) -> str:
         """Name of the precision; full precision is `"no"`, as in Accelerate."""
-        return accelerate_name(self.precision)
+        return accelerate_name(self.precision, self.strategy)
 
     @property
     def kind(self) -> DeviceKind:

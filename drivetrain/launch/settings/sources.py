@@ -53,7 +53,11 @@ def collect(
         name: Given(value, f"environment {variable}") for name, (value, variable) in settings_of_launch(environ).items()
     }
     file = find_config_file(config_file, environ)
-    from_file = {name: Given(value, f"file {file}") for name, value in read_config(file).items()} if file else {}
+    from_file = (
+        {name: Given(_beside(file, name, value), f"file {file}") for name, value in read_config(file).items()}
+        if file
+        else {}
+    )
     from_job = {name: Given(value, "the SLURM job") for name, value in (job or {}).items()}
     merged = merge((_with_endpoint(from_flags), from_environment, from_job, from_file))
     for name, given in merged.items():
@@ -70,6 +74,14 @@ def collect(
             code="DT-005",
         )
     return merged
+
+
+def _beside(file: Path, name: str, value: Any) -> Any:
+    """Return a value of a configuration file; a path that is not here is looked up beside the file."""
+    if name == "deepspeed_config_file" and not Path(value).expanduser().exists():
+        found = file.parent / value
+        return str(found) if found.exists() else value
+    return value
 
 
 def find_config_file(named: str | None, environ: Mapping[str, str]) -> Path | None:

@@ -27,6 +27,7 @@ _BUCKET = 500_000_000  # elements
 # A model of fewer elements is reduced at once. ZeRO-3 has work for each bucket that a small one does not pay for.
 _SMALL_BUCKET, _SMALL_BUCKET_OF_3 = 2**18, 2**24
 
+_PRECISIONS = {"bf16": "bf16-true", "fp16": "fp16", "torch_autocast": "bf16"}
 # which precision asks for which part of a configuration
 _SECTIONS = {"bf16-true": "bf16", "fp16": "fp16", "fp16-true": "fp16"}
 
@@ -115,6 +116,12 @@ def stage_of(config: Mapping[str, Any]) -> int | None:
     """The ZeRO stage that a configuration names."""
     found = config.get("zero_optimization", {}).get("stage")
     return None if found is None or found == AUTO else int(found)
+
+
+def precision_of(config: Mapping[str, Any]) -> str | None:
+    """Return the name of the precision that a configuration switches on; None if it decides none, or several."""
+    switched = [meaning for section, meaning in _PRECISIONS.items() if config.get(section, {}).get("enabled") is True]
+    return switched[0] if len(switched) == 1 else None
 
 
 def clipping_of(config: Mapping[str, Any]) -> float | None:

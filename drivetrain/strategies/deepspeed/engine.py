@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.deepspeed.layouts import Layout, layout_of
 from drivetrain.strategies.deepspeed.settings import Settings
+from drivetrain.strategies.deepspeed.unused import Participation, names_of
 from drivetrain.strategies.optimizer_proxy import OptimizerProxy
 
 
@@ -26,7 +27,10 @@ class TrainedModel:
 
     Attributes:
         layout: Where the engine keeps gradients and states.
+        participation: Which parameters got a gradient since the last step.
         holds_gradients: Whether a backward has run since the last step.
+        is_complete: Whether the gradients held are those of a window that has ended.
+        pending_scale: What they are still to be multiplied with, once they are complete.
         forwards: The number of its last forward among those of all models; 0 where a backward has followed it.
         clipped: Whether the gradients held have been clipped to the configuration's norm.
     """
@@ -35,7 +39,11 @@ class TrainedModel:
         self.engine, self.bare, self.groups, self.settings = engine, bare, groups, settings
         self.parameters: dict[str, nn.Parameter] = dict(bare.named_parameters())
         self.layout: Layout = layout_of(engine, self.parameters)
-        self.holds_gradients = False
+        self.participation = Participation(
+            self.layout, {name: self.parameters[name] for names in groups for name in names}, engine.device
+        )
+        self.holds_gradients = self.is_complete = False
+        self.pending_scale = 1.0
         self.clipped = False
         self.forwards = 0
         self.optimizer = EngineOptimizer(self)
@@ -68,10 +76,24 @@ class TrainedModel:
         """Forget what has been accumulated."""
         if self.holds_gradients:
             self.layout.discard()
-            self.holds_gradients = False
+            self.participation.discard()
+            self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """Record that no gradients are held."""
+        self.holds_gradients = self.is_complete = self.clipped = False
+        self.pending_scale = 1.0
+
+    def step(self) -> None:
+        """Step the engine; parameters that took no part in the losses stay as they are. Collective."""
+        with self.layout.untouched(self.participation.unused()):
+            self.engine.step()
+        self.layout.finish_step()
+        self.forget_gradients()
 
     def destroy(self) -> None:
         """Leave the process group."""
+        self.participation.destroy()
         self.engine.destroy()
 
 
@@ -200,8 +222,22 @@ class EngineOptimizer(OptimizerProxy):
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step the engine."""
-        self.trained.engine.step()
-        self.trained.holds_gradients = False
+        self.trained.step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: the engine has its parameters from the start.
+
+        Raises:
+            ConfigurationError: Always; names the parameters.
+        """
+        given = param_group["params"]
+        names = names_of([given] if isinstance(given, torch.Tensor) else given, self.trained.bare)
+        raise ConfigurationError(
+            f"A parameter group is added after prepare ({', '.join(names) or 'parameters of no prepared model'}). "
+            "DeepSpeed settles which parameters it trains when the model is placed. Give the optimizer all groups "
+            'before prepare, or use strategy="ddp" or "fsdp".',
+            code="DT-049",
+        )
 
 
 class _Group(dict[str, Any]):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.deepspeed import clipping
-from drivetrain.strategies.deepspeed.engine import Engines
+from drivetrain.strategies.deepspeed.engine import Engines, TrainedModel
 from drivetrain.strategies.gradients import Gradients, refuse_left_out_batch, refuse_several_losses
 from drivetrain.strategies.topology import Topology
 
@@ -33,6 +33,20 @@ class EngineGradients(Gradients):
         trained = self._engines.find(model)
         return nullcontext() if enabled or trained is None else _within_window(trained.engine)
 
+    def scale_held(self, model: nn.Module, parameters: Sequence[nn.Parameter], factor: float) -> None:
+        """Multiply what a window holds once it is complete; until then DeepSpeed keeps it in many places."""
+        trained = self._engines.find(model)
+        if trained is None:
+            super().scale_held(model, parameters, factor)
+        elif trained.holds_gradients:
+            trained.pending_scale *= factor
+
+    def discard(self, model: nn.Module) -> None:
+        """Forget the gradients of a window that did not end."""
+        trained = self._engines.find(model)
+        if trained is not None:
+            trained.discard_gradients()
+
     def leaves(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Refuse: an engine runs one backward a step, to all of its parameters."""
         refuse_several_losses("A DeepSpeed engine runs one backward in a step, to all of its parameters.")
@@ -50,6 +64,7 @@ class EngineGradients(Gradients):
         for trained in self._engines:
             own = trained.own(given)
             if own:
+                complete(trained)
                 _check_norm(trained.settings.clipping, max_norm)
                 norms.append((trained, own, clipping.total_norm(trained, own, norm_type)))
         if not norms:
@@ -65,6 +80,7 @@ class EngineGradients(Gradients):
         """Clamp every gradient to [-value, value]."""
         given = list(parameters)
         for trained in self._engines:
+            complete(trained)
             clipping.clip_to_value(trained, trained.own(given), value)
 
     def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
@@ -79,7 +95,38 @@ class EngineGradients(Gradients):
         """Multiply the gradients of a window."""
         trained = self._engines.find(model)
         if trained is not None:
+            complete(trained)
             clipping.scale(trained, trained.all_trained(), factor)
+
+
+def complete(trained: TrainedModel) -> None:
+    """Multiply an engine's gradients by what the end of their window has left to do, if the window has ended."""
+    if trained.is_complete and trained.pending_scale != 1.0:
+        clipping.scale(trained, trained.all_trained(), torch.tensor(trained.pending_scale))
+        trained.pending_scale = 1.0
+
+
+def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
+    """Return a context in which a backward adds to gradients that are complete already, where DeepSpeed forgets them."""
+    if not trained.is_complete or trained.layout.adds_backwards:
+        return nullcontext()
+    if trained.layout.offloads:
+        raise ConfigurationError(
+            f"A second backward through {type(trained.bare).__name__} before its step, which DeepSpeed's stages 1 and "
+            "2 with offload_optimizer cannot add to the first. Add the losses and run one backward, or use stage 3.",
+            code="DT-068",
+        )
+    return _adding(trained)
+
+
+@contextmanager
+def _adding(trained: TrainedModel) -> Iterator[None]:
+    parameters = trained.all_trained()
+    before = [gradient.clone() for gradient in trained.layout.gradients(parameters)]
+    yield
+    after = trained.layout.gradients(parameters)
+    torch._foreach_add_(after, before)
+    trained.layout.commit(parameters, after)
 
 
 def _check_norm(configured: float | None, max_norm: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,9 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime.collectives import reduce
+from drivetrain.runtime.logging import get_logger
+
+_log = get_logger(__name__)
 
 Parameter = nn.Parameter
 State = dict[str, Any]
+# Optimizers that count steps, but whose update does not depend on the count (Adagrad's does with lr_decay).
+_COUNT_WITHOUT_USE = (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Rprop)
 
 
 class Layout(ABC):
@@ -29,9 +35,12 @@ class Layout(ABC):
 
     Attributes:
         replicated: Whether every process holds whole gradients, so that a norm is not summed over processes.
+        adds_backwards: Whether a second backward adds to gradients that are complete already.
+        offloads: Whether gradients are kept in the memory of the CPU.
     """
 
-    replicated = False
+    replicated = offloads = False
+    adds_backwards = True
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         self.engine = engine
@@ -67,9 +76,39 @@ class Layout(ABC):
     def holders(self) -> Iterator[tuple[Tensor, list[Parameter]]]:
         """The tensors that the inner optimizer steps on this process, and the parameters in each."""
 
+    def parts(self, parameter: Parameter) -> dict[str | None, Tensor]:
+        """What a step changes of a parameter on this process, as views: by state, master weight, and "" for itself."""
+        return {}
+
+    @contextmanager
+    def untouched(self, parameters: Sequence[Parameter]) -> Iterator[None]:
+        """Keep a step in the body from changing these parameters, their master weights and their state."""
+        before = [{key: part.clone() for key, part in self.parts(parameter).items()} for parameter in parameters]
+        yield
+        for parameter, kept in zip(parameters, before, strict=True):
+            for key, part in self.parts(parameter).items():
+                if key in kept:
+                    part.copy_(kept[key])
+                elif not isinstance(self.inner, torch.optim.Rprop):  # whose step sizes do not begin at zero
+                    part.zero_()  # made in this step
+
+    def finish_window(self) -> None:
+        """Complete the gradients of a window after its last backward."""
+
+    def finish_step(self) -> None:
+        """Forget gradients that DeepSpeed keeps after a step and would take for those of the next one."""
+
+    def counts_steps(self, parameter: Parameter) -> bool:
+        """Whether a parameter's update depends on a count of steps that its state shares with other parameters."""
+        if isinstance(self.inner, _COUNT_WITHOUT_USE) and not self.inner.defaults.get("lr_decay"):
+            return False
+        return any(
+            "step" in self.inner.state.get(holder, {}) for holder, held in self.holders() if _is_in(parameter, held)
+        )
+
     def is_trained(self, parameter: Parameter) -> bool:
         """Whether the optimizer steps a parameter."""
-        return any(parameter is each for _, held in self.holders() for each in held)
+        return any(_is_in(parameter, held) for _, held in self.holders())
 
     def shared_state(self) -> dict[int, tuple[list[str], State]]:
         """For each parameter, by id: the names of its tensor states, and its other state."""
@@ -101,6 +140,12 @@ class Layout(ABC):
                     if isinstance(value, Tensor) and value.dim() > 0:
                         state.setdefault(key, torch.zeros_like(holder, requires_grad=False))
                     else:
+                        if key in state and state[key] != value:
+                            _log.warning_once(
+                                f"The parameters of a group were saved with several values of {key!r}, of which "
+                                "DeepSpeed keeps one. The numbers differ from those of one process; to have the same, "
+                                'use strategy="ddp" or "fsdp".'
+                            )
                         state[key] = _copied(value)
             self.inner.state[holder] = state
 
@@ -131,6 +176,15 @@ class PlainLayout(Layout):
             for parameter in group["params"]:
                 yield parameter, [parameter]
 
+    @contextmanager
+    def untouched(self, parameters: Sequence[Parameter]) -> Iterator[None]:
+        for parameter in parameters:
+            parameter.grad = None  # DeepSpeed has made it zero
+        yield
+
+    def counts_steps(self, parameter: Parameter) -> bool:
+        return False
+
     def _master(self, parameter: Parameter) -> Tensor:
         return parameter
 
@@ -148,6 +202,15 @@ class MasterLayout(PlainLayout):
         for parameter, master in self._pairs:
             yield master, [parameter]
 
+    untouched = Layout.untouched
+    counts_steps = Layout.counts_steps
+
+    def parts(self, parameter: Parameter) -> dict[str | None, Tensor]:
+        master = self._master(parameter)
+        state = self.inner.state.get(master, {})
+        found = {key: value for key, value in state.items() if _is_like(value, master)}
+        return {"": parameter.data, None: master.data, **found}
+
     def _master(self, parameter: Parameter) -> Tensor:
         return self._masters.get(id(parameter), parameter)
 
@@ -159,7 +222,8 @@ class FlatLayout(Layout):
         super().__init__(engine, parameters)
         # Stage 1 in bfloat16 with 32-bit accumulation is a class of its own.
         self._keeps_whole = hasattr(self.optimizer, "fp32_groups_flat_partition")
-        self.replicated = self._keeps_whole
+        self.replicated = self.adds_backwards = self._keeps_whole
+        self.offloads = bool(getattr(self.optimizer, "cpu_offload", False))
         self._flats: list[Tensor] = (
             self.optimizer.fp32_groups_flat_partition
             if self._keeps_whole
@@ -190,8 +254,29 @@ class FlatLayout(Layout):
             kept = getattr(self.optimizer, name, {})
             for number in kept:
                 kept[number] = None
-        if self.optimizer.cpu_offload:
+        if self.offloads:
             self.optimizer.reset_cpu_buffers()
+            self.finish_step()
+
+    def finish_window(self) -> None:
+        if self.offloads:
+            self.optimizer.finalize_gradient_accumulation_boundary()  # else one without a gradient in the last backward
+
+    def finish_step(self) -> None:
+        if self.offloads:
+            kept = (*(flat.grad for flat in self._flats), *self.optimizer.accumulated_grads_in_cpu.values())
+            for gradient in kept:
+                if gradient is not None:
+                    gradient.zero_()
+
+    def parts(self, parameter: Parameter) -> dict[str | None, Tensor]:
+        found: dict[str | None, Tensor] = {"": parameter.data}
+        if self._slice(parameter, None) is not None:
+            flat = self._flats[self._group_of[id(parameter)]]
+            state = self.inner.state.get(flat, {})
+            for key in (None, *(key for key, value in state.items() if _is_like(value, flat))):
+                found[key] = self._slice(parameter, key)  # type: ignore[assignment]
+        return found
 
     def read(self, parameter: Parameter, key: str | None = None) -> Tensor:
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=self.engine.device)
@@ -228,6 +313,7 @@ class PartitionedLayout(Layout):
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
         self._zero_three = hasattr(self.optimizer, "fp32_partitioned_groups_flat")
+        self.offloads = bool(getattr(self.optimizer, "offload_optimizer", False))
 
     def gradients(self, parameters: Sequence[Parameter]) -> list[Tensor]:
         from deepspeed.utils import safe_get_local_grad
@@ -246,16 +332,55 @@ class PartitionedLayout(Layout):
         self.optimizer.zero_grad()
         self.optimizer.micro_step_id = 0
         self.optimizer.averaged_gradients = {}
+        self.finish_step()
+
+    def finish_window(self) -> None:
+        if self.offloads:
+            self.optimizer.finalize_gradient_accumulation_boundary()
+
+    def finish_step(self) -> None:
+        if self._zero_three:
+            # A parameter's first gradient of a window is added to what is here, unless it comes in the first backward.
+            self.optimizer.grad_partitions_flat_buffer.zero_()
+            for flat in self.optimizer.fp32_partitioned_groups_flat:
+                if flat.grad is not None:
+                    flat.grad.zero_()
+
+    def parts(self, parameter: Parameter) -> dict[str | None, Tensor]:
+        part, group = self._part(parameter, None)
+        if self.optimizer._swappable_optimizer_subgroup(group):
+            return {}  # on NVMe
+        flat = self.optimizer.fp32_partitioned_groups_flat[group]
+        state = self.inner.state.get(flat, {})
+        found = {key: self._part(parameter, key)[0] for key, value in state.items() if _is_like(value, flat)}
+        return {"": parameter.ds_tensor.data, None: part.data, **found}  # type: ignore[attr-defined]
+
+    @contextmanager
+    def untouched(self, parameters: Sequence[Parameter]) -> Iterator[None]:
+        with super().untouched(parameters):
+            yield
+        for parameter in parameters:
+            if parameter.numel():  # a small one, put together again by the step from what it has changed
+                parameter.partition()  # type: ignore[attr-defined]
+
+    def _part(self, parameter: Parameter, key: str | None) -> tuple[Tensor, int]:
+        """Return this process's part of a parameter's master weight or state, and the number of its group."""
+        found: tuple[Tensor, int] = self.optimizer._get_fp32_opt_state_partition(
+            parameter, release_swap_buffers=False, optim_state_key=key
+        )
+        return found
 
     def read(self, parameter: Parameter, key: str | None = None) -> Tensor:
-        whole: Tensor = self.optimizer.get_full_hp_param(parameter, key)
+        # Not get_full_hp_param, which returns nothing for a parameter that is frozen now.
+        part, group = self._part(parameter, key)
+        whole: Tensor = self.optimizer._fp32_state_allgather(parameter, part.to(self.engine.device))
+        if self.optimizer._swappable_optimizer_subgroup(group):
+            self.optimizer._release_swap_buffers(group)
         return whole
 
     def write(self, parameter: Parameter, value: Tensor, key: str | None = None) -> None:
         optimizer = self.optimizer
-        part, group = optimizer._get_fp32_opt_state_partition(
-            parameter, release_swap_buffers=False, optim_state_key=key
-        )
+        part, group = self._part(parameter, key)
         rank = getattr(parameter, "ds_zero_partition_rank", self.engine.global_rank)
         mine = value.reshape(-1)[part.numel() * rank : part.numel() * (rank + 1)]
         part.data.zero_()  # the last part ends with padding, which a whole tensor has not
@@ -278,6 +403,10 @@ def layout_of(engine: Any, parameters: dict[str, Parameter]) -> Layout:
     if hasattr(engine.optimizer, "fp32_groups"):
         return MasterLayout(engine, parameters)
     return PlainLayout(engine, parameters)
+
+
+def _is_in(parameter: Parameter, held: Sequence[Parameter]) -> bool:
+    return any(parameter is each for each in held)
 
 
 def _is_like(value: Any, holder: Tensor) -> bool:

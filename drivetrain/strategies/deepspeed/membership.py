@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -22,21 +22,28 @@ class Membership:
         shared_memory: Whether CPU tensors go through DeepSpeed's shared-memory operator; if None, where it is built.
     """
 
+    # Of the process, not of a run: DeepSpeed keeps its group in variables of its modules.
+    _joined: ClassVar[int] = 0
+    _made_group: ClassVar[bool] = False
+
     def __init__(self, environment: ProcessEnvironment, kind: str, shared_memory: bool | None) -> None:
         self.package = import_deepspeed(kind)
-        self._made_group = False
         # It asks for this even where it is given everything else, and would search for MPI.
         os.environ.setdefault("LOCAL_RANK", str(environment.local_rank))
         if not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-            self._made_group = True
+            Membership._made_group = True
         if importlib.import_module("deepspeed.comm.comm").cdb is None:
             with ops.shared_memory(kind, shared_memory):
                 self.package.init_distributed(auto_mpi_discovery=False, verbose=False)
+        Membership._joined += 1
 
     def leave(self) -> None:
-        """Forget the process group, which is about to be destroyed."""
+        """Forget the process group, which is about to be destroyed, unless engines of another run are still in it."""
+        Membership._joined -= 1
+        if Membership._joined:
+            return
         groups: Any = importlib.import_module("deepspeed.utils.groups")
         release = getattr(groups, "_release_process_group_references", None)
         if release is not None:
@@ -48,6 +55,6 @@ class Membership:
         # Else every later engine in this process would reduce as the last one with torch_autocast did.
         autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
         autocast.TORCH_AUTOCAST_INITIALIZED = False
-        if self._made_group and dist.is_initialized():
+        if Membership._made_group and dist.is_initialized():
             dist.destroy_process_group()
-            self._made_group = False
+        Membership._made_group = False

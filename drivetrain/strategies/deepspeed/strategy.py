@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -22,15 +22,16 @@ from drivetrain.strategies.deepspeed.accelerate_config import arguments_from
 from drivetrain.strategies.deepspeed.config import Known
 from drivetrain.strategies.deepspeed.dummies import DummyOptim, standing_in_for
 from drivetrain.strategies.deepspeed.engine import Engines, TrainedModel
-from drivetrain.strategies.deepspeed.gradients import EngineGradients
+from drivetrain.strategies.deepspeed.gradients import EngineGradients, added_to, complete
 from drivetrain.strategies.deepspeed.membership import Membership
 from drivetrain.strategies.deepspeed.package import require_deepspeed
 from drivetrain.strategies.deepspeed.settings import Settings
 from drivetrain.strategies.deepspeed.several import Several
+from drivetrain.strategies.deepspeed.unused import listed
 from drivetrain.strategies.deepspeed.whole_tensors import is_partitioned
 from drivetrain.strategies.deepspeed.zero_state import ZeroState
 from drivetrain.strategies.optimizer_proxy import needs_closure
-from drivetrain.strategies.precision import Precision
+from drivetrain.strategies.precision import Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import Float16Mixed
 
 
@@ -56,6 +57,7 @@ class DeepSpeed(Strategy):
     """
 
     name = "deepspeed"
+    mixed_names = {"bf16-true": "bf16", "fp16-true": "fp16"}
 
     def __init__(
         self,
@@ -130,8 +132,17 @@ class DeepSpeed(Strategy):
         topology = self.topology
         self.gradients = EngineGradients(self._engines, topology)
         self.state = ZeroState(topology, self.unwrap, self._engines)
-        self._membership = Membership(topology.environment, topology.kind.name, self.shared_memory)
+        if self._membership is None:
+            self._membership = Membership(topology.environment, topology.kind.name, self.shared_memory)
         self.check_settings(self.settings)
+
+    def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
+        """Return the configuration's precision if none was given, or the same one by its other name."""
+        own = configuration.precision_of(self.config)
+        if own is None or given is None:
+            return own or given
+        name = resolve_precision(given).name
+        return own if self.mixed_names.get(own) == name else given
 
     def check(self, options: RunOptions) -> None:
         """Refuse what DeepSpeed cannot compute in, or not on this device; what the loop was given fills `"auto"`."""
@@ -209,6 +220,7 @@ class DeepSpeed(Strategy):
             if not self.settings.shards_frozen:
                 return super().place(model, precision, move)
             model = precision.convert(model)
+            _make_contiguous(model)
         completed = configuration.complete(self.settings.without_training, self._known(None, self.unwrap(model)))
         self._engines.forget(self.unwrap(model))
         engine, *_ = self._package().initialize(model=model, config=completed, dist_init_required=False)
@@ -236,6 +248,11 @@ class DeepSpeed(Strategy):
         groups = _names_of_groups(optimizer, names)
         if not any(is_partitioned(parameter) for parameter in bare.parameters()):
             model = precision.convert(model)
+            _make_contiguous(bare)
+        if self.stage > 0:
+            _refuse_several_dtypes(optimizer, names)
+        if self.stage == 3:
+            _refuse_compiled(model)
         self._mark_leaves(bare)
         engine, scheduler = self._initialize(model, optimizer, bare)
         trained = TrainedModel(engine, bare, groups, self.settings)
@@ -315,8 +332,12 @@ class DeepSpeed(Strategy):
         if not ran or loss.numel() != 1 or not loss.requires_grad:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # whose error names what is wrong
             return
+        scale = max((trained.pending_scale for trained in ran if trained.holds_gradients), default=1.0)
         for trained in ran:
-            trained.holds_gradients = True
+            trained.participation.require_known()
+            trained.holds_gradients, trained.pending_scale = True, scale
+        if scale != 1.0:
+            loss = loss / scale
         engine = ran[-1].engine  # others that the loss went through follow by the hooks on their outputs
         unspread = any(trained.settings.stage == 0 for trained in ran)
         if unspread:
@@ -324,7 +345,14 @@ class DeepSpeed(Strategy):
             # tensor.
             loss = loss * 1.0
         try:
-            engine.backward(loss, scale_wrt_gas=False, **kwargs)
+            with ExitStack() as stack:
+                for trained in ran:
+                    stack.enter_context(added_to(trained))
+                engine.backward(loss, scale_wrt_gas=False, **kwargs)
+                for trained in ran:
+                    trained.is_complete = bool(trained.engine.is_gradient_accumulation_boundary())
+                    if trained.is_complete:
+                        trained.layout.finish_window()
         except RuntimeError as error:
             if unspread and len(ran) > 1:
                 raise ConfigurationError(
@@ -341,11 +369,11 @@ class DeepSpeed(Strategy):
         if closure is not None:
             _refuse_closure(optimizer)
         trained = self._engines.stepped_by(optimizer)
+        complete(trained)
         configured = trained.settings.clipping
         if configured is not None and not trained.clipped:
             self.gradients.clip_norm(list(trained.all_trained()), configured)
-        trained.optimizer.step()
-        trained.clipped = False
+        trained.step()
         return bool(trained.engine.was_step_applied())
 
     def teardown(self) -> None:
@@ -401,6 +429,43 @@ def _refuse_closure(optimizer: Optimizer) -> NoReturn:
         "cannot. Use another optimizer, or another strategy.",
         code="DT-048",
     )
+
+
+def _make_contiguous(model: nn.Module) -> None:
+    """Lay out tensors of another memory format, such as channels_last, as the flat tensors of ZeRO need them."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_contiguous():
+            tensor.data = tensor.data.contiguous()
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Raise if a module was wrapped by `torch.compile`: ZeRO-3 cannot take apart the parameters of the wrapper."""
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod"):
+            inner = type(module._orig_mod).__name__
+            raise ConfigurationError(
+                f"{inner}{f' ({name})' if name else ''} was wrapped by torch.compile before prepare, which DeepSpeed's "
+                "stage 3 cannot take apart. Compile in place (model.compile()), after prepare, or by "
+                "Accelerator(dynamo_backend=...), Trainer(compile=...); or use stage 1 or 2.",
+                code="DT-045",
+            )
+
+
+def _refuse_several_dtypes(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    """Raise if parameters of several dtypes are trained: ZeRO keeps them in flat tensors of one."""
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(names.get(id(parameter), "?"))
+    if len(by_dtype) > 1:
+        found = "; ".join(f"{dtype}: {listed(own, 4)}" for dtype, own in by_dtype.items())
+        raise ConfigurationError(
+            f"DeepSpeed trains parameters of one dtype, but the optimizer holds {found}. Convert them to one dtype "
+            "before prepare, such as parameter.data = parameter.data.float(), choose precision='bf16-true', or use "
+            'strategy="ddp".',
+            code="DT-012",
+        )
 
 
 def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:

@@ -101,8 +101,11 @@ def _check_shapes(parameters: dict[str, Any], state: State) -> None:
 def read_optimizer(trained: TrainedModel, holder: Holder) -> State:
     """`{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`; collective."""
     known = trained.layout.shared_state()
+    untouched = trained.participation.never_stepped
     state: State = {}
     for number, (name, parameter) in enumerate(trained.parameters.items()):
+        if name in untouched:
+            continue  # it has state only because the flat tensor that it is in has
         tensors, rest = known.get(id(parameter), ([], {}))
         if tensors or rest:
             whole = {key: _kept(trained.layout.read(parameter, key), holder(number)) for key in tensors}
@@ -124,6 +127,7 @@ def write_optimizer(trained: TrainedModel, saved: State) -> None:
         group.update({key: value for key, value in options.items() if key != "params"})
     by_name = {name: saved["state"][name] for name in trained.parameters if name in saved["state"]}
     layout.make_state({id(trained.parameters[name]): state for name, state in by_name.items()})
+    trained.participation.resume(set(trained.parameters) - set(by_name))
     for name, state in by_name.items():
         parameter = trained.parameters[name]
         for key, value in state.items():

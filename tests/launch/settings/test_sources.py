@@ -37,6 +37,15 @@ def test_the_strongest_source_counts(
     assert options.use_fsdp
 
 
+def test_a_deepspeed_file_is_looked_up_beside_the_file_that_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds/zero.json")
+    assert collect({}, {}, str(file))["deepspeed_config_file"].value == "ds/zero.json"  # which the error names
+    (tmp_path / "ds").mkdir()
+    (tmp_path / "ds" / "zero.json").write_text("{}")
+    assert collect({}, {}, str(file))["deepspeed_config_file"].value == str(tmp_path / "ds" / "zero.json")
+
+
 def test_a_strategy_of_a_flag_takes_the_place_of_the_files(file: str) -> None:
     options = LaunchOptions.from_given(collect({"use_deepspeed": True, "zero_stage": "1"}, {}, file))
     assert (options.use_fsdp, options.use_deepspeed, options.cpu) == (False, True, True)
