@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import parallel
 
 from drivetrain.runtime.collectives import reduce
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.ddp.unused_search import WATCHED_STEPS, UnusedSearch, some_of
+from drivetrain.runtime.errors import ConfigurationError, some_of
+from drivetrain.strategies.ddp.unused_search import WATCHED_STEPS, UnusedSearch
 from drivetrain.strategies.step_module import StepModule
 
 # Torch 2.13 warns at the old name.
