@@ -30,8 +30,8 @@ from drivetrain.strategies.ddp.communication_hooks import (
     register_function_hook,
 )
 from drivetrain.strategies.ddp.drift import DriftCheck
-from drivetrain.strategies.ddp.wrapper import BROADCAST_BUFFERS, DistributedDataParallel, average_gradients
-from drivetrain.strategies.gradients import Gradients, zero_loss_of
+from drivetrain.strategies.ddp.wrapper import BROADCAST_BUFFERS, DistributedDataParallel
+from drivetrain.strategies.gradients import Gradients, average_gradients, zero_loss_of
 from drivetrain.strategies.model_state import ModelState, StateDict, with_buffers_of_rank_0
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.step_module import StepModule

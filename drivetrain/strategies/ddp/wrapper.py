@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import parallel
 
-from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.errors import ConfigurationError, some_of
 from drivetrain.strategies.ddp.unused_search import WATCHED_STEPS, UnusedSearch
+from drivetrain.strategies.gradients import average_gradients
 from drivetrain.strategies.step_module import StepModule
 
 # Torch 2.13 warns at the old name.
@@ -267,21 +267,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _named(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         names = {id(parameter): name for name, parameter in self.named()}
         return [names[id(parameter)] for parameter in parameters if id(parameter) in names]
-
-
-def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Average the gradients of all parameters that any process has one of; call it on all processes.
-
-    Args:
-        parameters: The same ones on all processes.
-    """
-    if not parameters:
-        return
-    here = torch.tensor([float(each.grad is not None) for each in parameters], device=parameters[0].device)
-    for parameter, holders in zip(parameters, reduce(here, "sum").tolist(), strict=True):
-        if holders:
-            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = reduce(own, "mean")
 
 
 @contextmanager
