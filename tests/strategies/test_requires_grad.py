@@ -92,7 +92,9 @@ def data(accumulate: int = 1) -> Tensor:
 
 
 def weights(net: Net) -> dict[str, Tensor]:
-    state = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in net.state_dict().items()}
+    state = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in net.state_dict().items()
+    }
     found = {name: value.detach().clone() for name, value in state.items()}
     return found if net.beside is None else {**found, "beside": net.beside.detach().clone()}
 
@@ -194,7 +196,9 @@ def differences(strategies: list[str], accumulate: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("strategies", "accumulate"), [(["ddp", "static", "unused", "auto", "hook"], 1), (["ddp", "unused"], 2)])
+@pytest.mark.parametrize(
+    ("strategies", "accumulate"), [(["ddp", "static", "unused", "auto", "hook"], 1), (["ddp", "unused"], 2)]
+)
 def test_ddp_trains_what_one_process_would(strategies: list[str], accumulate: int) -> None:
     assert run_in_processes(differences, 2, (strategies, accumulate), timeout=120) == [[], []]
 

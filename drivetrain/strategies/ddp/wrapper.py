@@ -36,10 +36,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     """Torch's, which follows what is trained, and names parameters in its errors.
 
     Torch reduces what required gradients when it was built, and leaves the rest to each process. Here the reducer is
-    built anew where other parameters do.
+    rebuilt where other parameters do.
 
     Attributes:
-        agree: Called with a description before the reducer is built anew; raises if other processes do not, too.
+        agree: Called with a description before the reducer is rebuilt; raises if other processes do not, too.
         reducers_built: How many reducers there have been.
         reduced: The parameters whose gradients are averaged, in the reducer's order.
     """
@@ -64,7 +64,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._trained = list(map(_REQUIRES_GRAD, self._watched))
 
     def follow_trained(self) -> bool:
-        """Build the reducer anew if other parameters require gradients than those that it reduces.
+        """Rebuild the reducer if other parameters require gradients than those that it reduces.
 
         Where DDP searches for unused parameters, frozen ones stay: they are found to be unused.
 
@@ -83,11 +83,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         known = {id(parameter) for parameter in self.reduced}
         stays = self.find_unused_parameters and not self.static_graph
         if not stays or any(id(parameter) not in known for parameter in trained):
-            self._build_anew(trained, keeps=stays)
+            self._rebuild(trained, keeps=stays)
         self._trained = now
         return True
 
-    def _build_anew(self, trained: Sequence[nn.Parameter], keeps: bool) -> None:
+    def _rebuild(self, trained: Sequence[nn.Parameter], keeps: bool) -> None:
         self.require_reduced()
         known = {id(parameter) for parameter in self.reduced}
         now = {id(parameter) for parameter in trained}
@@ -110,7 +110,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if self._watches:
             self.watch_search(self._settled)
 
-    def watch_search(self, settled: Callable[[Sequence[nn.Parameter]], None] | None = None) -> None:
+    def watch_search(self, settled: Callable[[Sequence[nn.Parameter] | None], None] | None = None) -> None:
         """Watch in the first steps whether the search for unused parameters finds any.
 
         Args:

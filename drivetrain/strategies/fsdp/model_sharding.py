@@ -168,7 +168,7 @@ class ModelSharder:
     def _refuse_mixed_units(
         self, model: nn.Module, units: Sequence[nn.Module], replicated: frozenset[nn.Parameter]
     ) -> None:
-        """Refuse a unit that trains parameters of two dtypes, whose gradients torch reduces as one (torch 2.13)."""
+        """Refuse a unit that trains parameters of two dtypes: torch 2.13 reduces their gradients as one."""
         names = {id(parameter): name for name, parameter in self._unwrap(model).named_parameters()}
         taken: set[int] = {id(parameter) for parameter in replicated}
         for unit in units:
@@ -181,7 +181,7 @@ class ModelSharder:
             if len(by_dtype) > 1:
                 listed = "; ".join(f"{dtype}: {some_of(found)}" for dtype, found in by_dtype.items())
                 raise ConfigurationError(
-                    f"FSDP gathers and reduces the parameters of a {type(self._unwrap(unit)).__name__} together, but it "
+                    f"FSDP gathers and reduces the parameters of {type(self._unwrap(unit)).__name__} together, but it "
                     f"trains parameters of several dtypes ({listed}). Bring them to one dtype, freeze those of the "
                     "other, or name the modules that hold them in FSDP(wrap=...).",
                     code="DT-046",

@@ -126,8 +126,8 @@ class Float16Mixed(MixedPrecision):
         if found:
             raise ConfigurationError(
                 "precision='fp16' scales the loss, and gradients of float16 weights cannot be unscaled; but these are "
-                f"float16 and trained: {some_of(found)}. Keep trained weights in float32 (model.float(), or for PEFT's adapters "
-                "autocast_adapter_dtype=True); frozen ones may be float16. Or use 'bf16', or 'fp16-true'.",
+                f"float16 and trained: {some_of(found)}. Keep trained weights in float32 (model.float(), or for PEFT's "
+                "adapters autocast_adapter_dtype=True); frozen ones may be float16. Or use 'bf16', or 'fp16-true'.",
                 code="DT-071",
             )
 

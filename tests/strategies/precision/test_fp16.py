@@ -263,8 +263,8 @@ def refusals(strategy: str) -> list[str]:
     optimizer.step()
     optimizer.zero_grad()
     task.base.requires_grad_(True)
+    accelerator.backward(model(torch.ones(2, 2)))
     with pytest.raises(ConfigurationError) as refused:
-        accelerator.backward(model(torch.ones(2, 2)))
         optimizer.step()
     found.append(str(refused.value))
     return found

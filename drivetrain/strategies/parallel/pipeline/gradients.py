@@ -28,7 +28,7 @@ class StagedGradients(ShardedGradients):
         self._group, self._device = group, device
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
-        """Leave gradients as they are: processes of other stages have other parameters, which no collective can meet."""
+        """Leave gradients as they are: processes of other stages have other parameters."""
 
     def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse: what the stages send each other is settled when the model is split."""
