@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.state import PartialState
 
 
 class Gradients:
@@ -131,7 +132,7 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     Args:
         parameters: The same ones on all processes.
     """
-    if not parameters:
+    if not (parameters and PartialState().use_distributed):
         return
     here = torch.tensor([float(each.grad is not None) for each in parameters], device=parameters[0].device)
     for parameter, holders in zip(parameters, reduce(here, "sum").tolist(), strict=True):

@@ -99,12 +99,13 @@ def weights(net: Net) -> dict[str, Tensor]:
     return found if net.beside is None else {**found, "beside": net.beside.detach().clone()}
 
 
-def plain(kind: str, accumulate: int) -> dict[str, Tensor]:
+def plain(kind: str, accumulate: int, lasts: int) -> dict[str, Tensor]:
+    """Train in one process; `lasts` is how many micro-batches there are from one change to the next."""
     change = CHANGES[kind]
     net, optimizer = make(change)
     for number, rows in enumerate(data(accumulate).split(ROWS)):
-        if number % accumulate == 0:
-            change(net, optimizer, number // accumulate)
+        if number % lasts == 0:
+            change(net, optimizer, number // lasts)
         (net(rows) / accumulate).backward()
         if (number + 1) % accumulate == 0:
             optimizer.step()
@@ -112,15 +113,15 @@ def plain(kind: str, accumulate: int) -> dict[str, Tensor]:
     return weights(net)
 
 
-def with_accelerator(kind: str, accumulate: int, strategy: Any) -> dict[str, Tensor]:
+def with_accelerator(kind: str, accumulate: int, lasts: int, strategy: Any) -> dict[str, Tensor]:
     change = CHANGES[kind]
     accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=accumulate)
     net, bare = make(change)
     model, optimizer = accelerator.prepare(net, bare)
     mine = slice(2 * accelerator.process_index, 2 * accelerator.process_index + 2)
     for number, rows in enumerate(data(accumulate).split(ROWS)):
-        if number % accumulate == 0:
-            change(net, bare, number // accumulate)
+        if number % lasts == 0:
+            change(net, bare, number // lasts)
         with accelerator.accumulate(model):
             accelerator.backward(model(rows[mine]))
             accelerator.clip_grad_norm_([p for group in bare.param_groups for p in group["params"]], 100.0)
@@ -130,14 +131,14 @@ def with_accelerator(kind: str, accumulate: int, strategy: Any) -> dict[str, Ten
 
 
 class Changing(Task):
-    def __init__(self, kind: str, accumulate: int) -> None:
+    def __init__(self, kind: str, accumulate: int, lasts: int) -> None:
         super().__init__()
-        self.change, self.accumulate = CHANGES[kind], accumulate
+        self.change, self.accumulate, self.lasts = CHANGES[kind], accumulate, lasts
         self.net, self.optimizer = make(self.change)
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        if batch_idx % self.accumulate == 0 and self.automatic_optimization:
-            self.change(self.net, self.optimizer, batch_idx // self.accumulate)
+        if batch_idx % self.lasts == 0 and self.automatic_optimization:
+            self.change(self.net, self.optimizer, batch_idx // self.lasts)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net.loss(batch)
@@ -150,8 +151,8 @@ class ByHand(Changing):
     automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
-        if batch_idx % self.accumulate == 0:
-            self.change(self.net, self.optimizer, batch_idx // self.accumulate)
+        if batch_idx % self.lasts == 0:
+            self.change(self.net, self.optimizer, batch_idx // self.lasts)
         self.manual_backward(self.net.loss(batch) / self.accumulate)
         if (batch_idx + 1) % self.accumulate == 0:
             optimizer: Any = self.optimizers()
@@ -159,8 +160,8 @@ class ByHand(Changing):
             optimizer.zero_grad()
 
 
-def with_trainer(kind: str, accumulate: int, strategy: Any, by_hand: bool = False) -> dict[str, Tensor]:
-    task = (ByHand if by_hand else Changing)(kind, accumulate)
+def with_trainer(kind: str, accumulate: int, lasts: int, strategy: Any, by_hand: bool = False) -> dict[str, Tensor]:
+    task = (ByHand if by_hand else Changing)(kind, accumulate, lasts)
     windows = {} if by_hand else {"accumulate_grad_batches": accumulate}
     quiet_trainer(strategy, **windows).fit(task, DataLoader(data(accumulate), batch_size=2))  # type: ignore[arg-type]
     return weights(task.net)
@@ -178,18 +179,18 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def differences(strategies: list[str], accumulate: int) -> list[str]:
+def differences(strategies: list[str], accumulate: int, lasts: int) -> list[str]:
     """The runs whose weights differ from those of one plain process, and by how much."""
     torch.set_num_threads(1)
     found = []
     for kind in CHANGES:
-        expected = plain(kind, accumulate)
+        expected = plain(kind, accumulate, lasts)
         for name in strategies:
             runs = {"accelerator": with_accelerator, "trainer": with_trainer}
             if name in ("ddp", "static"):
                 runs["by hand"] = partial(with_trainer, by_hand=True)
             for driver, run in runs.items():
-                own = run(kind, accumulate, STRATEGIES[name]())
+                own = run(kind, accumulate, lasts, STRATEGIES[name]())
                 gap = max(float((own[key] - value).abs().max()) for key, value in expected.items())
                 if not gap <= 5e-6:
                     found.append(f"{kind} {name} {driver}: {gap:.2g}")
@@ -197,16 +198,17 @@ def differences(strategies: list[str], accumulate: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("strategies", "accumulate"), [(["ddp", "static", "unused", "auto", "hook"], 1), (["ddp", "unused"], 2)]
+    ("strategies", "accumulate", "lasts"),
+    [(["ddp", "static", "unused", "auto", "hook"], 1, 1), (["ddp", "unused"], 2, 2), (["ddp", "unused"], 2, 1)],
 )
-def test_ddp_trains_what_one_process_would(strategies: list[str], accumulate: int) -> None:
-    assert run_in_processes(differences, 2, (strategies, accumulate), timeout=120) == [[], []]
+def test_ddp_trains_what_one_process_would(strategies: list[str], accumulate: int, lasts: int) -> None:
+    assert run_in_processes(differences, 2, (strategies, accumulate, lasts), timeout=120) == [[], []]
 
 
 @pytest.mark.sharded
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_fsdp_trains_what_one_process_would(accumulate: int) -> None:
-    assert run_in_processes(differences, 2, (["fsdp"], accumulate), timeout=120) == [[], []]
+@pytest.mark.parametrize(("accumulate", "lasts"), [(1, 1), (2, 2), (2, 1)])
+def test_fsdp_trains_what_one_process_would(accumulate: int, lasts: int) -> None:
+    assert run_in_processes(differences, 2, (["fsdp"], accumulate, lasts), timeout=120) == [[], []]
 
 
 def disagree() -> str:

@@ -116,12 +116,17 @@ class Copies:
 
     Args:
         every: Steps from one comparison of the copies to the next.
+
+    Attributes:
+        wrapped: The wrapped modules.
+        are_several: Whether there are other processes.
     """
 
     def __init__(self, every: int) -> None:
         self.wrapped: WeakSet[DistributedDataParallel] = WeakSet()
         self._held: WeakKeyDictionary[Optimizer, Held] = WeakKeyDictionary()
         self._check = DriftCheck(every)
+        self.are_several = False
         self.pause = self._check.paused
 
     def add(self, wrapped: DistributedDataParallel) -> None:
@@ -155,14 +160,14 @@ class Copies:
 
     def average_beside(self, optimizers: Sequence[Optimizer]) -> None:
         """Average the gradients that no module's backward has: of groups and layers that were added later."""
-        for optimizer in optimizers:
+        for optimizer in optimizers if self.are_several else ():
             held = self.held_by(optimizer)
             if held.beside and all(one.require_backward_grad_sync for one in held.wrapped):
                 average_gradients([parameter for parameter in held.beside if parameter.requires_grad])
 
     def must_compare(self, optimizer: Optimizer) -> bool:
         """Count a step of an optimizer. Returns whether to compare before it."""
-        if not self._check.every or not self._check.is_due(optimizer):
+        if not (self.are_several and self._check.every and self._check.is_due(optimizer)):
             return False
         # Within no_sync, as of LocalSGD, copies differ on purpose.
         return all(one.require_backward_grad_sync and not one.has_own_hook for one in self.held_by(optimizer).wrapped)
@@ -218,8 +223,12 @@ def _prints(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
         values = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
         values = torch.view_as_real(values) if values.is_complex() else values
         wide = torch.float64 if values.dtype is torch.float64 else torch.float32  # torch narrows no norm
-        norms.append(torch.linalg.vector_norm(values, dtype=wide).float().to(device))
-        sums.append(values.sum(dtype=wide).float().to(device))
+        try:
+            norm, total = torch.linalg.vector_norm(values, dtype=wide), values.sum(dtype=wide)
+        except (NotImplementedError, RuntimeError):  # of a tensor's own class, which lacks the operation
+            norm = total = absent
+        norms.append(norm.float().to(device))
+        sums.append(total.float().to(device))
         roots.append(max(1, values.numel()) ** 0.5)
     prints = torch.stack([torch.stack(norms), torch.stack(sums) / torch.tensor(roots, device=device)], dim=1)
     return prints.nan_to_num(_LARGEST, _LARGEST, -_LARGEST)

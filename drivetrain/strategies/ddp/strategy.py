@@ -116,6 +116,7 @@ class DDP(Strategy):
             self.topology.device, self.wrapper_options["find_unused_parameters"], self._copies
         )
         self.state = CopiedState(self.topology, self.unwrap, self._copies)
+        self._copies.are_several = state.use_distributed
         self._agree = _agreement(state) if state.use_distributed else None
         if self.sync_batchnorm and self.topology.kind.name == "cpu":
             raise ConfigurationError(

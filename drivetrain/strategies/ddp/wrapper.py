@@ -54,7 +54,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     _register: Callable[[DistributedDataParallel], None] | None = None
     _left_out: dict[str, Any] | None = None  # names of parameters that the search has left out, and the hooks on them
     _idles = False  # whether the forward under way is one without anything to train
-    _accumulates = False  # whether a backward since the last reduction has left its gradients to this process
 
     def _ddp_init_helper(self, parameters: Any, *options: Any) -> None:
         super()._ddp_init_helper(parameters, *options)  # type: ignore[no-untyped-call]
@@ -62,6 +61,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.reducers_built += 1
         self._watched = tuple(self.module.parameters())
         self._trained = list(map(_REQUIRES_GRAD, self._watched))
+        self._unsynced: set[tuple[bool, ...]] = set()  # what micro-batches have trained since the last reduction
 
     def follow_trained(self) -> bool:
         """Rebuild the reducer if other parameters require gradients than those that it reduces.
@@ -96,8 +96,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             frozen = self._named(parameter for parameter in self.reduced if id(parameter) not in now)
             self.agree(f"requires_grad(True: {some_of(added) or None}, False: {some_of(frozen) or None})")
         frozen_since = [parameter for parameter in self.reduced if id(parameter) not in now]
-        if self._accumulates and not keeps:
-            average_gradients(frozen_since)
         for name, handle in (self._left_out or {}).items():
             self.parameters_to_ignore.discard(name)
             handle.remove()
@@ -142,11 +140,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._end_idle_forward()
         if self._reduces():
-            if not self.follow_trained():
-                self.require_backward_grad_sync, self._idles = False, True
-            self._accumulates = self._accumulates and self._idles
-        elif torch.is_grad_enabled():
-            self._accumulates = True
+            self._begin_reduction()
+        elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._unsynced.add(tuple(map(_REQUIRES_GRAD, self._watched)))
         try:
             prepared = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -204,6 +200,19 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             return self._search.search(handle, output)
         finally:
             self._end_idle_forward()
+
+    def _begin_reduction(self) -> None:
+        accumulated: list[nn.Parameter] = []
+        if self._unsynced and self._unsynced != {tuple(map(_REQUIRES_GRAD, self._watched))}:
+            columns = zip(*self._unsynced, strict=True)
+            accumulated = [each for each, flags in zip(self._watched, columns, strict=True) if any(flags)]
+        self._unsynced.clear()
+        if not self.follow_trained():
+            self.require_backward_grad_sync, self._idles = False, True
+        if accumulated:
+            # What earlier micro-batches have trained, and this one does not, has its gradient by now.
+            reduced = set(map(id, self.reduced))
+            average_gradients([each for each in accumulated if id(each) not in reduced])
 
     def _end_idle_forward(self) -> None:
         if self._idles:
