@@ -194,16 +194,18 @@ def test_a_raw_loop_with_weights_names_what_one_rank_leaves_out(clips):
     assert not failed.value.hung
 
 
-def forwards_without_steps() -> None:
+def forwards_without_steps(freezes: bool) -> None:
     accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(Branches())
+    model = accelerator.prepare(module := Branches())
+    module.left.weight.requires_grad_(not freezes)
     for _ in range(2):
         model(torch.ones(1, 2), "left").sum().backward()
 
 
-def test_torchs_own_error_about_parameters_left_out_is_ours():
-    with pytest.raises(ProcessesFailed, match=r"no gradient was computed for right\.weight, right\.bias") as failed:
-        run_in_processes(forwards_without_steps, 2, timeout=30)
+@pytest.mark.parametrize("freezes", [False, True])
+def test_torchs_own_error_about_parameters_left_out_is_ours(freezes):
+    with pytest.raises(ProcessesFailed, match=r"no gradient was computed for right\.weight, right\.bias:") as failed:
+        run_in_processes(forwards_without_steps, 2, args=(freezes,), timeout=30)
     assert ADVICE in str(failed.value)
 
 
