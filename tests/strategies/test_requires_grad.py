@@ -62,6 +62,7 @@ def added(net: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def new_layer(net: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
+    net.back.requires_grad_(step < 5)
     if step == 3:
         torch.manual_seed(1)
         net.later = nn.Linear(4, 4)

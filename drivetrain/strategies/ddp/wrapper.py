@@ -74,8 +74,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         Raises:
             CollectiveError: The processes train other parameters.
         """
-        now = list(map(_REQUIRES_GRAD, self._watched))
-        if now == self._trained:
+        if list(map(_REQUIRES_GRAD, self._watched)) == self._trained:
             return True
         trained = self._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]
         if not trained:
@@ -84,7 +83,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         stays = self.find_unused_parameters and not self.static_graph
         if not stays or any(id(parameter) not in known for parameter in trained):
             self._rebuild(trained, keeps=stays)
-        self._trained = now
+        self._trained = list(map(_REQUIRES_GRAD, self._watched))  # rebuilding watches layers that were added, too
         return True
 
     def _rebuild(self, trained: Sequence[nn.Parameter], keeps: bool) -> None:
