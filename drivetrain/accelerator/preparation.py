@@ -38,7 +38,7 @@ from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import StepModule, Strategy
 from drivetrain.strategies.capabilities import Join, join_context
 from drivetrain.strategies.optimizer_names import lay_out_state
-from drivetrain.strategies.precision import Precision
+from drivetrain.strategies.precision import Precision, overrides
 
 FUSED_HINT = "Optimizers are stepped as they were made: give fused=True to the optimizer itself."
 
@@ -189,6 +189,10 @@ class Preparation:
             if known.optimizer is optimizer:
                 return known
         lay_out_state(optimizer)
+        if overrides(self._precision, "check_trained"):
+            bare = [self._strategy.unwrap(model) for model in self._prepared.models]
+            names = {id(each): name for model in bare for name, each in model.named_parameters()}
+            self._precision.check_trained(optimizer, names)
         stepped = self._precision.prepare_optimizer(optimizer)
         prepared = PreparedOptimizer(stepped, self._step, self._prepared, self._strategy)
         self._prepared.optimizers.append(prepared)

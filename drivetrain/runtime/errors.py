@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from drivetrain.runtime.tracebacks import short_lines
 
@@ -96,6 +96,15 @@ class TrackerError(DrivetrainError, RuntimeError):
 
 class LaunchError(DrivetrainError, RuntimeError):
     """Processes could not be started, or one of them failed."""
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Join the first eight names, and how many more there are.
+
+    Args:
+        names: The names.
+    """
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:

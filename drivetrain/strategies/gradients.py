@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.state import PartialState
 
 
 class Gradients:
@@ -135,6 +137,21 @@ class Gradients:
             model: What `prepare` returned.
             loss: The loss that it goes back from.
         """
+
+
+def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Average the gradients of all parameters that any process has one of; call it on all processes.
+
+    Args:
+        parameters: The same ones on all processes.
+    """
+    if not (parameters and PartialState().use_distributed):
+        return
+    here = torch.tensor([float(each.grad is not None) for each in parameters], device=parameters[0].device)
+    for parameter, holders in zip(parameters, reduce(here, "sum").tolist(), strict=True):
+        if holders:
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = reduce(own, "mean")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

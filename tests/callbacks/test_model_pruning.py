@@ -91,8 +91,11 @@ def test_how_sparse_the_model_becomes_is_logged(tmp_path: Path, caplog: pytest.L
 
 
 def test_two_that_prune_differently_run_side_by_side(tmp_path: Path) -> None:
+    task = Wide()
     callbacks = [ModelPruning(name, amount=0.25) for name in ("l1_unstructured", "random_unstructured")]
-    train(Wide(), tmp_path, callbacks, batches=4, epochs=1, enable_checkpointing=False)
+    train(task, tmp_path, callbacks, batches=4, epochs=1, enable_checkpointing=False)
+    weights = torch.cat([parameter.flatten() for parameter in task.parameters()])
+    assert float((weights == 0).float().mean()) > 0.25
 
 
 def test_slices_are_pruned_by_their_norm(tmp_path: Path) -> None:

@@ -194,16 +194,18 @@ def test_a_raw_loop_with_weights_names_what_one_rank_leaves_out(clips):
     assert not failed.value.hung
 
 
-def forwards_without_steps() -> None:
+def forwards_without_steps(freezes: bool) -> None:
     accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(Branches())
+    model = accelerator.prepare(module := Branches())
+    module.left.weight.requires_grad_(not freezes)
     for _ in range(2):
         model(torch.ones(1, 2), "left").sum().backward()
 
 
-def test_torchs_own_error_about_parameters_left_out_is_ours():
-    with pytest.raises(ProcessesFailed, match=r"no gradient was computed for right\.weight, right\.bias") as failed:
-        run_in_processes(forwards_without_steps, 2, timeout=30)
+@pytest.mark.parametrize("freezes", [False, True])
+def test_torchs_own_error_about_parameters_left_out_is_ours(freezes):
+    with pytest.raises(ProcessesFailed, match=r"no gradient was computed for right\.weight, right\.bias:") as failed:
+        run_in_processes(forwards_without_steps, 2, args=(freezes,), timeout=30)
     assert ADVICE in str(failed.value)
 
 
@@ -384,3 +386,36 @@ def evaluated() -> list[bool]:
 
 def test_evaluation_needs_no_peers():
     assert run_in_processes(evaluated, 2) == [[True] * 3] * 2
+
+
+class Phases(Task):
+    """A complex parameter, or the two real ones that it consists of; rank 1 leaves its second batch out."""
+
+    def __init__(self, is_complex: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        parts = torch.randn(3, 2)
+        self.is_complex = is_complex
+        self.phase = nn.Parameter(torch.view_as_complex(parts) if is_complex else parts)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        if batch_idx == 1 and self.trainer.global_rank == 1:
+            return None
+        parts = torch.view_as_real(self.phase) if self.is_complex else self.phase
+        return ((batch[0] * self.scale)[..., None] * parts).square().sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def phases() -> float:
+    rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+    tasks = [Phases(is_complex) for is_complex in (True, False)]
+    for task in tasks:
+        quiet_trainer("ddp").fit(task, DataLoader(TensorDataset(rows)))
+    return float((torch.view_as_real(tasks[0].phase) - tasks[1].phase).abs().max())
+
+
+def test_a_batch_may_be_left_out_beside_complex_parameters():
+    assert max(run_in_processes(phases, 2, timeout=60)) <= 5e-6

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain import FSDP, Accelerator, ConfigurationError, Trainer
 from drivetrain.strategies.precision import Float16Mixed
+from tests.pool import run_in_processes
 from tests.shared_runs import SharedRuns
 from tests.strategies.fsdp_models import (
     EXACT,
@@ -412,3 +413,62 @@ def test_options_that_cannot_be(options, says):
 def test_copies_that_do_not_divide_the_processes():
     with pytest.raises(ConfigurationError, match="replicate_size=2 does not divide the 1 processes of this run"):
         Trainer(accelerator="cpu", strategy=FSDP(replicate_size=2), logger=False)
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self, trained: bool = True) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4).bfloat16().requires_grad_(trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.last(x.bfloat16()).float()
+
+
+def odd_layout(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 4)]
+    model = nn.Sequential(*layers)
+    if kind == "channels_last":
+        return model.to(memory_format=torch.channels_last)
+    if kind == "transposed":
+        model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+    return model
+
+
+def trained_layout(kind: str, strategy: Any = None) -> dict[str, Tensor]:
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model = odd_layout(kind)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    for _ in range(3):
+        accelerator.backward(model(torch.ones(2, 3, 4, 4)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+def layouts_and_dtypes() -> list[Any]:
+    accelerator = Accelerator(cpu=True, strategy=FSDP())
+    with pytest.raises(ConfigurationError) as refused:
+        accelerator.prepare(TwoDtypes())
+    for model, options in ((TwoDtypes(trained=False), {}), (TwoDtypes(), {"wrap": nn.Linear})):
+        prepared = Accelerator(cpu=True, strategy=FSDP(**options)).prepare(model)
+        prepared(torch.ones(2, 4)).sum().backward()
+    gaps = []
+    for kind in ("channels_last", "transposed"):
+        own = trained_layout(kind, FSDP())
+        if accelerator.is_main_process:
+            plain = odd_layout(kind)
+            optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+            for _ in range(3):
+                plain(torch.ones(2, 3, 4, 4)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            gaps += [float((own[name] - value).abs().max()) for name, value in plain.state_dict().items()]
+    return [str(refused.value), gaps]
+
+
+def test_units_may_have_any_layout_and_one_dtype():
+    (message, gaps), (other, _) = run_in_processes(layouts_and_dtypes, 2, timeout=60)
+    assert message == other
+    assert "torch.float32: first.weight, first.bias; torch.bfloat16: last.weight, last.bias" in message
+    assert max(gaps) <= 5e-6

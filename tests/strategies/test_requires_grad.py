@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from drivetrain import DDP, Accelerator, CollectiveError, Task
+from drivetrain import DDP, FSDP, Accelerator, CollectiveError, Task
 from tests.pool import run_in_processes
 from tests.strategies.quiet import quiet_trainer
 
@@ -23,11 +25,12 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.back, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.scale = nn.Parameter(torch.tensor(1.5))
         self.later: nn.Module | None = None
         self.beside: Tensor | None = None
 
     def loss(self, rows: Tensor) -> Tensor:
-        hidden = torch.tanh(self.back(rows))
+        hidden = torch.tanh(self.back(rows)) * self.scale
         hidden = hidden if self.later is None else self.later(hidden)
         hidden = hidden if self.beside is None else hidden * self.beside
         return (self.head(hidden) - rows.sum(1, keepdim=True)).square().mean()
@@ -38,6 +41,7 @@ class Net(nn.Module):
 
 def unfrozen(net: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
     net.back.requires_grad_(step >= 3)
+    net.scale.requires_grad_(step >= 4)
 
 
 def frozen(net: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -58,6 +62,7 @@ def added(net: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def new_layer(net: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
+    net.back.requires_grad_(step < 5)
     if step == 3:
         torch.manual_seed(1)
         net.later = nn.Linear(4, 4)
@@ -77,7 +82,7 @@ CHANGES: dict[str, Change] = {
 
 def make(change: Change) -> tuple[Net, torch.optim.Optimizer]:
     net = Net()
-    groups = [{"params": net.head.parameters()}, {"params": net.back.parameters()}]
+    groups = [{"params": [net.scale, *net.head.parameters()]}, {"params": net.back.parameters()}]
     optimizer = torch.optim.AdamW(groups, lr=0.05)
     change(net, optimizer, -1)
     return net, optimizer
@@ -88,16 +93,20 @@ def data(accumulate: int = 1) -> Tensor:
 
 
 def weights(net: Net) -> dict[str, Tensor]:
-    found = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    state = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in net.state_dict().items()
+    }
+    found = {name: value.detach().clone() for name, value in state.items()}
     return found if net.beside is None else {**found, "beside": net.beside.detach().clone()}
 
 
-def plain(kind: str, accumulate: int) -> dict[str, Tensor]:
+def plain(kind: str, accumulate: int, lasts: int) -> dict[str, Tensor]:
+    """Train in one process; `lasts` is how many micro-batches there are from one change to the next."""
     change = CHANGES[kind]
     net, optimizer = make(change)
     for number, rows in enumerate(data(accumulate).split(ROWS)):
-        if number % accumulate == 0:
-            change(net, optimizer, number // accumulate)
+        if number % lasts == 0:
+            change(net, optimizer, number // lasts)
         (net(rows) / accumulate).backward()
         if (number + 1) % accumulate == 0:
             optimizer.step()
@@ -105,15 +114,15 @@ def plain(kind: str, accumulate: int) -> dict[str, Tensor]:
     return weights(net)
 
 
-def with_accelerator(kind: str, accumulate: int, options: dict[str, Any]) -> dict[str, Tensor]:
+def with_accelerator(kind: str, accumulate: int, lasts: int, strategy: Any) -> dict[str, Tensor]:
     change = CHANGES[kind]
-    accelerator = Accelerator(cpu=True, strategy=DDP(**options), gradient_accumulation_steps=accumulate)
+    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=accumulate)
     net, bare = make(change)
     model, optimizer = accelerator.prepare(net, bare)
     mine = slice(2 * accelerator.process_index, 2 * accelerator.process_index + 2)
     for number, rows in enumerate(data(accumulate).split(ROWS)):
-        if number % accumulate == 0:
-            change(net, bare, number // accumulate)
+        if number % lasts == 0:
+            change(net, bare, number // lasts)
         with accelerator.accumulate(model):
             accelerator.backward(model(rows[mine]))
             accelerator.clip_grad_norm_([p for group in bare.param_groups for p in group["params"]], 100.0)
@@ -123,14 +132,14 @@ def with_accelerator(kind: str, accumulate: int, options: dict[str, Any]) -> dic
 
 
 class Changing(Task):
-    def __init__(self, kind: str, accumulate: int) -> None:
+    def __init__(self, kind: str, accumulate: int, lasts: int) -> None:
         super().__init__()
-        self.change, self.accumulate = CHANGES[kind], accumulate
+        self.change, self.accumulate, self.lasts = CHANGES[kind], accumulate, lasts
         self.net, self.optimizer = make(self.change)
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        if batch_idx % self.accumulate == 0 and self.automatic_optimization:
-            self.change(self.net, self.optimizer, batch_idx // self.accumulate)
+        if batch_idx % self.lasts == 0 and self.automatic_optimization:
+            self.change(self.net, self.optimizer, batch_idx // self.lasts)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net.loss(batch)
@@ -143,8 +152,8 @@ class ByHand(Changing):
     automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
-        if batch_idx % self.accumulate == 0:
-            self.change(self.net, self.optimizer, batch_idx // self.accumulate)
+        if batch_idx % self.lasts == 0:
+            self.change(self.net, self.optimizer, batch_idx // self.lasts)
         self.manual_backward(self.net.loss(batch) / self.accumulate)
         if (batch_idx + 1) % self.accumulate == 0:
             optimizer: Any = self.optimizers()
@@ -152,50 +161,55 @@ class ByHand(Changing):
             optimizer.zero_grad()
 
 
-def with_trainer(kind: str, accumulate: int, options: dict[str, Any], by_hand: bool = False) -> dict[str, Tensor]:
-    task = (ByHand if by_hand else Changing)(kind, accumulate)
+def with_trainer(kind: str, accumulate: int, lasts: int, strategy: Any, by_hand: bool = False) -> dict[str, Tensor]:
+    task = (ByHand if by_hand else Changing)(kind, accumulate, lasts)
     windows = {} if by_hand else {"accumulate_grad_batches": accumulate}
-    quiet_trainer(DDP(**options), **windows).fit(task, DataLoader(data(accumulate), batch_size=2))  # type: ignore[arg-type]
+    quiet_trainer(strategy, **windows).fit(task, DataLoader(data(accumulate), batch_size=2))  # type: ignore[arg-type]
     return weights(task.net)
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"static_graph": True},
-    {"find_unused_parameters": True},
-    {"find_unused_parameters": "auto"},
-    {"gradient_as_bucket_view": False, "comm_hook": "powersgd", "comm_hook_options": {"start_powerSGD_iter": 100}},
-]
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp": DDP,
+    "static": lambda: DDP(static_graph=True),
+    "unused": lambda: DDP(find_unused_parameters=True),
+    "auto": lambda: DDP(find_unused_parameters="auto"),
+    "hook": lambda: DDP(
+        gradient_as_bucket_view=False, comm_hook="powersgd", comm_hook_options={"start_powerSGD_iter": 100}
+    ),
+    "fsdp": lambda: FSDP(wrap=nn.Linear),
+}
 
 
-def cases(accumulate: int) -> Iterator[tuple[str, dict[str, Any], str]]:
-    for kind in CHANGES:
-        for options in OPTIONS if accumulate == 1 else OPTIONS[:3]:
-            yield kind, options, "accelerator"
-            yield kind, options, "trainer"
-        for options in OPTIONS[:2]:
-            yield kind, options, "by hand"
-
-
-def differences(accumulate: int) -> list[str]:
+def differences(strategies: list[str], accumulate: int, lasts: int) -> list[str]:
     """The runs whose weights differ from those of one plain process, and by how much."""
     torch.set_num_threads(1)
     found = []
-    for kind, options, driver in cases(accumulate):
-        expected = plain(kind, accumulate)
-        if driver == "accelerator":
-            own = with_accelerator(kind, accumulate, options)
-        else:
-            own = with_trainer(kind, accumulate, options, by_hand=driver == "by hand")
-        gap = max(float((own[name] - value).abs().max()) for name, value in expected.items())
-        if not gap <= 5e-6:
-            found.append(f"{kind} {options} {driver}: {gap:.2g}")
+    for kind in CHANGES:
+        expected = plain(kind, accumulate, lasts)
+        for name in strategies:
+            runs = {"accelerator": with_accelerator, "trainer": with_trainer}
+            if name in ("ddp", "static"):
+                runs["by hand"] = partial(with_trainer, by_hand=True)
+            for driver, run in runs.items():
+                own = run(kind, accumulate, lasts, STRATEGIES[name]())
+                gap = max(float((own[key] - value).abs().max()) for key, value in expected.items())
+                if not gap <= 5e-6:
+                    found.append(f"{kind} {name} {driver}: {gap:.2g}")
     return found
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_ddp_trains_what_one_process_would(accumulate: int) -> None:
-    assert run_in_processes(differences, 2, (accumulate,), timeout=120) == [[], []]
+@pytest.mark.parametrize(
+    ("strategies", "accumulate", "lasts"),
+    [(["ddp", "static", "unused", "auto", "hook"], 1, 1), (["ddp", "unused"], 2, 2), (["ddp", "unused"], 2, 1)],
+)
+def test_ddp_trains_what_one_process_would(strategies: list[str], accumulate: int, lasts: int) -> None:
+    assert run_in_processes(differences, 2, (strategies, accumulate, lasts), timeout=120) == [[], []]
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize(("accumulate", "lasts"), [(1, 1), (2, 2), (2, 1)])
+def test_fsdp_trains_what_one_process_would(accumulate: int, lasts: int) -> None:
+    assert run_in_processes(differences, 2, (["fsdp"], accumulate, lasts), timeout=120) == [[], []]
 
 
 def disagree() -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -29,9 +27,9 @@ from drivetrain.strategies.ddp.communication_hooks import (
     register_communication_hook,
     register_function_hook,
 )
-from drivetrain.strategies.ddp.drift import DriftCheck
-from drivetrain.strategies.ddp.wrapper import BROADCAST_BUFFERS, DistributedDataParallel, average_gradients
-from drivetrain.strategies.gradients import Gradients, zero_loss_of
+from drivetrain.strategies.ddp.copies import Copies
+from drivetrain.strategies.ddp.wrapper import BROADCAST_BUFFERS, DistributedDataParallel
+from drivetrain.strategies.gradients import Gradients, average_gradients, zero_loss_of
 from drivetrain.strategies.model_state import ModelState, StateDict, with_buffers_of_rank_0
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.step_module import StepModule
@@ -76,32 +74,15 @@ class DDP(Strategy):
         comm_hook_options: dict[str, Any] | None = None,
         comm_wrapper: str | None = None,
         sync_batchnorm: bool = False,
-        check_copies_every: int = 1000,
+        check_copies_every: int = 2000,
     ) -> None:
+        if bucket_cap_mb <= 0:
+            raise ConfigurationError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.", code="DT-002")
         if check_copies_every < 0:
             raise ConfigurationError(
                 f"check_copies_every={check_copies_every}: give a number of steps, or 0 for no check.", code="DT-002"
             )
-        if bucket_cap_mb <= 0:
-            raise ConfigurationError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.", code="DT-002")
-        if isinstance(comm_hook, str) and comm_hook not in COMMUNICATION_HOOKS:
-            raise ConfigurationError(
-                f"Unknown comm_hook {comm_hook!r}. Allowed: {', '.join(COMMUNICATION_HOOKS)}, or a function "
-                f"(state, bucket) -> Future.{nearest(comm_hook, COMMUNICATION_HOOKS)}",
-                code="DT-001",
-            )
-        if comm_wrapper is not None and (
-            comm_wrapper not in COMMUNICATION_WRAPPERS or comm_hook not in COMMUNICATION_HOOKS
-        ):
-            raise ConfigurationError(
-                f"comm_wrapper={comm_wrapper!r} beside comm_hook={comm_hook!r}: it is one of "
-                f"{', '.join(COMMUNICATION_WRAPPERS)}, around a comm_hook by name.",
-                code="DT-001",
-            )
-        if comm_hook in (None, "fp16", "bf16") and comm_hook_options:
-            raise ConfigurationError(
-                f"comm_hook={comm_hook!r} takes no options, got {sorted(comm_hook_options)}.", code="DT-006"
-            )
+        _refuse_hooks(comm_hook, comm_hook_options, comm_wrapper)
         if find_unused_parameters not in (True, False, "auto"):
             raise ConfigurationError(
                 f'find_unused_parameters={find_unused_parameters!r}: it is True, False or "auto".', code="DT-001"
@@ -135,6 +116,7 @@ class DDP(Strategy):
             self.topology.device, self.wrapper_options["find_unused_parameters"], self._copies
         )
         self.state = CopiedState(self.topology, self.unwrap, self._copies)
+        self._copies.are_several = state.use_distributed
         self._agree = _agreement(state) if state.use_distributed else None
         if self.sync_batchnorm and self.topology.kind.name == "cpu":
             raise ConfigurationError(
@@ -240,112 +222,21 @@ class DDP(Strategy):
         self._copies.clear()
 
 
-@dataclass
-class Held:
-    """What an optimizer holds of the wrapped modules.
-
-    Attributes:
-        found_at: How many parameters the optimizer and how many reducers the modules had when it was found.
-        wrapped: The modules whose parameters it holds.
-        beside: The parameters that no module reduces.
-    """
-
-    found_at: tuple[int, int]
-    wrapped: tuple[DistributedDataParallel, ...]
-    beside: tuple[nn.Parameter, ...]
-
-
-class Copies:
-    """The wrapped modules, of which every process has a copy, and the optimizers that step them.
-
-    Args:
-        every: Steps from one comparison of the copies to the next.
-    """
-
-    def __init__(self, every: int) -> None:
-        self.wrapped: WeakSet[DistributedDataParallel] = WeakSet()
-        self._held: WeakKeyDictionary[Optimizer, Held] = WeakKeyDictionary()
-        self._check = DriftCheck(every)
-        self.pause = self._check.paused
-
-    def add(self, wrapped: DistributedDataParallel) -> None:
-        """Take a module that was wrapped."""
-        self.wrapped.add(wrapped)
-        self._held.clear()
-
-    def clear(self) -> None:
-        """Let all modules go."""
-        self.wrapped.clear()
-        self._held.clear()
-
-    def held_by(self, optimizer: Optimizer) -> Held:
-        """Find what an optimizer holds, again if it has other groups or a module another reducer."""
-        known = self._held.get(optimizer)
-        reducers = 0
-        for one in self.wrapped if known is None else known.wrapped:
-            reducers += one.reducers_built
-        at = sum(len(group["params"]) for group in optimizer.param_groups), reducers
-        if known is None or known.found_at != at:
-            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            ids = set(map(id, held))
-            wrapped = tuple(one for one in self.wrapped if any(id(p) in ids for p in one.parameters()))
-            if known is None or known.found_at[0] != at[0]:
-                self._check.restart(optimizer)
-            covered = {id(parameter) for one in wrapped for parameter in one.covered()}
-            beside = tuple(parameter for parameter in held if id(parameter) not in covered)
-            known = Held((at[0], sum(one.reducers_built for one in wrapped)), wrapped, beside)
-            self._held[optimizer] = known
-        return known
-
-    def average_beside(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average the gradients that no module's backward has: of groups and layers that were added later."""
-        for optimizer in optimizers:
-            held = self.held_by(optimizer)
-            if held.beside and all(one.require_backward_grad_sync for one in held.wrapped):
-                average_gradients([parameter for parameter in held.beside if parameter.requires_grad])
-
-    def must_compare(self, optimizer: Optimizer) -> bool:
-        """Count a step of an optimizer. Returns whether to compare before it."""
-        if not self._check.every or not self._check.is_due(optimizer):
-            return False
-        # Within no_sync, as of LocalSGD, copies differ on purpose.
-        return all(one.require_backward_grad_sync and not one.has_own_hook for one in self.held_by(optimizer).wrapped)
-
-    def compare(self, optimizer: Optimizer) -> None:
-        """Compare an optimizer's gradients and parameters between processes."""
-        held = self.held_by(optimizer)
-        names = {id(parameter): name for one in held.wrapped for name, parameter in one.named()}
-        compared = {id(parameter) for one in held.wrapped for parameter in one.reduced}
-        compared |= {id(parameter) for parameter in held.beside if parameter.requires_grad}
-        self._check.compare(
-            [
-                (names.get(id(each), f"a parameter of shape {tuple(each.shape)} beside the model"), each)
-                for group in optimizer.param_groups  # whose order is the same on all processes
-                for each in group["params"]
-                if id(each) in compared
-            ]
+def _refuse_hooks(hook: Any, options: dict[str, Any] | None, wrapper: str | None) -> None:
+    if isinstance(hook, str) and hook not in COMMUNICATION_HOOKS:
+        raise ConfigurationError(
+            f"Unknown comm_hook {hook!r}. Allowed: {', '.join(COMMUNICATION_HOOKS)}, or a function "
+            f"(state, bucket) -> Future.{nearest(hook, COMMUNICATION_HOOKS)}",
+            code="DT-001",
         )
-
-    def compare_weights(self, model: nn.Module) -> None:
-        """Compare the parameters of a module between processes, which a checkpoint takes from any of them."""
-        compares = self._check.every and isinstance(model, DistributedDataParallel)
-        if compares and model.require_backward_grad_sync and not model.has_own_hook:
-            reduced = set(map(id, model.reduced))
-            named = [(name, parameter) for name, parameter in model.named() if id(parameter) in reduced]
-            self._check.compare(named, gradients=False)
-
-    def comparing_once(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure after whose first run the gradients are compared."""
-        waits = [True]
-
-        def run() -> Any:
-            result = closure()
-            if waits:
-                waits.clear()
-                self.compare(optimizer)
-            return result
-
-        return run
+    if wrapper is not None and (wrapper not in COMMUNICATION_WRAPPERS or hook not in COMMUNICATION_HOOKS):
+        raise ConfigurationError(
+            f"comm_wrapper={wrapper!r} beside comm_hook={hook!r}: it is one of "
+            f"{', '.join(COMMUNICATION_WRAPPERS)}, around a comm_hook by name.",
+            code="DT-001",
+        )
+    if hook in (None, "fp16", "bf16") and options:
+        raise ConfigurationError(f"comm_hook={hook!r} takes no options, got {sorted(options)}.", code="DT-006")
 
 
 def _agreement(state: PartialState) -> Callable[[str], None]:

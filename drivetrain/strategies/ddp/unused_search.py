@@ -11,22 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain.runtime.errors import some_of
 from drivetrain.runtime.logging import get_logger
 
 logger = get_logger(__name__)
 
 WATCHED_STEPS = 10  # torch 2.13 notes what a search found for as many, then for each hundredth
 _UNTIMED_STEPS = 2  # the first ones, in which buckets are rebuilt
-_MOST_NAMES = 8
-
-
-def some_of(names: Sequence[str]) -> str:
-    """The first of many names, and how many more there are.
-
-    Args:
-        names: The names.
-    """
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
 
 
 class UnusedSearch:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import parallel
 
-from drivetrain.runtime.collectives import reduce
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.ddp.unused_search import WATCHED_STEPS, UnusedSearch, some_of
+from drivetrain.runtime.errors import ConfigurationError, some_of
+from drivetrain.strategies.ddp.unused_search import WATCHED_STEPS, UnusedSearch
+from drivetrain.strategies.gradients import average_gradients
 from drivetrain.strategies.step_module import StepModule
 
 # Torch 2.13 warns at the old name.
@@ -36,10 +36,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     """Torch's, which follows what is trained, and names parameters in its errors.
 
     Torch reduces what required gradients when it was built, and leaves the rest to each process. Here the reducer is
-    built anew where other parameters do.
+    rebuilt where other parameters do.
 
     Attributes:
-        agree: Called with a description before the reducer is built anew; raises if other processes do not, too.
+        agree: Called with a description before the reducer is rebuilt; raises if other processes do not, too.
         reducers_built: How many reducers there have been.
         reduced: The parameters whose gradients are averaged, in the reducer's order.
     """
@@ -54,7 +54,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     _register: Callable[[DistributedDataParallel], None] | None = None
     _left_out: dict[str, Any] | None = None  # names of parameters that the search has left out, and the hooks on them
     _idles = False  # whether the forward under way is one without anything to train
-    _accumulates = False  # whether a backward since the last reduction has left its gradients to this process
 
     def _ddp_init_helper(self, parameters: Any, *options: Any) -> None:
         super()._ddp_init_helper(parameters, *options)  # type: ignore[no-untyped-call]
@@ -62,9 +61,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.reducers_built += 1
         self._watched = tuple(self.module.parameters())
         self._trained = list(map(_REQUIRES_GRAD, self._watched))
+        self._unsynced: set[tuple[bool, ...]] = set()  # what micro-batches have trained since the last reduction
 
     def follow_trained(self) -> bool:
-        """Build the reducer anew if other parameters require gradients than those that it reduces.
+        """Rebuild the reducer if other parameters require gradients than those that it reduces.
 
         Where DDP searches for unused parameters, frozen ones stay: they are found to be unused.
 
@@ -74,8 +74,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         Raises:
             CollectiveError: The processes train other parameters.
         """
-        now = list(map(_REQUIRES_GRAD, self._watched))
-        if now == self._trained:
+        if list(map(_REQUIRES_GRAD, self._watched)) == self._trained:
             return True
         trained = self._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]
         if not trained:
@@ -83,11 +82,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         known = {id(parameter) for parameter in self.reduced}
         stays = self.find_unused_parameters and not self.static_graph
         if not stays or any(id(parameter) not in known for parameter in trained):
-            self._build_anew(trained, keeps=stays)
-        self._trained = now
+            self._rebuild(trained, keeps=stays)
+        self._trained = list(map(_REQUIRES_GRAD, self._watched))  # rebuilding watches layers that were added, too
         return True
 
-    def _build_anew(self, trained: Sequence[nn.Parameter], keeps: bool) -> None:
+    def _rebuild(self, trained: Sequence[nn.Parameter], keeps: bool) -> None:
         self.require_reduced()
         known = {id(parameter) for parameter in self.reduced}
         now = {id(parameter) for parameter in trained}
@@ -96,8 +95,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             frozen = self._named(parameter for parameter in self.reduced if id(parameter) not in now)
             self.agree(f"requires_grad(True: {some_of(added) or None}, False: {some_of(frozen) or None})")
         frozen_since = [parameter for parameter in self.reduced if id(parameter) not in now]
-        if self._accumulates and not keeps:
-            average_gradients(frozen_since)
         for name, handle in (self._left_out or {}).items():
             self.parameters_to_ignore.discard(name)
             handle.remove()
@@ -110,7 +107,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if self._watches:
             self.watch_search(self._settled)
 
-    def watch_search(self, settled: Callable[[Sequence[nn.Parameter]], None] | None = None) -> None:
+    def watch_search(self, settled: Callable[[Sequence[nn.Parameter] | None], None] | None = None) -> None:
         """Watch in the first steps whether the search for unused parameters finds any.
 
         Args:
@@ -142,11 +139,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._end_idle_forward()
         if self._reduces():
-            if not self.follow_trained():
-                self.require_backward_grad_sync, self._idles = False, True
-            self._accumulates = self._accumulates and self._idles
-        elif torch.is_grad_enabled():
-            self._accumulates = True
+            self._begin_reduction()
+        elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._unsynced.add(tuple(map(_REQUIRES_GRAD, self._watched)))
         try:
             prepared = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -204,6 +199,19 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             return self._search.search(handle, output)
         finally:
             self._end_idle_forward()
+
+    def _begin_reduction(self) -> None:
+        accumulated: list[nn.Parameter] = []
+        if self._unsynced and self._unsynced != {tuple(map(_REQUIRES_GRAD, self._watched))}:
+            columns = zip(*self._unsynced, strict=True)
+            accumulated = [each for each, flags in zip(self._watched, columns, strict=True) if any(flags)]
+        self._unsynced.clear()
+        if not self.follow_trained():
+            self.require_backward_grad_sync, self._idles = False, True
+        if accumulated:
+            # What earlier micro-batches have trained, and this one does not, has its gradient by now.
+            reduced = set(map(id, self.reduced))
+            average_gradients([each for each in accumulated if id(each) not in reduced])
 
     def _end_idle_forward(self) -> None:
         if self._idles:
@@ -267,21 +275,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _named(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         names = {id(parameter): name for name, parameter in self.named()}
         return [names[id(parameter)] for parameter in parameters if id(parameter) in names]
-
-
-def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Average the gradients of all parameters that any process has one of; call it on all processes.
-
-    Args:
-        parameters: The same ones on all processes.
-    """
-    if not parameters:
-        return
-    here = torch.tensor([float(each.grad is not None) for each in parameters], device=parameters[0].device)
-    for parameter, holders in zip(parameters, reduce(here, "sum").tolist(), strict=True):
-        if holders:
-            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = reduce(own, "mean")
 
 
 @contextmanager

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from drivetrain.strategies.fsdp import sharding
 from drivetrain.strategies.fsdp.clipping import clip_grad_norm_over_meshes_, clip_grad_value_locally_
 from drivetrain.strategies.fsdp.replicated import GradientAveraging
-from drivetrain.strategies.gradients import Gradients, refuse_left_out_batch
+from drivetrain.strategies.gradients import Gradients, average_gradients, refuse_left_out_batch
 
 
 class ShardedGradients(Gradients):
@@ -33,6 +36,19 @@ class ShardedGradients(Gradients):
     ) -> None:
         self._rank, self._sync_each_batch = rank, sync_each_batch
         self._averaging: Mapping[nn.Module, GradientAveraging] = {} if averaging is None else averaging
+        self._beside: WeakKeyDictionary[Optimizer, tuple[int, list[nn.Parameter]]] = WeakKeyDictionary()
+
+    def finish(self, optimizers: Sequence[Optimizer]) -> None:
+        """Average the gradients of whole parameters that are trained or were added since the model was sharded."""
+        for optimizer in optimizers:
+            count = sum(len(group["params"]) for group in optimizer.param_groups)
+            known = self._beside.get(optimizer)
+            if known is None or known[0] != count:
+                watched = {each for averaging in self._averaging.values() for each in averaging.watched}
+                held = [each for group in optimizer.param_groups for each in group["params"]]
+                beside = [each for each in held if not isinstance(each, DTensor) and id(each) not in watched]
+                known = self._beside[optimizer] = (count, beside if any(map(_is_shard, held)) else [])
+            average_gradients([parameter for parameter in known[1] if parameter.requires_grad])
 
     def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         """Keep gradients whole and unreduced in a context."""
@@ -67,6 +83,11 @@ class ShardedGradients(Gradients):
     def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
         """Clamp every gradient to [-value, value]."""
         clip_grad_value_locally_(parameters, value)
+
+
+def _is_shard(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is spread over processes with other data, not just over those of a layer."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != ("tp",)
 
 
 @contextmanager

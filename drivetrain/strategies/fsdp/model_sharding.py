@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from drivetrain.runtime.collectives import broadcast, reduce
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import ConfigurationError, some_of
 from drivetrain.strategies.fsdp import sharding
 from drivetrain.strategies.fsdp.blocks import normalise_in_full, rewrite_blocks
 from drivetrain.strategies.fsdp.materialise import Materialiser, parameters_on_meta, take_values
@@ -79,6 +79,7 @@ class ModelSharder:
         values = self._take_values(model, replicated)
         replicated = self._replicated(model)  # those whose values are still to come have been replaced
         if self._split_layers is not None:
+            make_contiguous(model)
             self._split_layers(model)
         self.shard(model, precision, replicated)
         self._give_values(model, values, replicated)
@@ -133,6 +134,7 @@ class ModelSharder:
             units: The modules that become units, and that are recomputed as one; found by the options if None.
         """
         options = self.options
+        make_contiguous(model)
         roots = self._roots(model)
         unit_sharding = sharding.UnitSharding(
             mesh=self._mesh(),
@@ -154,6 +156,7 @@ class ModelSharder:
             normalise_in_full(model, everywhere=self._topology.kind.name == "cpu")
         self.rewrite_blocks(model, units)
         outermost = {id(root) for root in roots}
+        self._refuse_mixed_units(model, [*(unit for unit in inner if id(unit) not in outermost), *roots], replicated)
         for unit in [unit for unit in inner if id(unit) not in outermost]:
             sharding.shard_unit(unit, unit_sharding)
         for root in roots:
@@ -161,6 +164,28 @@ class ModelSharder:
         in_order = [module for module in sharding.sharded_units(model) if id(module) not in outermost]
         sharding.prefetch(in_order, options.forward_prefetch, options.backward_prefetch)
         self._register_methods(roots)
+
+    def _refuse_mixed_units(
+        self, model: nn.Module, units: Sequence[nn.Module], replicated: frozenset[nn.Parameter]
+    ) -> None:
+        """Refuse a unit that trains parameters of two dtypes: torch 2.13 reduces their gradients as one."""
+        names = {id(parameter): name for name, parameter in self._unwrap(model).named_parameters()}
+        taken: set[int] = {id(parameter) for parameter in replicated}
+        for unit in units:
+            own = [each for each in unit.parameters() if id(each) not in taken]
+            taken.update(map(id, own))
+            by_dtype: dict[torch.dtype, list[str]] = {}
+            for parameter in own:
+                if parameter.requires_grad:
+                    by_dtype.setdefault(parameter.dtype, []).append(names.get(id(parameter), "?"))
+            if len(by_dtype) > 1:
+                listed = "; ".join(f"{dtype}: {some_of(found)}" for dtype, found in by_dtype.items())
+                raise ConfigurationError(
+                    f"FSDP gathers and reduces the parameters of {type(self._unwrap(unit)).__name__} together, but it "
+                    f"trains parameters of several dtypes ({listed}). Bring them to one dtype, freeze those of the "
+                    "other, or name the modules that hold them in FSDP(wrap=...).",
+                    code="DT-046",
+                )
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         """The modules inside a model that are gathered and freed as one."""
@@ -325,3 +350,14 @@ class ModelSharder:
         if replicated and self._topology.environment.is_distributed:
             self.averaging[model] = GradientAveraging(self._mesh())
             self.averaging[model].watch(replicated)
+
+
+def make_contiguous(model: nn.Module) -> None:
+    """Lay parameters out row by row, as those in channels_last are not: torch shards no others (torch 2.13).
+
+    Args:
+        model: The model, whose parameters stay the same objects.
+    """
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()

@@ -18,17 +18,20 @@ class GradientAveraging:
 
     Attributes:
         enabled: Whether backward averages; not within an accumulation window.
+        watched: The `id` of the parameters whose gradients are averaged.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
         self._count = mesh.size()
         self.enabled = True
+        self.watched: set[int] = set()
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average a parameter's gradient each time that a backward has finished it."""
         for parameter in parameters:
             if parameter.requires_grad:
+                self.watched.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
 
     def _average(self, parameter: Tensor) -> None:

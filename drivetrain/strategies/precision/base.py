@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -87,6 +87,17 @@ class Precision:
         else:
             optimizer.step(closure)
         return True
+
+    def check_trained(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        """Refuse parameters that cannot be trained in this precision; called once their optimizer is prepared.
+
+        Args:
+            optimizer: The optimizer.
+            names: The names of parameters, by their `id`.
+
+        Raises:
+            ConfigurationError: Names the parameters.
+        """
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """See an optimizer once before its first step.

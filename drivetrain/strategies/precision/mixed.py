@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from drivetrain.runtime.devices import DeviceKind
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import ConfigurationError, some_of
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.scaler import AgreeingGradScaler
 from drivetrain.strategies.precision.true import refuse_without_bf16
@@ -113,6 +113,24 @@ class Float16Mixed(MixedPrecision):
         super().setup(kind)
         self.scaler = torch.amp.GradScaler(kind.autocast_type, **self._options)  # type: ignore[arg-type]
 
+    def check_trained(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        """Refuse float16 weights that are trained: their gradients have no room for the loss scale."""
+        if not self.scaler.is_enabled():
+            return
+        found = [
+            names.get(id(parameter), f"parameter {place} of group {number}")
+            for number, group in enumerate(optimizer.param_groups)
+            for place, parameter in enumerate(group["params"])
+            if parameter.requires_grad and parameter.dtype is torch.float16
+        ]
+        if found:
+            raise ConfigurationError(
+                "precision='fp16' scales the loss, and gradients of float16 weights cannot be unscaled; but these are "
+                f"float16 and trained: {some_of(found)}. Keep trained weights in float32 (model.float(), or for PEFT's "
+                "adapters autocast_adapter_dtype=True); frozen ones may be float16. Or use 'bf16', or 'fp16-true'.",
+                code="DT-071",
+            )
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply a loss by the scale, after bringing the scale up to date with the step before."""
         if self._stepped and not self._held():
@@ -142,7 +160,11 @@ class Float16Mixed(MixedPrecision):
             return
         state = self.scaler._per_optimizer_states[id(optimizer)]
         if state["stage"].value == 0:  # READY: neither unscaled nor stepped yet
-            self.scaler.unscale_(optimizer)
+            try:
+                self.scaler.unscale_(optimizer)
+            except ValueError:
+                self.check_trained(optimizer, {})  # unfrozen, or added, since it was prepared
+                raise
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Step unless a gradient is infinite or NaN."""
@@ -163,6 +185,9 @@ class Float16Mixed(MixedPrecision):
         watched = optimizer.register_step_post_hook(self._record_step)
         try:
             self.scaler.step(optimizer)
+        except ValueError:
+            self.check_trained(optimizer, {})
+            raise
         finally:
             watched.remove()
         return self._stepped[id(optimizer)]

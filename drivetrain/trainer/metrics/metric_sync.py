@@ -35,16 +35,17 @@ def count_once(metrics: Iterable[Any], ranks: Sequence[int] | None) -> Callable[
     A metric with a `process_group` or a `dist_sync_fn` of its own keeps it.
 
     Args:
-        metrics: torchmetrics objects.
+        metrics: The metrics, from torchmetrics.
         ranks: The processes whose values count; None where all do.
 
     Returns:
         A function that leaves them as they were.
     """
-    changed = [each for each in metrics if each.process_group is None and each.dist_sync_fn is None]
-    changed = changed if ranks is not None else []
-    for metric in changed:
-        metric.dist_sync_fn = partial(_gather_from, ranks)
+    changed = []
+    if ranks is not None:
+        changed = [each for each in metrics if each.process_group is None and each.dist_sync_fn is None]
+        for metric in changed:
+            metric.dist_sync_fn = partial(_gather_from, ranks)
 
     def restore() -> None:
         for metric in changed:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from drivetrain import Accelerator, ConfigurationError, GradScalerKwargs
+from drivetrain import FSDP, Accelerator, ConfigurationError, GradScalerKwargs, Task
 from tests.pool import run_in_processes
+from tests.strategies.quiet import quiet_trainer
 
 
 def engine(steps: int = 1, **scaling: Any) -> Accelerator:
@@ -220,3 +222,63 @@ def on_one_rank() -> list[Any]:
 def test_all_processes_skip_together():
     expected = [(0.5, False, 64), (0.5, True, 32), (0.0, False, 32)]
     assert run_in_processes(on_one_rank, 2) == [expected] * 2
+
+
+class Half(Task):
+    def __init__(self, trained: bool = True) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(2, 2).half().requires_grad_(trained), nn.Linear(2, 1)
+
+    def forward(self, batch: Any) -> Any:
+        return self.head(self.base(batch)).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+WORDS = "float16 and trained: base.weight, base.bias. Keep trained weights in float32"
+
+
+def refusals(strategy: str) -> list[str]:
+    """What trained float16 weights are refused with by each driver, and where they stay whole, those trained later."""
+    found = []
+    task = Half()
+    made: Any = {"fsdp": lambda: FSDP(wrap=nn.Linear)}.get(strategy, lambda: strategy)
+    accelerator = Accelerator(cpu=True, strategy=made(), mixed_precision="fp16")
+    with pytest.raises(ConfigurationError) as refused:
+        accelerator.prepare(task, task.configure_optimizers())
+    found.append(str(refused.value))
+    with pytest.raises(ConfigurationError) as refused:
+        quiet_trainer(made(), precision="fp16").fit(Half(), DataLoader(torch.ones(4, 2), batch_size=2))
+    found.append(str(refused.value))
+    if strategy == "fsdp":
+        return found
+    task = Half(trained=False)
+    accelerator = Accelerator(cpu=True, strategy=strategy, mixed_precision="fp16")
+    model, optimizer = accelerator.prepare(task, task.configure_optimizers())
+    accelerator.backward(model(torch.ones(2, 2)))
+    optimizer.step()
+    optimizer.zero_grad()
+    task.base.requires_grad_(True)
+    accelerator.backward(model(torch.ones(2, 2)))
+    with pytest.raises(ConfigurationError) as refused:
+        optimizer.step()
+    found.append(str(refused.value))
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2)])
+def test_float16_weights_are_refused_when_their_optimizer_is_prepared(strategy: str, world: int) -> None:
+    for accelerator, trainer, later in run_in_processes(refusals, world, (strategy,)):
+        assert WORDS in accelerator
+        assert WORDS in trainer
+        assert "float16 and trained: parameter 0 of group 0, parameter 1 of group 0" in later
+
+
+@pytest.mark.sharded
+def test_float16_shards_are_refused_too() -> None:
+    for found in run_in_processes(refusals, 2, ("fsdp",)):
+        assert all(WORDS in message for message in found)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.fsdp.clipping import scale_by_norm_, total_norm_over_meshes
@@ -25,6 +26,9 @@ class StagedGradients(ShardedGradients):
     def __init__(self, rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(rank)
         self._group, self._device = group, device
+
+    def finish(self, optimizers: Sequence[Optimizer]) -> None:
+        """Leave gradients as they are: processes of other stages have other parameters."""
 
     def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse: what the stages send each other is settled when the model is split."""
