@@ -12,7 +12,7 @@ from drivetrain.data.order import Position
 from drivetrain.data.randomness import EpochStart, find_generators
 from drivetrain.data.reading import Opened, do_nothing, least, up_to
 from drivetrain.data.rows import row_count, share_of_batches
-from drivetrain.data.sharding import Layout, Share, plan_share, with_last
+from drivetrain.data.sharding import Layout, Share, grouped, plan_share, with_last
 from drivetrain.runtime.errors import DataError
 from drivetrain.runtime.nested import batch_size_or_none
 
@@ -134,7 +134,8 @@ def _steps(pairs: Iterator[Pair], layout: Layout) -> Iterator[list[Pair | None]]
     group_size = layout.group_size
     head: list[Any] = []
     index = None
-    while group := list(islice(pairs, group_size)):
+    groups = grouped(pairs, layout)
+    for group, final in with_last(groups) if layout.drop_last else ((each, False) for each in groups):
         batches = [batch for batch, _ in group]
         infos = [info for _, info in group]
         if index is None:
@@ -157,7 +158,7 @@ def _steps(pairs: Iterator[Pair], layout: Layout) -> Iterator[list[Pair | None]]
             else layout._replace(tail=TailPolicy.WHOLE if layout.tail is TailPolicy.COMPLETE else layout.tail)
         )
         counts = [size or 1 for size in sizes]
-        last, consumed = infos[-1].last, infos[-1].consumed
+        last, consumed = final or infos[-1].last, infos[-1].consumed
         total = sum(counts) if known else None
         step: list[Pair | None] = []
         for member in range(layout.shard.count):

@@ -126,7 +126,9 @@ def prepare_loader(
     config = config or DataLoaderConfiguration()
     if tail is TailPolicy.COMPLETE and not config.even_batches:
         tail = TailPolicy.UNEVEN
-    layout = Layout(shard, TailPolicy(tail), config.split_batches)
+    sources = (loader, getattr(loader, "batch_sampler", None))
+    drop_last = any(getattr(each, "drop_last", False) for each in sources)
+    layout = Layout(shard, TailPolicy(tail), config.split_batches, drop_last=drop_last)
     seedable = _seedable_sampler(loader, config)
     count = _worker_count(loader, device) if config.num_workers == "auto" else None
     reader = _make_reader(loader, layout, config, _sample_seed_of(config, seed), count)

@@ -46,12 +46,14 @@ class Layout(NamedTuple):
         tail: What happens at the end of the epoch.
         split: Whether each batch is split over the processes.
         batch_size: Rows of a full batch of the user's loader; None if unknown.
+        drop_last: Whether the last batches are left out if there is not one for each process.
     """
 
     shard: DataShard
     tail: TailPolicy
     split: bool = False
     batch_size: int | None = None
+    drop_last: bool = False
 
     @property
     def group_size(self) -> int:
@@ -76,6 +78,8 @@ class Layout(NamedTuple):
         """How many batches this process gets out of so many of the user's."""
         if self.split or self.shard.count == 1:
             return batches
+        if self.drop_last:
+            return batches // self.shard.count
         if self.tail is TailPolicy.UNEVEN:
             return max(0, (batches - self.shard.index + self.shard.count - 1) // self.shard.count)
         return -(-batches // self.shard.count)
@@ -224,7 +228,7 @@ def _shares(
     batches: Iterable[Sequence[Item]], layout: Layout, index: int, consumed: int, head: Head | None, streaming: bool
 ) -> Iterator[tuple[Sequence[Item], BatchInfo]]:
     """The shares of one process among several; for TailPolicy.UNEVEN `last` is that of the group, not the process."""
-    groups = _groups(batches, layout.group_size)
+    groups = _groups(batches, layout)
     full = layout.batch_size or 0
     for group, final in ((group, False) for group in groups) if streaming else with_last(groups):
         sizes = [len(batch) for batch in group]
@@ -253,8 +257,20 @@ def padding_samples(samples: Sequence[Item], share: Share) -> list[Item]:
     return [samples[(share.offset + number) % len(samples)] for number in range(share.padding)]
 
 
-def _groups(batches: Iterable[Sequence[Item]], size: int) -> Iterator[list[Sequence[Item]]]:
-    """Batches in groups of `size`; the last one may be short."""
-    iterator = (batch if hasattr(batch, "__getitem__") else list(batch) for batch in batches)
-    while group := list(islice(iterator, size)):
+def _groups(batches: Iterable[Sequence[Item]], layout: Layout) -> Iterator[list[Sequence[Item]]]:
+    """Take batches in groups; the last one may be short."""
+    return grouped((batch if hasattr(batch, "__getitem__") else list(batch) for batch in batches), layout)
+
+
+def grouped(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
+    """Take items in groups, one for each process; a last group that is short is left out if the layout drops it.
+
+    Args:
+        items: Batches, or what describes them.
+        layout: How they are shared.
+    """
+    size = layout.group_size
+    while group := list(islice(items, size)):
+        if layout.drop_last and len(group) < size:
+            return
         yield group

@@ -116,6 +116,8 @@ def test_all_processes_together_give_the_plain_order(world_size: int, setup: str
     _, tail, options = SETUPS[setup]
     by_rank = [each[setup, kind] for each in visited(world_size)]
     for epoch, expected in enumerate(plain(kind)):
+        if "drop_last" in kind and not options.get("split_batches"):  # only rounds that have a batch for each process
+            expected = expected[: len(expected) // world_size * world_size]
         ranks = [own[epoch] for own in by_rank]
         steps = [[own[step] for own in ranks if step < len(own)] for step in range(max(map(len, ranks)))]
         together = [row for step in steps for batch in step for row in batch[0]]
