@@ -41,6 +41,7 @@ class StepHooks:
         clip: Called with each bare optimizer after `before_step`.
         optimizer_step: Takes the place of the strategy's, with its arguments.
         in_backward: Steps parameters within backwards, so that `optimizer_step` finds no gradients.
+        share: Returns what the batch under way counts for, if a backward is not told.
     """
 
     run_backward: Callable[..., Any] | None = None
@@ -52,6 +53,7 @@ class StepHooks:
     clip: Callable[[Optimizer], Any] | None = None
     optimizer_step: Callable[..., bool] | None = None
     in_backward: InBackward | None = None
+    share: Callable[[], float] | None = None
 
 
 class OptimizerStep:
@@ -125,20 +127,24 @@ class OptimizerStep:
             self.weights.discard()
             self.weights.in_use = in_use
 
-    def backward(self, loss: Tensor, weight: Tensor | float | None = None, share: float = 1.0, **kwargs: Any) -> None:
+    def backward(
+        self, loss: Tensor, weight: Tensor | float | None = None, share: float | None = None, **kwargs: Any
+    ) -> None:
         """Weigh the loss of one micro-batch, scale it, and compute its gradients.
 
         Args:
             loss: The mean loss of the micro-batch, a scalar; with `weight` the sum of its losses.
             weight: What that sum weighs, such as a number of tokens.
             share: What the micro-batch counts for beside those of the other processes; 0 for a stand-in, whose
-                gradients are not added.
+                gradients are not added. If None, what the driver's hook returns, else 1.
             **kwargs: Arguments of `Tensor.backward`.
 
         Raises:
             ConfigurationError: The window has losses with a weight and losses without.
         """
         size = self.window.size
+        if share is None:
+            share = 1.0 if self._hooks.share is None else self._hooks.share()
         if weight is not None or self.weights.pending:
             loss = self._weigh(loss, weight, share)
         elif share != 1.0:

@@ -358,7 +358,13 @@ class ManualStep(PlainStep):
             before_backward=hooks.find("on_before_backward"),
             after_backward=hooks.find("on_after_backward"),
             before_step=hooks.find("on_before_optimizer_step"),
+            share=self._share_of_batch,
         )
+
+    def _share_of_batch(self) -> float:
+        """Return what the batch under way counts for beside those of the other processes."""
+        info = self._current.batch_info
+        return 1.0 if self._shards == 1 or info is None else info.share(self._shards)
 
     def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
         return None
