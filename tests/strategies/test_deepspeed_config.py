@@ -52,6 +52,26 @@ def test_arguments_become_deepspeeds_configuration():
     }
 
 
+@pytest.mark.parametrize(
+    ("config", "given", "expected"),
+    [
+        ({"bf16": {"enabled": True}}, None, "bf16-true"),
+        ({"bf16": {"enabled": "true"}}, None, "bf16-true"),
+        ({"bfloat16": {"enabled": True}}, None, "bf16-true"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": "auto"}}, None, "bf16-true"),
+        ({"fp16": {"enabled": True}}, None, "fp16"),
+        ({"torch_autocast": {"enabled": True}}, None, "bf16"),
+        ({"bf16": {"enabled": True}}, "bf16", "bf16-true"),
+        ({"bf16": {"enabled": True}}, "bf16-mixed", "bf16-true"),
+        ({"bf16": {"enabled": "auto"}}, "bf16", "bf16"),
+        ({"bf16": {"enabled": False}}, None, None),
+        ({"bf16": {"enabled": True}}, "fp16", "fp16"),  # refused when the configuration is completed
+    ],
+)
+def test_a_configuration_that_switches_a_precision_on_decides_it(config, given, expected):
+    assert DeepSpeed(config=config).choose_precision(given) == expected
+
+
 @pytest.mark.parametrize("as_text", [False, True])
 def test_a_whole_configuration_is_taken_from_a_file_or_as_text(tmp_path, as_text):
     text = json.dumps({"zero_optimization": {"stage": 1}})

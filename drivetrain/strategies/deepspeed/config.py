@@ -44,7 +44,7 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        return copy.deepcopy(dict(given))
+        return _normalised(copy.deepcopy(dict(given)))
     text = os.fspath(given)
     try:
         source = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
@@ -61,7 +61,18 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
         raise ConfigurationError(
             f"config={text!r} holds a {type(found).__name__}; a DeepSpeed configuration is a dict.", code="DT-011"
         )
-    return found
+    return _normalised(found)
+
+
+def _normalised(config: Config) -> Config:
+    """Bring older and other spellings of a precision's section to those that are read here."""
+    if "bfloat16" in config:
+        config.setdefault("bf16", config.pop("bfloat16"))
+    for name in _PRECISIONS:
+        section = config.get(name)
+        if isinstance(section, dict) and str(section.get("enabled")).lower() in ("true", "false"):
+            section["enabled"] = str(section["enabled"]).lower() == "true"
+    return config
 
 
 @dataclass

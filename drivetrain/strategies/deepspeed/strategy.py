@@ -211,6 +211,7 @@ class DeepSpeed(Strategy):
         """At stage 3, take parameters apart as soon as they are made, so that no process ever holds the whole model."""
         if not self.zero_init:
             return nullcontext()
+        Membership.forget_secondary_group()
         completed = configuration.complete(self.settings.without_training, self._known(None))
         return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
 
@@ -221,6 +222,7 @@ class DeepSpeed(Strategy):
                 return super().place(model, precision, move)
             model = precision.convert(model)
             _make_contiguous(model)
+            Membership.forget_secondary_group()
         completed = configuration.complete(self.settings.without_training, self._known(None, self.unwrap(model)))
         self._engines.forget(self.unwrap(model))
         engine, *_ = self._package().initialize(model=model, config=completed, dist_init_required=False)
@@ -249,6 +251,7 @@ class DeepSpeed(Strategy):
         if not any(is_partitioned(parameter) for parameter in bare.parameters()):
             model = precision.convert(model)
             _make_contiguous(bare)
+            Membership.forget_secondary_group()
         if self.stage > 0:
             _refuse_several_dtypes(optimizer, names)
         if self.stage == 3:
