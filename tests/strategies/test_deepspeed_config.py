@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from drivetrain import ConfigurationError
+from drivetrain.strategies.capabilities import ConfiguredPrecision
 from drivetrain.strategies.deepspeed import DeepSpeed, DummyOptim, DummyScheduler, build_ops, ops
 from drivetrain.strategies.deepspeed.config import Known, complete
 from drivetrain.strategies.deepspeed.dummies import standing_in_for
@@ -69,7 +70,7 @@ def test_arguments_become_deepspeeds_configuration():
     ],
 )
 def test_a_configuration_that_switches_a_precision_on_decides_it(config, given, expected):
-    assert DeepSpeed(config=config).choose_precision(given) == expected
+    assert DeepSpeed(config=config).capability(ConfiguredPrecision).choose(given) == expected
 
 
 @pytest.mark.parametrize("as_text", [False, True])
