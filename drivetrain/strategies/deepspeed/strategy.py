@@ -191,7 +191,7 @@ class DeepSpeed(Strategy):
         )
 
     def capability(self, kind: type[Capability]) -> Capability | None:
-        """Several configurations; their precision; at stage 3 evaluation out of inference mode, whose tensors could not be trained."""
+        """Several configurations, the precision of one, and at stage 3 evaluation without inference mode."""
         if kind is Configurations:
             return self._several  # type: ignore[return-value]
         if kind is ConfiguredPrecision:
