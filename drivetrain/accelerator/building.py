@@ -33,7 +33,7 @@ from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy, resolve_ddp, resolve_strategy
 from drivetrain.strategies.accelerate_names import distributed_type_of, is_fully_sharded
-from drivetrain.strategies.capabilities import BatchPlacement, Configurations
+from drivetrain.strategies.capabilities import BatchPlacement, Configurations, ConfiguredPrecision
 from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
@@ -113,8 +113,9 @@ def _precision_of(spec: str | Precision | None, handlers: Sequence[Any], strateg
     if spec is None:
         asked = launched.settings.get("mixed_precision", "no")
         spec = None if asked == "no" else asked  # which `accelerate config` writes if nothing was chosen
-    if strategy is not None:
-        spec = strategy.choose_precision(spec)
+    configured = None if strategy is None else strategy.capability(ConfiguredPrecision)
+    if configured is not None:
+        spec = configured.choose(spec)
     scaling, casting = find_handler(handlers, GradScalerKwargs), find_handler(handlers, AutocastKwargs)
     recipes = find_handler(handlers, FP8Handler)
     if isinstance(spec, Precision):
@@ -141,7 +142,10 @@ def _precision_of(spec: str | Precision | None, handlers: Sequence[Any], strateg
 
 def accelerate_name(precision: Precision, strategy: Strategy) -> str:
     """Return a precision's name in Accelerate's words, where full precision is `"no"`."""
-    return "no" if precision.name == "32" else strategy.mixed_names.get(precision.name, precision.name)
+    configured = strategy.capability(ConfiguredPrecision)
+    if configured is not None:
+        return configured.accelerate_name(precision)
+    return "no" if precision.name == "32" else precision.name
 
 
 def backend_of(precision: Precision) -> str | None:

@@ -117,7 +117,7 @@ def leave_process_group(store: Store, patience: timedelta) -> None:
     try:
         store.set(leaving_key(rank), "1")
         _wait_for_keys(store, [leaving_key(each) for each in ranks], deadline)
-        # Rank 0 may serve the store. A peer that is still asking it would write a stack trace when it goes (torch 2.13).
+        # Rank 0 may serve the store. A peer that still asks it as it goes would write a stack trace (torch 2.13).
         if rank:
             store.set(f"left/{rank}", "1")
         else:

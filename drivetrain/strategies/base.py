@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -69,7 +69,6 @@ class Strategy(KnownKeywords, ABC):
         name: The name that users write.
         schedules_microbatches: Whether the strategy must see all micro-batches of a step at once, as a pipeline does.
         needs_even_batches: Whether every process must see as many evaluation batches, since its forward is collective.
-        mixed_names: By a precision's name, what Accelerate calls it under this strategy, if that is another name.
         topology: This process's place among the others, and which processes count.
         gradients: How gradients are reduced, held, scaled and clipped.
         state: The state of models and optimizers, under the bare model's names.
@@ -78,7 +77,6 @@ class Strategy(KnownKeywords, ABC):
     name: ClassVar[str]
     schedules_microbatches: bool = False
     needs_even_batches: bool = False
-    mixed_names: ClassVar[Mapping[str, str]] = {}
 
     topology: Topology
     gradients: Gradients
@@ -96,14 +94,6 @@ class Strategy(KnownKeywords, ABC):
         self.topology = Topology.data_parallel(state)
         self.gradients = Gradients()
         self.state = ModelState(self.topology, self.unwrap)
-
-    def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
-        """Return the precision that the strategy's own configuration decides; what was given if it decides none.
-
-        Args:
-            given: A precision or its name; None if none was given.
-        """
-        return given
 
     def check(self, options: RunOptions) -> None:
         """Refuse what cannot work with this strategy; called after `setup`, before anything is built.

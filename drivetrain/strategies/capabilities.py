@@ -11,6 +11,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from drivetrain.strategies.base import Strategy
+    from drivetrain.strategies.precision import Precision
 
 
 class ContextParallel:
@@ -88,6 +89,22 @@ class Configurations:
 
     def select(self, name: str) -> None:
         """Place what is prepared from now on by one of them; what has been prepared stays as it is."""
+        raise NotImplementedError
+
+
+class ConfiguredPrecision:
+    """Decides the precision by the strategy's own configuration."""
+
+    def choose(self, given: str | Precision | None) -> str | Precision | None:
+        """Return the configuration's precision; what was given if it decides none, or another one.
+
+        Args:
+            given: A precision or its name; None if none was given.
+        """
+        raise NotImplementedError
+
+    def accelerate_name(self, precision: Precision) -> str:
+        """Return what Accelerate calls a precision under this strategy."""
         raise NotImplementedError
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from drivetrain import (
     DDP,
     Accelerator,
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     PartialState,
@@ -95,6 +97,19 @@ def test_what_a_plugin_leaves_open_is_the_launchers(launched: Any) -> None:
     strategy = launched(**THEIRS).strategy_with(plugin, None, None, None)
     assert strategy.options.reshard_after_forward is True
     assert strategy.options.wrap == ["Linear"]
+
+
+@pytest.mark.sharded
+def test_a_plugin_of_a_subclass_takes_the_launchers_options_too(launched: Any) -> None:
+    pytest.importorskip("deepspeed", reason="needs deepspeed")
+
+    @dataclass
+    class OwnPlugin(DeepSpeedPlugin):
+        own_option: str | None = None  # which no launcher sets
+
+    asked = launched(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_GRADIENT_CLIPPING="0.5")
+    strategy = asked.strategy_with(None, OwnPlugin(zero_stage=1), None, None)
+    assert (strategy.stage, strategy.config["gradient_clipping"]) == (1, 0.5)
 
 
 @pytest.mark.sharded

@@ -103,7 +103,9 @@ def test_an_unknown_option_is_refused_with_the_nearest() -> None:
         LaunchOptions.from_sources({"num_procs": 2})
 
 
-@pytest.mark.parametrize(("gpu_ids", "ids"), [(None, None), ("all", None), ("2", ("2",)), ("0, 3", ("0", "3")), ("0,", ("0",))])
+@pytest.mark.parametrize(
+    ("gpu_ids", "ids"), [(None, None), ("all", None), ("2", ("2",)), ("0, 3", ("0", "3")), ("0,", ("0",))]
+)
 def test_gpu_ids_are_taken_apart(gpu_ids: str | None, ids: tuple[str, ...] | None) -> None:
     assert LaunchOptions(gpu_ids=gpu_ids).device_ids == ids
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from drivetrain import ConfigurationError
+from drivetrain.strategies.capabilities import ConfiguredPrecision
 from drivetrain.strategies.deepspeed import DeepSpeed, DummyOptim, DummyScheduler, build_ops, ops
 from drivetrain.strategies.deepspeed.config import Known, complete
 from drivetrain.strategies.deepspeed.dummies import standing_in_for
@@ -50,6 +51,26 @@ def test_arguments_become_deepspeeds_configuration():
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "overlap_comm": False},
         "gradient_clipping": 0.5,
     }
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "expected"),
+    [
+        ({"bf16": {"enabled": True}}, None, "bf16-true"),
+        ({"bf16": {"enabled": "true"}}, None, "bf16-true"),
+        ({"bfloat16": {"enabled": True}}, None, "bf16-true"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": "auto"}}, None, "bf16-true"),
+        ({"fp16": {"enabled": True}}, None, "fp16"),
+        ({"torch_autocast": {"enabled": True}}, None, "bf16"),
+        ({"bf16": {"enabled": True}}, "bf16", "bf16-true"),
+        ({"bf16": {"enabled": True}}, "bf16-mixed", "bf16-true"),
+        ({"bf16": {"enabled": "auto"}}, "bf16", "bf16"),
+        ({"bf16": {"enabled": False}}, None, None),
+        ({"bf16": {"enabled": True}}, "fp16", "fp16"),  # refused when the configuration is completed
+    ],
+)
+def test_a_configuration_that_switches_a_precision_on_decides_it(config, given, expected):
+    assert DeepSpeed(config=config).capability(ConfiguredPrecision).choose(given) == expected
 
 
 @pytest.mark.parametrize("as_text", [False, True])

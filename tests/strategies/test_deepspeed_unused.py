@@ -61,6 +61,7 @@ CASES = {
     "frozen for a while": Case((("bc",),) * 4, frozen=(1, 2)),
     "two backwards": Case((("bc",),) * 3, backwards=2),
 }
+SECONDARY = {"zero_hpz_partition_size": 2}
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -127,6 +128,9 @@ def all_cases(directory: Path) -> dict[str, float]:
         expected = plain(case, sgd)
         for stage in STAGES:
             found[f"{name}, stage {stage}"] = gap(sharded(case, sgd, DeepSpeed(stage=stage)), expected)
+        # Every one of these runs is one more of another stage, or with other options, in this process.
+        secondary = DeepSpeed(stage=3, **SECONDARY)
+        found[f"{name}, stage 3 with a secondary partition"] = gap(sharded(case, sgd, secondary), expected)
         for stage in (2, 3):
             if case.backwards == 1 or stage == 3:
                 strategy = DeepSpeed(stage=stage, **OFFLOADED)

@@ -8,15 +8,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.strategies.base import Given
+from drivetrain.strategies.capabilities import ConfiguredPrecision
 from drivetrain.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
-from drivetrain.strategies.precision import Precision
+from drivetrain.strategies.precision import Precision, resolve_precision
 
 Config = dict[str, Any]
 AUTO = "auto"
@@ -44,7 +45,7 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        return copy.deepcopy(dict(given))
+        return _normalised(copy.deepcopy(dict(given)))
     text = os.fspath(given)
     try:
         source = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
@@ -61,7 +62,18 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
         raise ConfigurationError(
             f"config={text!r} holds a {type(found).__name__}; a DeepSpeed configuration is a dict.", code="DT-011"
         )
-    return found
+    return _normalised(found)
+
+
+def _normalised(config: Config) -> Config:
+    """Bring older and other spellings of a precision's section to those that are read here."""
+    if "bfloat16" in config:
+        config.setdefault("bf16", config.pop("bfloat16"))
+    for name in _PRECISIONS:
+        section = config.get(name)
+        if isinstance(section, dict) and str(section.get("enabled")).lower() in ("true", "false"):
+            section["enabled"] = str(section["enabled"]).lower() == "true"
+    return config
 
 
 @dataclass
@@ -122,6 +134,31 @@ def precision_of(config: Mapping[str, Any]) -> str | None:
     """Return the name of the precision that a configuration switches on; None if it decides none, or several."""
     switched = [meaning for section, meaning in _PRECISIONS.items() if config.get(section, {}).get("enabled") is True]
     return switched[0] if len(switched) == 1 else None
+
+
+class OwnPrecision(ConfiguredPrecision):
+    """The precision of a configuration.
+
+    Args:
+        config: The configuration.
+    """
+
+    # Of weights in low precision beside 32-bit ones.
+    _NAMES: ClassVar[dict[str, str]] = {"32": "no", "bf16-true": "bf16", "fp16-true": "fp16"}
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def choose(self, given: str | Precision | None) -> str | Precision | None:
+        """Return the configuration's precision if none was given, or the same one by its other name."""
+        own = precision_of(self._config)
+        if own is None or given is None:
+            return own or given
+        return own if self._NAMES.get(own) == resolve_precision(given).name else given
+
+    def accelerate_name(self, precision: Precision) -> str:
+        """Return DeepSpeed's name of a precision, which is also Accelerate's."""
+        return self._NAMES.get(precision.name, precision.name)
 
 
 def clipping_of(config: Mapping[str, Any]) -> float | None:

@@ -107,7 +107,7 @@ def complete(trained: TrainedModel) -> None:
 
 
 def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
-    """Return a context in which a backward adds to gradients that are complete already, where DeepSpeed forgets them."""
+    """Return a context in which a backward adds to complete gradients, which DeepSpeed would forget."""
     if not trained.is_complete or trained.layout.adds_backwards:
         return nullcontext()
     if trained.layout.offloads:

@@ -362,6 +362,7 @@ class PartitionedLayout(Layout):
         for parameter in parameters:
             if parameter.numel():  # a small one, put together again by the step from what it has changed
                 parameter.partition()  # type: ignore[attr-defined]
+            parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]  # of zero_hpz_partition_size
 
     def _part(self, parameter: Parameter, key: str | None) -> tuple[Tensor, int]:
         """Return this process's part of a parameter's master weight or state, and the number of its group."""

@@ -39,6 +39,11 @@ class Membership:
                 self.package.init_distributed(auto_mpi_discovery=False, verbose=False)
         Membership._joined += 1
 
+    @staticmethod
+    def forget_secondary_group() -> None:
+        """Let the next model make its own group for `zero_hpz_partition_size`: DeepSpeed asserts that there is none."""
+        importlib.import_module("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # type: ignore[attr-defined]
+
     def leave(self) -> None:
         """Forget the process group, which is about to be destroyed, unless engines of another run are still in it."""
         Membership._joined -= 1

@@ -15,7 +15,7 @@ from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import Capability, Given, RunOptions, Strategy, View
-from drivetrain.strategies.capabilities import Configurations, PlainEvaluation
+from drivetrain.strategies.capabilities import Configurations, ConfiguredPrecision, PlainEvaluation
 from drivetrain.strategies.deepspeed import adagrad, native, ops, options
 from drivetrain.strategies.deepspeed import config as configuration
 from drivetrain.strategies.deepspeed.accelerate_config import arguments_from
@@ -31,7 +31,7 @@ from drivetrain.strategies.deepspeed.unused import listed
 from drivetrain.strategies.deepspeed.whole_tensors import is_partitioned
 from drivetrain.strategies.deepspeed.zero_state import ZeroState
 from drivetrain.strategies.optimizer_proxy import needs_closure
-from drivetrain.strategies.precision import Precision, resolve_precision
+from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.precision.mixed import Float16Mixed
 
 
@@ -57,7 +57,6 @@ class DeepSpeed(Strategy):
     """
 
     name = "deepspeed"
-    mixed_names = {"bf16-true": "bf16", "fp16-true": "fp16"}
 
     def __init__(
         self,
@@ -136,14 +135,6 @@ class DeepSpeed(Strategy):
             self._membership = Membership(topology.environment, topology.kind.name, self.shared_memory)
         self.check_settings(self.settings)
 
-    def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
-        """Return the configuration's precision if none was given, or the same one by its other name."""
-        own = configuration.precision_of(self.config)
-        if own is None or given is None:
-            return own or given
-        name = resolve_precision(given).name
-        return own if self.mixed_names.get(own) == name else given
-
     def check(self, options: RunOptions) -> None:
         """Refuse what DeepSpeed cannot compute in, or not on this device; what the loop was given fills `"auto"`."""
         precision, kind = options.precision, self.topology.kind
@@ -200,9 +191,11 @@ class DeepSpeed(Strategy):
         )
 
     def capability(self, kind: type[Capability]) -> Capability | None:
-        """Several configurations; at stage 3 evaluation out of inference mode, whose tensors could not be trained."""
+        """Several configurations, the precision of one, and at stage 3 evaluation without inference mode."""
         if kind is Configurations:
             return self._several  # type: ignore[return-value]
+        if kind is ConfiguredPrecision:
+            return configuration.OwnPrecision(self.config)  # type: ignore[return-value]
         return PlainEvaluation() if kind is PlainEvaluation and self.needs_even_batches else None  # type: ignore[return-value]
 
     # model
@@ -211,6 +204,7 @@ class DeepSpeed(Strategy):
         """At stage 3, take parameters apart as soon as they are made, so that no process ever holds the whole model."""
         if not self.zero_init:
             return nullcontext()
+        Membership.forget_secondary_group()
         completed = configuration.complete(self.settings.without_training, self._known(None))
         return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
 
@@ -221,6 +215,7 @@ class DeepSpeed(Strategy):
                 return super().place(model, precision, move)
             model = precision.convert(model)
             _make_contiguous(model)
+            Membership.forget_secondary_group()
         completed = configuration.complete(self.settings.without_training, self._known(None, self.unwrap(model)))
         self._engines.forget(self.unwrap(model))
         engine, *_ = self._package().initialize(model=model, config=completed, dist_init_required=False)
@@ -249,6 +244,7 @@ class DeepSpeed(Strategy):
         if not any(is_partitioned(parameter) for parameter in bare.parameters()):
             model = precision.convert(model)
             _make_contiguous(bare)
+            Membership.forget_secondary_group()
         if self.stage > 0:
             _refuse_several_dtypes(optimizer, names)
         if self.stage == 3:

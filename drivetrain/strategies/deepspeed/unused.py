@@ -51,7 +51,8 @@ class Participation:
         """Add a hook to each parameter that has none; those that require no gradient cannot take one."""
         for number, parameter in self._unwatched:
             if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(_setter(self._seen, number)))
+                watched: Any = parameter  # the method has no types
+                self._handles.append(watched.register_post_accumulate_grad_hook(_setter(self._seen, number)))
         self._unwatched = [(number, parameter) for number, parameter in self._unwatched if not parameter.requires_grad]
 
     def require_known(self) -> None:
@@ -66,8 +67,8 @@ class Participation:
         if found:
             raise ConfigurationError(
                 f"{listed(found)} did not require gradients when the model was prepared, and now requires_grad is "
-                "True. DeepSpeed settles which parameters it trains when the model is placed. Leave them frozen, or prepare "
-                f"the model with requires_grad=True, or {_ELSEWHERE}.",
+                "True. DeepSpeed settles which parameters it trains when the model is placed. Leave them frozen, "
+                f"prepare the model with requires_grad=True, or {_ELSEWHERE}.",
                 code="DT-049",
             )
 

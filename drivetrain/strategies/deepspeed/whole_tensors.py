@@ -47,7 +47,8 @@ def read_model(trained: TrainedModel, masters: bool, holder: Holder, whole: bool
 def _read_parameter(trained: TrainedModel, parameter: nn.Parameter, masters: bool, held: bool) -> Tensor:
     low = trained.is_low_precision
     if (is_partitioned(parameter) or low) and (masters or not low) and trained.layout.is_trained(parameter):
-        return _kept(trained.layout.read(parameter), held)
+        value = trained.layout.read(parameter)
+        return _kept(value if masters else value.to(parameter.dtype), held)
     if is_partitioned(parameter):
         return _kept(gathered(parameter), held)
     return parameter.detach()
