@@ -31,15 +31,7 @@ from drivetrain.data.seeding import (
     is_deterministic_collate,
 )
 from drivetrain.data.sharding import Head, Layout, shard_batches
-from drivetrain.data.whole_batches import (
-    Read,
-    WholeBatches,
-    bytes_of_first,
-    can_pin,
-    gathered,
-    gathered_pinned,
-    reads_at_once,
-)
+from drivetrain.data.whole_batches import WholeBatches, can_pin, gathered, gathered_pinned, may_be_read_at_once
 from drivetrain.data.worker_count import WorkerCount
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError
@@ -48,7 +40,6 @@ from drivetrain.runtime.seeds import sample_seed
 
 logger = get_logger(__name__)
 
-HANDED_OVER = 4 << 20  # bytes of a batch up to which reading it takes less time than handing it over
 WITHOUT_WORKERS: dict[str, Any] = {
     "num_workers": 0,
     "persistent_workers": False,
@@ -117,8 +108,7 @@ class MapReader:
             is_deterministic(loader.dataset) and is_deterministic_collate(loader.collate_fn)
         )
         self._seed = seed
-        read = None if count is None else self._read_at_once()
-        if count is not None and read is not None and self._needs_no_workers(read):
+        if count is not None and self._reads_at_once():
             count.settle(0, "the samples are in memory, and a batch of them is read at once")
         self._inner = self._make_inner(self._stream, self._workers)
 
@@ -137,34 +127,18 @@ class MapReader:
                 worker_init_fn=ShowUsersDataset(loader.worker_init_fn),
                 **changes,
             )
-        read = self._read_at_once()
-        if read is not None:
-            if workers and self._needs_no_workers(read):
-                logger.info_once(
-                    "num_workers=%d starts none for a loader whose samples are in memory: a batch of them is read at "
-                    "once, in less time than it takes to get one from a worker.",
-                    workers,
-                )
-                workers, changes = 0, WITHOUT_WORKERS
+        if self._reads_at_once():
             gather = gathered_pinned if not workers and loader.pin_memory and can_pin() else gathered
-            whole, init = WholeBatches(loader.dataset, read, gather), ShowUsersDataset(loader.worker_init_fn)
+            whole, init = WholeBatches(loader.dataset, gather), ShowUsersDataset(loader.worker_init_fn)
             return rebuilt(loader, whole, batch_sampler=stream, collate_fn=as_is, worker_init_fn=init, **changes)
         if batched:
             return rebuilt(loader, loader.dataset, batch_sampler=stream, **changes)
         return rebuilt(loader, loader.dataset, batch_size=None, sampler=stream, **changes)
 
-    def _read_at_once(self) -> Read | None:
-        """What reads a whole batch, where samples need not be read one by one."""
+    def _reads_at_once(self) -> bool:
+        """Return whether a whole batch is read at once."""
         plain = self.order.batched and self._loader.collate_fn is default_collate
-        return reads_at_once(self._loader.dataset) if plain and not (self._seed is not None and self._seeded) else None
-
-    def _needs_no_workers(self, read: Read) -> bool:
-        """Whether workers could only take time: a batch is read faster than it is handed over."""
-        loader, order = self._loader, self.order
-        if not order.draws_at_once or loader.worker_init_fn is not None or not len(loader.dataset):  # type: ignore[arg-type]
-            return False
-        size = bytes_of_first(read)
-        return size is not None and size * (order.batch_size or 0) <= HANDED_OVER
+        return plain and may_be_read_at_once(self._loader.dataset) and not (self._seed is not None and self._seeded)
 
     def restart(self) -> None:
         """Let the next iteration be as the first one: with new workers, where these stay."""

@@ -20,7 +20,6 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_convert
 
-from drivetrain.data.whole_batches import is_table_of_tensors
 from drivetrain.runtime.seeds import (
     GENERATORS,
     KeptGenerators,
@@ -37,7 +36,10 @@ _FIXED = (TensorDataset, list, tuple, range, torch.Tensor, np.ndarray)
 
 def is_deterministic(dataset: Any) -> bool:
     """Whether reading a sample surely draws no random numbers: tensors, lists, tables, subsets and unions of such."""
-    if type(dataset) in _FIXED or is_table_of_tensors(dataset):
+    if "__getitems__" in getattr(dataset, "__dict__", ()):  # put on this one object, and called by torch's loader
+        return False
+    is_table = type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] == "torch"
+    if type(dataset) in _FIXED or is_table:
         return True
     if type(dataset) is Subset:
         return is_deterministic(dataset.dataset)

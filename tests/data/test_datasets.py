@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from drivetrain.data import DataShard, prepare_loader
 
@@ -32,20 +32,6 @@ def assert_read_as_by_torch(dataset: Any) -> None:
             assert ours.keys() == theirs.keys()
             for name, value in theirs.items():
                 assert torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
-
-
-@pytest.mark.parametrize("seed", [None, 1])
-@pytest.mark.parametrize("count", [1, 2])
-def test_columns_of_numbers_are_read_at_once(count: int, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = made()
-    assert_read_as_by_torch(dataset)
-    monkeypatch.setattr("drivetrain.data.whole_batches.default_collate", None)
-    monkeypatch.setattr(type(dataset), "__getitems__", None)
-    for part in (dataset, Subset(dataset, range(ROWS))):
-        loader = prepare_loader(DataLoader(part, 3), shard=DataShard(0, count), seed=seed)
-        assert [batch["y"].tolist() for batch in loader][: 4 // count] == [
-            [n, n + 1, n + 2][: ROWS - n] for n in range(0, ROWS, 3 * count)
-        ]
 
 
 def test_a_transform_that_draws_is_seeded_for_each_sample() -> None:
