@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.loader import PreparedLoader
 from drivetrain.data.placement import PendingBatch, PendingParts
-from drivetrain.data.reading import least, up_to
+from drivetrain.data.reading import least, rebuilt, up_to
 from drivetrain.data.sharding import with_last
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError, nearest
 from drivetrain.runtime.nested import honor_type
@@ -62,11 +65,35 @@ class CombinedLoader:
         self._index = 0
         self._limit: int | None = None
         self._together = self._pends = False
+        self._cycles: int | None = None
 
     def map(self, prepare: Callable[[Any], Any]) -> CombinedLoader:
         """The same combination of what `prepare` makes of each loader."""
         prepared = [prepare(loader) for loader in self.loaders]
         return CombinedLoader(self.in_structure(prepared), self.mode)
+
+    def shared_by(self, processes: int) -> CombinedLoader:
+        """Return a combination whose parts come together as in one process, however many share its loaders.
+
+        Each process gets its own batches of every loader. They belong together only if all loaders have as many, so
+        shorter ones are read again, and longer ones cut, before they are shared.
+
+        Args:
+            processes: How many share the loaders.
+        """
+        lengths = [_length_of(loader) for loader in self.loaders]
+        known = [length for length in lengths if length]
+        cuts = self.mode in ("min_size", "max_size_cycle") and len(known) == len(lengths) and len(set(known)) > 1
+        if not cuts or processes == 1 or all(length % processes == 0 for length in known):
+            return self
+        count = min(known) if self.mode == "min_size" else max(known)
+        loaders = [
+            loader
+            if len(loader) == count
+            else rebuilt(loader, loader.dataset, batch_sampler=CountedBatches(loader, count))
+            for loader in self.loaders
+        ]
+        return CombinedLoader(self.in_structure(loaders), self.mode)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch in every loader from its start: one that was started again may have had this number before."""
@@ -116,12 +143,13 @@ class CombinedLoader:
         self._begun = True
         self._limit = None if limit is None or limit == float("inf") else int(limit)
         self._together, self._pends = together, pend
-        is_sequential = self.mode == "sequential"
-        batches = self._one_after_the_other() if is_sequential else self._side_by_side(self.begin_together())
         try:
             length: int | None = len(self)
         except (TypeError, NotImplementedError):
             length = None
+        self._cycles = length if self.mode == "max_size_cycle" else None
+        is_sequential = self.mode == "sequential"
+        batches = self._one_after_the_other() if is_sequential else self._side_by_side(self.begin_together())
         return self._given(batches, least(length, self._limit))
 
     def _given(self, batches: _Pairs, length: int | None) -> Iterator[Any]:
@@ -210,6 +238,12 @@ class CombinedLoader:
     def _row(self, iterators: list[Any]) -> tuple[Any, _Known] | None:
         """The next batch of every loader, and what is known about each; None at the end."""
         ended = self._ended
+        if self._index == self._cycles:  # the longest has ended: let it, and start no other one again
+            for position, iterator in enumerate(iterators):
+                if iterator is not None and not ended[position]:
+                    next(iterator, None)
+                    ended[position] = True
+            return None
         batches: list[Any] = []
         for position, loader in enumerate(self.loaders):
             batch, over = self._next(iterators, position, loader, ended)
@@ -223,6 +257,13 @@ class CombinedLoader:
             for loader, over in zip(self.loaders, ended, strict=True)
             if not over or self.mode == "max_size_cycle"
         ]
+        if self.mode == "max_size":  # a part that only stands in is None too, but for a batch of nothing else
+            is_real = [
+                batch is not None and not _stands_in(loader)
+                for batch, loader in zip(batches, self.loaders, strict=True)
+            ]
+            if any(is_real):
+                batches = [batch if real else None for batch, real in zip(batches, is_real, strict=True)]
         return PendingParts(batches, self.in_structure) if self._pends else self.in_structure(batches), known
 
     def _next(self, iterators: list[Any], position: int, loader: Any, ended: list[bool]) -> tuple[Any, bool]:
@@ -265,6 +306,49 @@ class CombinedLoader:
             batches: A value for each loader, in their order.
         """
         return _arranged(self.iterables, iter(batches))
+
+
+class CountedBatches(Sampler[Any]):
+    """The batches of a loader's indices; begun again, and cut short, so that there are as many as asked for.
+
+    Args:
+        loader: The loader.
+        count: How many batches there are to be.
+    """
+
+    def __init__(self, loader: DataLoader[Any], count: int) -> None:
+        self.batches, self.count, self.generator = loader.batch_sampler, count, loader.generator
+
+    def __iter__(self) -> Iterator[Any]:
+        left = self.count
+        while left:
+            before = left
+            if left < self.count:  # torch's loader draws a seed for its workers at the beginning of each pass
+                torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            for batch in islice(iter(self.batches), left):
+                left -= 1
+                yield batch
+            if left == before:
+                raise DataError("A loader of a CombinedLoader is empty, so it cannot be started anew.")
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batches":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+
+def _length_of(loader: Any) -> int | None:
+    """Return how many batches a loader of torch's over a map-style dataset has; None for anything else."""
+    is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if not is_map_style or isinstance(loader, PreparedLoader) or loader.batch_sampler is None:
+        return None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _loaders_in(structure: Any, outermost: bool = True) -> Iterator[Any]:
@@ -325,6 +409,11 @@ def _flat(given: tuple[tuple[Any, _Known], bool]) -> tuple[Any, _Known, bool]:
 def _with_known(loader: Any, pends: bool, batch: Any) -> tuple[Any, _Known]:
     is_ready = pends and not isinstance(batch, PendingBatch)
     return PendingBatch(batch) if is_ready else batch, [_current(loader)]
+
+
+def _stands_in(loader: Any) -> bool:
+    info = _current(loader)
+    return info is not None and info.is_padding
 
 
 def _current(loader: Any) -> BatchInfo | None:

@@ -116,11 +116,10 @@ class LoaderSource:
                 f"An invalid dataloader was {self._origin()}: there is no training data. Pass train_dataloaders to "
                 f"fit(), or give {type(self._task).__name__} or a DataModule a train_dataloader()."
             )
+        if not isinstance(raw, CombinedLoader) and self._trainer.holds_loaders(raw):
+            raw = CombinedLoader(raw, mode="max_size_cycle")
         if isinstance(raw, CombinedLoader):
-            return raw.map(lambda loader: self._prepare(loader, 0, TailPolicy.WHOLE))
-        if self._trainer.holds_loaders(raw):
-            combined = CombinedLoader(raw, mode="max_size_cycle")
-            return combined.map(lambda loader: self._prepare(loader, 0, TailPolicy.WHOLE))
+            return self._shared(raw).map(lambda loader: self._prepare(loader, 0, TailPolicy.WHOLE))
         return self._prepare(raw, 0, TailPolicy.WHOLE)
 
     def prepare_evaluation(self) -> list[Prepared]:
@@ -149,9 +148,13 @@ class LoaderSource:
         if self._trainer.holds_loaders(raw):
             raw = CombinedLoader(raw, "sequential")
         if isinstance(raw, CombinedLoader) and raw.mode != "sequential":
-            return [raw.map(lambda loader: self._prepare(loader, 0, tail))]
+            return [self._shared(raw).map(lambda loader: self._prepare(loader, 0, tail))]
         several = raw.loaders if isinstance(raw, CombinedLoader) else [raw]
         return [self._prepare(loader, index, tail) for index, loader in enumerate(several)]
+
+    def _shared(self, combined: CombinedLoader) -> CombinedLoader:
+        reads_own = any(self._trainer.shard_of(loader) is not None for loader in combined.loaders)
+        return combined if reads_own else combined.shared_by(self._trainer.strategy.topology.data_shard.count)
 
     def _prepare(self, loader: Any, index: int, tail: TailPolicy) -> PreparedLoader:
         if isinstance(loader, PreparedLoader):
