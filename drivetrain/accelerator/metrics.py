@@ -188,7 +188,8 @@ def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | 
     """How many of a tensor's rows, its first ones, are real; None if they are not those of a batch.
 
     A tensor with as many rows as a current batch belongs to it. One with as many as a full batch, where the current
-    batch has fewer that are real, such as a loss repeated by the batch size, counts for those.
+    batch has fewer that are real, such as a loss repeated by the batch size, counts for those. Within a loop inside a
+    loop, as an evaluation in a training loop, the inner one comes first.
 
     Args:
         source: The loader whose batch it may be of, or the loaders being iterated.
@@ -197,10 +198,13 @@ def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | 
     if not tensor.dim():
         return None
     rows, loaders = tensor.shape[0], _loaders(source)
-    if any(loader.current is not None and loader.current.rows == rows for loader in loaders):
-        return rows - _padding(source, rows)
+    alike = [loader for loader in loaders if loader.current is not None and loader.current.rows == rows]
     repeated = [loader for loader in loaders if loader.batch_rows == rows and _missing(loader)]
-    return rows - _missing(max(repeated, key=lambda loader: loader.advanced)) if repeated else None
+    if repeated:
+        latest = max(repeated, key=lambda loader: loader.advanced)
+        if all(isinstance(source, ActiveLoaders) and source.encloses(other, latest) for other in alike):
+            return rows - _missing(latest)
+    return rows - _padding(source, rows) if alike else None
 
 
 def _missing(loader: PreparedLoader) -> int:

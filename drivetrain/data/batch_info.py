@@ -137,6 +137,10 @@ class ActiveLoaders:
         for callback in list(self.on_leave):
             callback(loader)
 
+    def encloses(self, outer: PreparedLoader, inner: PreparedLoader) -> bool:
+        """Return whether one loader has not advanced since the iteration over another one began within its loop."""
+        return any(loader is inner and outer.advanced < entered for loader, entered in self._entries)
+
     def padding_for(self, rows: int) -> int:
         """How many of a tensor's rows, its last ones, are padding.
 

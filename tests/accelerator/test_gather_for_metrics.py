@@ -250,9 +250,12 @@ def test_in_one_process_nothing_is_changed():
         assert accelerator.gather_for_metrics(batch) is batch
 
 
-def repeated_losses(even_batches: bool) -> list[Any]:
+def repeated_losses(even_batches: bool, within_training: bool) -> list[Any]:
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=even_batches))
-    loader = accelerator.prepare(DataLoader(range(13), batch_size=4))
+    loader, training = accelerator.prepare(DataLoader(range(13), batch_size=4), DataLoader(range(32), batch_size=4))
+    outer = iter(training)
+    if within_training:
+        next(outer)
     losses, objects = [], []
     for batch in loader:
         value = batch.float().mean()
@@ -261,9 +264,10 @@ def repeated_losses(even_batches: bool) -> list[Any]:
     return [losses, objects]
 
 
+@pytest.mark.parametrize("within_training", [False, True])
 @pytest.mark.parametrize(("processes", "even_batches"), [(1, True), (2, True), (2, False)])
-def test_a_loss_repeated_by_the_batch_size_counts_for_the_real_rows(processes, even_batches):
-    for losses, objects in run_in_processes(repeated_losses, processes, args=(even_batches,)):
+def test_a_loss_repeated_by_the_batch_size_counts_for_the_real_rows(processes, even_batches, within_training):
+    for losses, objects in run_in_processes(repeated_losses, processes, args=(even_batches, within_training)):
         assert len(losses) == 13
         assert losses[:12] == [value for value in (1.5, 5.5, 9.5) for _ in range(4)]
         assert objects[-1] == ("loss" if processes == 1 else ["loss"] * processes)
