@@ -169,7 +169,8 @@ def _is_even(source: PreparedLoader | ActiveLoaders) -> bool:
         info = loader.current
         if info is not None:
             fixed = isinstance(loader.loader, DataLoader) and loader.loader.batch_size is not None
-            if not fixed or info.global_rows != loader.total_batch_size:
+            # What each process reads by itself, the others know nothing of.
+            if not fixed or not loader.is_shared or info.global_rows != loader.total_batch_size:
                 return False
     return True
 

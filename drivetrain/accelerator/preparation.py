@@ -29,6 +29,7 @@ from drivetrain.data import (
     PreparedLoader,
     SkippingLoader,
     TailPolicy,
+    is_split_already,
     prepare_loader,
 )
 from drivetrain.runtime.errors import ConfigurationError
@@ -244,9 +245,13 @@ class Preparation:
         place = place or (self.default_placement() if moves else None)
         if own is not None and place is not None:
             place = own.around(place)
+        if shard is None:
+            shard = self._strategy.topology.data_shard
+            if shard.count > 1 and (not config.use_distributed_sampler or is_split_already(data_loader)):
+                shard = DataShard()
         prepared = prepare_loader(
             data_loader,
-            shard=shard or self._strategy.topology.data_shard,
+            shard=shard,
             place=place,
             device=(self._state.kind, self._state.device) if moves else None,
             sends_ahead=copies,

@@ -10,7 +10,7 @@ from drivetrain.data.order import InterleavingSampler
 from drivetrain.data.permutation import PermutationSampler
 from drivetrain.data.placement import PendingBatch
 from drivetrain.data.preparation import SkippingLoader, prepare_loader, skip_first_batches
-from drivetrain.data.reading import rebuilt
+from drivetrain.data.reading import is_split_already, rebuilt
 
 __all__ = [
     "ActiveLoaders",
@@ -24,6 +24,7 @@ __all__ = [
     "PreparedLoader",
     "SkippingLoader",
     "TailPolicy",
+    "is_split_already",
     "prepare_loader",
     "rebuilt",
     "skip_first_batches",

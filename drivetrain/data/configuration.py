@@ -71,6 +71,8 @@ class DataLoaderConfiguration:
             begins with the next sample. By default it begins at the start of the epoch that was interrupted, in the
             same order, for scripts that skip what they have seen. Every prepared loader has `state_dict` and
             `load_state_dict`, so torchdata is not needed.
+        use_distributed_sampler: Share out what loaders give over the processes. With False each process takes all of
+            its own loader, which reads its part of the data by itself; all then need as many batches in training.
         seed_samples: In a seeded run, derive each sample's random state from the seed, the epoch and the sample's
             index. None means yes where the run is seeded; False switches it off; True insists on a seed.
         num_workers: `"auto"` measures the loader and the step in the first 50 batches and settles on a number of
@@ -94,6 +96,7 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    use_distributed_sampler: bool = True
     seed_samples: bool | None = None
     num_workers: str | None = None
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -21,17 +23,27 @@ from drivetrain.data.randomness import (
 from drivetrain.data.reading import Opened, do_nothing, rebuilt, up_to, with_rows_found
 from drivetrain.data.seeding import ShowUsersDataset, as_is, collate_seed
 from drivetrain.data.sharding import Layout, shard_batches, with_last
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.runtime.seeds import isolated_random_state, sample_seed, seed_all_generators
 
 
 class Record(NamedTuple):
-    """A batch as it leaves the dataset, with what only the reading process can record."""
+    """A batch as it leaves the dataset, with what only the reading process can record.
+
+    Attributes:
+        batch: The batch.
+        rows: Its rows.
+        padding: How many of them, its last ones, are padding.
+        global_rows: The real rows of all processes.
+        begins_with: A digest of the stream's first samples, the same on all processes that read the same stream.
+    """
 
     batch: Any
     rows: int
     padding: int
     global_rows: int
+    begins_with: str = ""
 
 
 class BatchedStream(IterableDataset[Record]):
@@ -88,12 +100,37 @@ class BatchedStream(IterableDataset[Record]):
         size = self.batch_size or 1
         held: list[Any] = []  # nothing while this waits to be asked for the next
         chunks = _chunks(samples, size, self.drop_last)
+        digest = ""
+        if self.layout.shard.count > 1:
+            first = list(islice(chunks, 1))
+            digest, chunks = digest_of(first), chain(first, chunks)
+            del first
         for chunk, info in shard_batches(chunks, self.layout, streaming=True):
             if seed is not None:
                 seed_all_generators(collate_seed(seed, 0, info.consumed or 0))
             held.append(self.collate_fn(chunk if self.batch_size is not None else chunk[0]))
             del chunk
-            yield Record(held.pop(), info.rows or 0, info.padding, info.global_rows or 0)
+            yield Record(held.pop(), info.rows or 0, info.padding, info.global_rows or 0, digest)
+
+
+def digest_of(samples: Any) -> str:
+    """Return a digest of samples that does not depend on the process."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+            digest.update(repr((value.shape, value.dtype, value.flatten()[:64].tolist())).encode())
+        elif isinstance(value, Mapping):
+            add(list(value.items()))
+        elif isinstance(value, list | tuple):
+            for each in value:
+                add(each)
+        elif isinstance(value, str | bytes | int | float | np.ndarray):
+            digest.update(repr(value).encode())
+
+    add(samples)
+    return digest.hexdigest()
 
 
 def _seeded(samples: Iterator[Any], seed: int) -> Iterator[Any]:
@@ -215,16 +252,31 @@ class StreamReader:
                 records = separate.iterate(records)
                 close = separate.settle
             separate.settle()
+        if together:
+            records = self._read_by_all(records)
         steps = position.batches // self.layout.group_size
         pairs = self._pairs(up_to(records, None if limit is None else limit // self.layout.group_size), steps)
         return Opened(with_rows_found(pairs, alone=not self._sharded) if self.finds_rows else pairs, start, close)
+
+    def _read_by_all(self, records: Iterator[Record]) -> Iterator[Record]:
+        """Give the same records, once all processes are known to read the same stream."""
+        first = list(islice(records, 1))
+        digests = gather_object([record.begins_with for record in first])
+        if len(set(digests)) > 1:
+            raise DataError(
+                f"{type(self._loader.dataset).__name__} gives each process other samples, and would be shared out once "
+                "more, so that most would be lost. If each process reads its own part, set use_distributed_sampler="
+                "False, of the Trainer or of DataLoaderConfiguration. Else let all read the same, or set "
+                "dispatch_batches=True, so that rank 0 alone reads."
+            )
+        return chain(first, records)
 
     def _pairs(self, records: Iterator[Record], skipped: int) -> Iterator[tuple[Any, BatchInfo]]:
         """The batches, each with its record; one is read ahead, to recognise the last."""
         consumed = sum(record.global_rows for record in islice(records, skipped))
         index = skipped
         held: list[Any] = []  # nothing while this waits to be asked for the next
-        for (batch, rows, padding, global_rows), last in with_last(records):
+        for (batch, rows, padding, global_rows, _), last in with_last(records):
             held.append(batch)
             del batch
             consumed += global_rows

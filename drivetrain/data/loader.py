@@ -401,6 +401,11 @@ class PreparedLoader(DataLoader[Any]):
         return info.global_rows if info is not None and info.last and info.global_rows is not None else -1
 
     @property
+    def is_shared(self) -> bool:
+        """Whether each process gets a part of what the loader reads, rather than all of its own."""
+        return self._layout.shard.count > 1
+
+    @property
     def total_batch_size(self) -> int | None:
         """Samples of a full step of all processes; None if unknown."""
         sampler = getattr(self.loader, "batch_sampler", None)

@@ -10,9 +10,13 @@ from torch.utils.data import DataLoader
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.order import Position
-from drivetrain.data.randomness import EpochStart
+from drivetrain.data.randomness import EpochStart, several_processes
 from drivetrain.data.sharding import Layout
+from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.nested import batch_size_or_none
+
+logger = get_logger(__name__)
 
 Item = TypeVar("Item")
 
@@ -72,6 +76,31 @@ class Reader(Protocol):
     def __len__(self) -> int:
         """How many batches this process gets in an epoch."""
         ...
+
+
+# Whose datasets and loaders give each process its own part.
+_SPLITTING_PACKAGES = {"litdata", "streaming", "webdataset", "wids"}
+
+
+def is_split_already(loader: Any) -> bool:
+    """Return whether each process reads its own part of a loader's data, which must not be shared out again.
+
+    Call it on all processes: parts of a table of the package `datasets` are told apart by comparing them.
+
+    Args:
+        loader: The user's loader.
+    """
+    dataset = getattr(loader, "dataset", loader)
+    packages = {kind.__module__.partition(".")[0] for each in (loader, dataset) for kind in type(each).__mro__}
+    # `split_dataset_by_node` leaves no public trace (datasets 4.0).
+    part = getattr(dataset, "_distributed", None) if "datasets" in packages else None
+    fingerprint = getattr(dataset, "_fingerprint", None) if "datasets" in packages else None
+    is_split = bool(packages & _SPLITTING_PACKAGES) or getattr(part, "world_size", 1) > 1
+    if fingerprint is not None and not is_split and several_processes():
+        is_split = len(set(gather_object([fingerprint]))) > 1
+    if is_split:
+        logger.info_once("A %s gives each process its own part, which is not shared out again.", type(dataset).__name__)
+    return is_split
 
 
 def up_to(items: Iterator[Item], limit: int | None, skipped: int = 0) -> Iterator[Item]:

@@ -19,7 +19,7 @@ from drivetrain.accelerator import Accelerator
 from drivetrain.accelerator.preparation import FUSED_HINT
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
-from drivetrain.data import DataShard
+from drivetrain.data import DataShard, is_split_already
 from drivetrain.runtime.deprecation import warn_ignored
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
@@ -482,7 +482,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         Args:
             loader: The loader.
         """
-        return None if self.use_distributed_sampler else DataShard()
+        shares = self.use_distributed_sampler and not (self.world_size > 1 and is_split_already(loader))
+        return None if shares else DataShard()
 
     def check_loader(self, loader: Any, stage: Stage) -> None:
         """Check a loader before it is prepared; override it to warn of what your runs should not have.

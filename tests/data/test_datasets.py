@@ -1,4 +1,4 @@
-"""Datasets of the package `datasets` in torch's format are read by the batch, with torch's own batches."""
+"""Datasets of the package `datasets`: the batches are torch's own, and what is divided already stays so."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain.data import DataShard, prepare_loader
+from drivetrain import Accelerator, PartialState
+from drivetrain.data import DataLoaderConfiguration, DataShard, prepare_loader
+from tests.pool import run_in_processes
 
 pytestmark = pytest.mark.compat
 datasets = pytest.importorskip("datasets", reason="datasets is missing: pip install datasets")
@@ -53,3 +55,23 @@ def test_other_columns_are_collated_as_torch_does(columns: dict[str, list[Any]])
 def test_a_transform_of_the_users_is_run_for_each_sample() -> None:
     dataset = made().with_transform(lambda rows: {"y": [2 * each for each in rows["y"]]})
     assert_read_as_by_torch(dataset)
+
+
+def seen_of_parts(kind: str, dispatch: bool | None) -> list[int]:
+    """What this process reads of a table or stream that `split_dataset_by_node` has divided."""
+    from datasets.distributed import split_dataset_by_node
+
+    state = PartialState(cpu=True)
+    table = datasets.Dataset.from_dict({"x": list(range(16))})
+    whole = table.to_iterable_dataset(num_shards=4) if kind == "stream" else table
+    part = split_dataset_by_node(whole, state.process_index, state.num_processes).with_format("torch")
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    return [n for batch in accelerator.prepare(DataLoader(part, 2)) for n in batch["x"].tolist()]
+
+
+@pytest.mark.parametrize("dispatch", [None, False])
+@pytest.mark.parametrize("kind", ["stream", "table"])
+def test_what_is_divided_already_is_not_shared_out_again(kind: str, dispatch: bool | None) -> None:
+    first, second = run_in_processes(seen_of_parts, 2, (kind, dispatch))
+    assert sorted(first + second) == list(range(16))
+    assert len(first) == len(second) == 8

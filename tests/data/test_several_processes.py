@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from drivetrain import Accelerator
 from drivetrain.data import DataLoaderConfiguration, DataShard, TailPolicy, prepare_loader
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.runtime.state import PartialState
@@ -368,3 +370,37 @@ def test_a_seedable_sampler_depends_on_the_seed_and_the_epoch_only() -> None:
     assert once == again
     assert once != other
     assert once[0][0] != once[0][1]
+
+
+# data that are divided already
+
+
+class OwnPart(IterableDataset[int]):
+    """A stream that gives each process its own part."""
+
+    def __iter__(self) -> Iterator[int]:
+        state = PartialState()
+        return iter(range(state.process_index, 8, state.num_processes))
+
+
+def read_parts(options: dict[str, Any]) -> tuple[str, list[int], list[int]]:
+    """The error, what was read, and what gathering gave."""
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+    loader = accelerator.prepare(DataLoader(OwnPart(), 3))
+    rows, gathered = [], []
+    try:
+        for batch in loader:
+            rows += batch.tolist()
+            gathered += accelerator.gather_for_metrics(batch).tolist()
+    except DataError as error:
+        return str(error), rows, gathered
+    return "", rows, gathered
+
+
+def test_processes_that_read_parts_of_their_own_are_left_to_it_or_refused() -> None:
+    both = run_in_processes(read_parts, 2, ({"use_distributed_sampler": False},))
+    assert [rows for _, rows, _ in both] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert all(gathered == [0, 2, 4, 1, 3, 5, 6, 7] for _, _, gathered in both)
+    for error, rows, _ in run_in_processes(read_parts, 2, ({"dispatch_batches": False},)):
+        assert "OwnPart gives each process other samples" in error
+        assert not rows
