@@ -70,6 +70,7 @@ class RunReport(Callback):
         self._warnings: WarningLog | None = None
         self._writer: ReportWriter | None = None
         self._folder: str | None = None
+        self._is_placed = False
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         if stage != "fit":
@@ -82,6 +83,9 @@ class RunReport(Callback):
             group = trainer.tracker_group
             self._warnings = WarningLog(lambda: trainer.global_step, lambda text: group.secrets.in_text(text))
             self._warnings.open()
+
+    def on_fit_start(self, trainer: Trainer, task: Task) -> None:
+        self._is_placed = True
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         tracker = _tracker_of(trainer)
@@ -96,14 +100,21 @@ class RunReport(Callback):
         self._lane = Lane(folder, trainer.global_rank, about)
         self._sampler = RunSampler(trainer)
         if trainer.is_global_zero:
-            from drivetrain.callbacks.support.report_writer import ReportWriter
-
-            found = [] if self._warnings is None else self._warnings.found
-            self._writer = ReportWriter(trainer, task, folder, self.seconds, found)
+            self._writer = self._make_writer(trainer, task, folder)
         self._clock = Clock(self._tick, "drivetrain-report")
         self._clock.start()
 
+    def _make_writer(self, trainer: Trainer, task: Task, folder: str) -> ReportWriter:
+        from drivetrain.callbacks.support.report_writer import ReportWriter
+
+        return ReportWriter(trainer, task, folder, self.seconds, [] if self._warnings is None else self._warnings.found)
+
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
+        tracker = _tracker_of(trainer)
+        if self._writer is None and self._is_placed and trainer.is_global_zero and tracker is not None:
+            # The run ends before its first step, as in a sanity check.
+            self._folder = os.path.abspath(tracker.run_directory.path)
+            self._writer = self._make_writer(trainer, task, self._folder)
         if self._writer is not None:
             self._writer.record_error(exception)
 
@@ -135,22 +146,22 @@ class RunReport(Callback):
 
     def _finish(self, trainer: Trainer) -> None:
         """Write the last sample and the last page, on the thread that trains."""
-        if self._clock is None or self._folder is None:
+        if self._clock is not None:
+            self._clock.stop()
+        tracker, sampler, writer = _tracker_of(trainer), self._sampler, self._writer
+        if tracker is None or self._folder is None:
             return
-        self._clock.stop()
-        tracker, sampler = _tracker_of(trainer), self._sampler
-        if tracker is None or sampler is None or self._lane is None:
-            return
+        seconds = 0.0 if sampler is None else sampler.seconds
         try:
-            if self._writer is not None:
+            if writer is not None:
                 tracker.save()
-                if sampler.seconds > 1.0:
+                if seconds > 1.0 or writer.has_error:
                     tracker.run_directory.create()
             if os.path.isdir(self._folder):
-                if sampler.seconds > 0.2:
+                if sampler is not None and self._lane is not None and seconds > 0.2:
                     self._lane.write(sampler.take())
-                if self._writer is not None:
-                    self._writer.finish()
+                if writer is not None:
+                    writer.finish()
         except Exception as error:
             _warn(error)
 
@@ -175,6 +186,7 @@ class RunReport(Callback):
         if self._warnings is not None:
             self._warnings.close()
         self._clock = self._sampler = self._lane = self._warnings = self._writer = None
+        self._is_placed = False
 
 
 def _tracker_of(trainer: Trainer) -> DirectoryTracker | None:

@@ -86,7 +86,7 @@ class RankLogger(_Adapter):
         """
         if not in_order and not self.isEnabledFor(level):
             return
-        rank, world_size = _rank_and_world_size()
+        rank, world_size = rank_and_world_size()
         if world_size > 1 and (in_order or not main_process_only):
             msg = f"[rank {rank}] {msg}"
         elif rank != 0:
@@ -157,7 +157,7 @@ def _wait_for_others() -> None:
         barrier()
 
 
-def _rank_and_world_size() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """This process among its peers; starts nothing, and lets no broken environment break a log line."""
     state = PartialState.existing()
     try:

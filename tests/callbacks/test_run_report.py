@@ -27,6 +27,7 @@ from drivetrain.callbacks.support.run_facts import commit_of
 from drivetrain.callbacks.support.run_sampler import Clock
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers.report.lanes import read_lanes
+from drivetrain.trackers.report.listing import list_runs
 from drivetrain.trackers.report.record import read_record
 from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.tasks import Scripted, numbers
@@ -126,6 +127,55 @@ def test_a_failed_run_shows_why(tmp_path: Path) -> None:
     page = (folder_of(tmp_path) / "report.html").read_text()
     assert "Failed: RuntimeError: the disk is on fire." in page
     assert "in training_step" in page  # the traceback
+
+
+class Ending(Scripted):
+    """Raises an error in a hook, as soon as so many steps were taken."""
+
+    def __init__(self, error: BaseException, hook: str, step: int) -> None:
+        super().__init__([1.0])
+        self.error, self.hook, self.step = error, hook, step
+
+    def end_in(self, hook: str) -> None:
+        if hook == self.hook and self.global_step >= self.step:
+            raise self.error
+
+    def on_fit_start(self) -> None:
+        self.end_in("on_fit_start")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.end_in("training_step")
+        self.log("train_loss", float(self.global_step))
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.end_in("validation_step")
+        super().validation_step(batch, batch_idx)
+
+
+ENDINGS: dict[str, tuple[BaseException, str, int, str]] = {
+    "in the first step": (ValueError("bad row"), "training_step", 0, "failed"),
+    "in a later step": (ValueError("bad row"), "training_step", 3, "failed"),
+    "before training": (ValueError("bad row"), "on_fit_start", 0, "failed"),
+    "in the sanity check": (ValueError("bad row"), "validation_step", 0, "failed"),
+    "by an exit": (SystemExit(3), "training_step", 3, "failed"),
+    "without memory": (MemoryError(), "training_step", 3, "failed"),
+    "by Ctrl-C": (KeyboardInterrupt(), "training_step", 3, "interrupted"),
+}
+
+
+@pytest.mark.parametrize(("error", "hook", "step", "state"), ENDINGS.values(), ids=ENDINGS.keys())
+def test_a_run_that_ends_early_is_listed_with_its_last_values(
+    error: BaseException, hook: str, step: int, state: str, tmp_path: Path
+) -> None:
+    trainer = trainer_in(tmp_path, log_every_n_steps=50, num_sanity_val_steps=1)
+    with pytest.raises(type(error)):
+        trainer.fit(Ending(error, hook, step), numbers(8, 1), numbers(8, 4))
+    [run] = list_runs(tmp_path)
+    assert run.state == state
+    assert "bad row" in run.record["reason"] or not isinstance(error, ValueError)
+    assert (folder_of(tmp_path) / "report.html").is_file()
+    assert run.metric == (f"train_loss {step - 1} (last)" if step else "")
 
 
 @pytest.mark.parametrize(
