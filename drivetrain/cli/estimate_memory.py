@@ -182,7 +182,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
     """
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"--kwargs {text!r} is no JSON: {error}. Give an object, such as '{{}}'.", code="DT-007"
         ) from error

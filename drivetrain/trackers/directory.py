@@ -161,7 +161,7 @@ class RunDirectory:
 
 
 def _remove_if_empty(folders: Sequence[Path], process: int) -> bool:
-    """Remove a run's directory, and those that were made for it, if they are empty. Returns whether the first is gone."""
+    """Remove directories that are empty, that of the run first. Returns whether that one is gone."""
     if os.getpid() == process:  # not in a process that was forked
         with suppress(OSError):
             for folder in folders:
@@ -226,7 +226,14 @@ class DirectoryTracker(Tracker):
             return
         written = self.run_directory.path / "hparams.yaml"
         if written.is_file():
-            self._hyperparameters = load_yaml(written.read_text(encoding="utf-8")) or {}
+            import yaml
+
+            try:
+                found = load_yaml(written.read_text(encoding="utf-8"))
+            except (OSError, ValueError, yaml.YAMLError) as error:
+                logger.warning(f"{written} cannot be read, so it is written anew: {error}.")
+                found = None
+            self._hyperparameters = found if isinstance(found, dict) else {}
         self._resume_from(state)
 
     def _checked(self, state: Mapping[str, Any], key: str, kind: type) -> Any:
