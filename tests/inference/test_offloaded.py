@@ -108,7 +108,7 @@ def test_weights_of_a_folder_are_read_into_a_model(tmp_path):
     assert model.bias.is_meta
 
 
-NAMES_THAT_LEAD_OUT = ["../out", "/tmp/out", "a/../../out", "..", "a\\..\\..\\out", "nul\0byte", "link/out"]
+NAMES_THAT_LEAD_OUT = ["../out", "/tmp/out", "a/../../out", "a\\..\\..\\out", "nul\0byte", "link/out"]
 
 
 @pytest.mark.parametrize("name", NAMES_THAT_LEAD_OUT)

@@ -113,10 +113,13 @@ def _is_alive(record: Mapping[str, Any]) -> bool:
     process = process if isinstance(process, dict) else {}
     if process.get("host") != platform.node():
         return time.time() < float(record.get("due", 0)) + _LATE_SECONDS
-    import psutil
+    from drivetrain.runtime.own_process import boot_id, is_alive
 
-    try:
-        started = psutil.Process(int(process.get("id", -1))).create_time()
-    except (psutil.Error, ValueError):
+    if process.get("boot") and process["boot"] != boot_id():
         return False
-    return abs(started - float(process.get("started", 0))) < 2.0  # another process may have got the number
+    since_boot = process.get("since_boot")
+    try:
+        started = float(process.get("started", 0) if since_boot is None else since_boot)
+        return is_alive(int(process.get("id", -1)), started)
+    except (ValueError, TypeError, OverflowError):
+        return False
