@@ -163,7 +163,9 @@ class RunReport(Callback):
                 if writer is not None:
                     writer.finish()
         except Exception as error:
-            _warn(error)
+            logger.warning(
+                f"The report of this run in {self._folder} lacks what came last: {type(error).__name__}: {error}."
+            )
 
     def _write_again(self, trainer: Trainer) -> None:
         """Add the results of a test to the page of the fit before it."""

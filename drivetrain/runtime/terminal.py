@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import unicodedata
-from typing import TextIO
+from contextlib import suppress
+from typing import Any, TextIO
 
 
 def visible(text: str) -> str:
@@ -51,6 +52,29 @@ def say(text: str, end: str = "\n", file: TextIO | None = None) -> None:
         return
 
 
+def say_all(
+    *args: object, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool = False
+) -> None:
+    """Print as the built-in `print` does, and raise nothing if the text cannot be written.
+
+    Args:
+        *args: What to print.
+        sep: What stands between them.
+        end: What stands after them.
+        file: Where to; the standard output if None.
+        flush: Taken as `print` takes it: the text is always written at once.
+    """
+    say((" " if sep is None else sep).join(map(str, args)), "\n" if end is None else end, file)
+
+
+def flush_output() -> None:
+    """Write what waits in the standard output and in the standard error, as far as they can be written to."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with suppress(OSError, ValueError):
+                stream.flush()
+
+
 def encodable(text: str, stream: TextIO) -> str:
     """Return a text in which what a stream's encoding has no characters for is spelled out."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
@@ -63,6 +87,31 @@ def _descriptor(stream: TextIO) -> int | None:
         return stream.fileno()
     except (AttributeError, OSError, ValueError):
         return None
+
+
+class Lenient:
+    """A stream that loses what cannot be written instead of raising, for packages that write by themselves.
+
+    Args:
+        stream: The stream; everything but writing is asked of it.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text, as far as it can be."""
+        with suppress(OSError, ValueError, AttributeError):  # AttributeError: there is no stream
+            self._stream.write(encodable(text, self._stream))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, as far as it can be."""
+        with suppress(OSError, ValueError, AttributeError):
+            self._stream.flush()
 
 
 def is_terminal() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import BatchInfo
 from drivetrain.runtime.keywords import made_again
+from drivetrain.runtime.terminal import say_all
 from drivetrain.runtime.timing import Timing
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.capabilities import StartsProcesses
@@ -252,7 +252,7 @@ class TrainerStatus:
         if bar is not None:
             bar.print(*args, **kwargs)
         else:
-            builtins.print(*args, **kwargs)
+            say_all(*args, **kwargs)
 
     # values
 

@@ -270,6 +270,32 @@ def test_what_cannot_be_written_does_not_end_the_run(tmp_path: Path, monkeypatch
     assert trainer.global_step == 4
 
 
+def fit_without_room(root: str) -> tuple[int, list[str]]:
+    """Train while no file may grow beyond 200 bytes, as on a full disk. Returns the steps, and the table's lines."""
+    resource = pytest.importorskip("resource")  # not on Windows
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    trainer = trainer_in(Path(root), max_epochs=40, enable_checkpointing=False, profiler="simple")
+    trainer.profiler.filename = "report"
+    logging.raiseExceptions = False  # the output of this process is a file, too
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
+    try:
+        trainer.fit(Scripted(), numbers(8, 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        logging.raiseExceptions = True
+    trainer.logger.log({"train_loss": 1.0}, 1000)
+    trainer.logger.finish()
+    return trainer.global_step, (folder_of(Path(root)) / "metrics.csv").read_text().splitlines()
+
+
+def test_a_full_disk_costs_values_and_not_the_run(tmp_path: Path) -> None:
+    [(steps, lines)] = run_in_processes(fit_without_room, 1, args=(str(tmp_path),))
+    assert steps == 320
+    numbers_of_steps = [int(line.split(",")[1]) for line in lines[1:]]
+    assert numbers_of_steps == sorted(set(numbers_of_steps))  # no row is there twice, or cut
+    assert numbers_of_steps[-1] == 1000
+
+
 class Clocks:
     """The clocks of the writer's module, moved by hand."""
 
