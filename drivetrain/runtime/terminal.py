@@ -104,8 +104,8 @@ class Lenient:
 
     def write(self, text: str) -> int:
         """Write a text, as far as it can be."""
-        with suppress(OSError, ValueError, AttributeError):  # AttributeError: there is no stream
-            self._stream.write(encodable(text, self._stream))
+        if self._stream is not None:
+            say(text, end="", file=self._stream)
         return len(text)
 
     def flush(self) -> None:
