@@ -26,6 +26,7 @@ from drivetrain.runtime.assembly import all_arrive
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.terminal import without_credentials
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -278,7 +279,7 @@ class ModelCheckpoint(Callback):
         score = self.best_model_score
         return {
             **self._writer.kept.state_dict(self.dirpath or ""),
-            "dirpath": self.dirpath,
+            "dirpath": without_credentials(self.dirpath or "") or None,
             "below_root": folder.relative(self.dirpath, self._root),
             "best_model_score": None if score is None else float(score),
             "current_score": self._current_score,

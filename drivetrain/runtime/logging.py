@@ -11,7 +11,7 @@ from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError, nearest
 from drivetrain.runtime.process_group import barrier
 from drivetrain.runtime.state import PartialState
-from drivetrain.runtime.terminal import say
+from drivetrain.runtime.terminal import say, shown
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
@@ -91,6 +91,9 @@ class RankLogger(_Adapter):
             msg = f"[rank {rank}] {msg}"
         elif rank != 0:
             return
+        if isinstance(msg, str):
+            msg = shown(msg)
+        args = tuple(shown(each) if isinstance(each, str) else each for each in args)
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         # In order, a level that differs between ranks must leave no rank waiting: all of them take every turn.
         for turn in range(world_size) if in_order else (rank,):

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import unicodedata
 from contextlib import suppress
 from typing import Any, TextIO
+
+HIDDEN = "<hidden>"
+
+# The part of a URL before its host: user:password, which may hold any character that is not encoded, or a token alone.
+# Names of containers and of accounts on machines are no secrets.
+_USER_INFO = re.compile(
+    r"""(?P<before>\b(?P<scheme>[a-z][a-z0-9+.-]*)://)
+    (?: (?P<user>[^\s/@:?#'"]*:)(?!\d*[/?#]) (?:(?!://)[^\s'"])+
+      | (?<!abfs://)(?<!abfss://)(?<!wasb://)(?<!wasbs://)(?<!ssh://)(?<!sftp://)(?<!hdfs://)
+        (?!git@)[^\s/@:?#'"]+ )@""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_PARAMETER = re.compile(r"""([?&;#](?P<name>[\w.%-]+)=)[^&;\s#'"]+""")
+_CREDENTIAL = re.compile(
+    r"(?:^|[_.-])(?:(?:\w*(?:api|access|auth|secret|private|signing|account|shared|storage)_?)?key(?:_?id)?|\w*secret|\w*token|pass|passwd|password|pwd|passphrase|sig|signature|sas|auth"
+    r"|credentials?)$"
+)
 
 
 def visible(text: str) -> str:
@@ -21,6 +39,32 @@ def visible(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(each if each in "\n\t" or not _is_control(each) else _spelled(each) for each in text)
+
+
+def without_credentials(text: str) -> str:
+    """Return a text with `<hidden>` in the place of passwords, keys and tokens in the URLs that it holds.
+
+    Args:
+        text: The text.
+    """
+    if "://" not in text:
+        return text
+    text = _USER_INFO.sub(lambda found: f"{found['before']}{found['user'] or ''}{HIDDEN}@", text)
+    return _PARAMETER.sub(lambda found: f"{found[1]}{HIDDEN}" if _is_credential(found["name"]) else found[0], text)
+
+
+def shown(text: str) -> str:
+    """Return a text as it may be written for people: without credentials and without control characters.
+
+    Args:
+        text: The text.
+    """
+    return visible(without_credentials(text))
+
+
+def _is_credential(name: str) -> bool:
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return bool(_CREDENTIAL.search(snake)) and not snake.endswith(("max_token", "num_token"))
 
 
 def say(text: str, end: str = "\n", file: TextIO | None = None) -> None:

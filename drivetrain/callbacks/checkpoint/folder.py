@@ -15,6 +15,7 @@ from drivetrain.checkpoint.storage import LocalStorage
 from drivetrain.checkpoint.writer_record import writer_token
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.terminal import without_credentials
 from drivetrain.trackers import Tracker
 from drivetrain.trackers.directory import DirectoryTracker
 
@@ -87,7 +88,7 @@ def is_same(path: str | None, state: RestoredState) -> bool:
         state: Of the earlier run.
     """
     old, newest = state.saved_in, state.names["newest"]
-    if path is None or path == old:
+    if path is None or without_credentials(path) == without_credentials(old or ""):
         return True
     if not old or "://" in old or not is_local(path):
         return False  # nothing is asked of a storage that only a checkpoint names

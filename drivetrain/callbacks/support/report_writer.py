@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.support.run_facts import facts_of, is_changed
+from drivetrain.runtime.terminal import without_credentials
 from drivetrain.trackers.losses import first_line
 from drivetrain.trackers.report.page import write_page
 from drivetrain.trackers.report.record import (
@@ -150,8 +151,8 @@ class ReportWriter:
                 "monitor": callback.monitor,
                 "mode": callback.mode,
                 "value": None if score is None else float(score),
-                "path": callback.best_model_path,
-                "newest": callback.newest_model_path,
+                "path": without_credentials(callback.best_model_path),
+                "newest": without_credentials(callback.newest_model_path),
             }
         return found
 
