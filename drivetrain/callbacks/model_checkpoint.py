@@ -330,9 +330,8 @@ class ModelCheckpoint(Callback):
             return
         self._root = folder.resolved(trainer.default_root_dir)
         self._own_places = folder.default_places(trainer.loggers, self._root)
-        if self.dirpath is None:
-            logs = folder.is_local(self._root)  # trackers write locally, also where checkpoints go to a URL
-            root = decide_on_main_process(lambda: (trainer.log_dir if logs else None) or self._root)
+        if self.dirpath is None:  # trackers write locally, also where checkpoints go to a URL
+            root = decide_on_main_process(lambda: (folder.is_local(self._root) and trainer.log_dir) or self._root)
             self.dirpath = os.path.join(root, "checkpoints")
         self.dirpath = folder.resolved(self.dirpath)
         if self.save_last == "link" and not folder.is_local(self.dirpath):

@@ -11,7 +11,7 @@ from drivetrain.callbacks.progress_bar import TQDMProgressBar
 from drivetrain.callbacks.rich_model_summary import RichModelSummary
 from drivetrain.callbacks.support.progress_display import Display, LineDisplay, Stage, listed
 from drivetrain.callbacks.support.rich_package import make_console, require_rich
-from drivetrain.runtime.terminal import say
+from drivetrain.runtime.terminal import print_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -166,7 +166,7 @@ class RichDisplay:
         if file is None:
             self._console.print(text, end="", markup=False, highlight=False)
         else:
-            say(text, end="", file=file)
+            print_text(text, end="", file=file)
 
     def _shown(self, values: Mapping[str, float]) -> str:
         theme = self._theme

@@ -38,7 +38,7 @@ def this_writer() -> dict[str, Any]:
 
 
 def writer_token() -> str:
-    """Return a new token for the name of a file that is being written, which tells whose it is."""
+    """Return a new token for the name of a file that is being written, which names its writer."""
     started = round((started_since_boot() or 0.0) * 100)
     return f"{_host_hash()}{os.getpid():08x}{started:012x}{uuid.uuid4().hex[:8]}"
 
@@ -48,7 +48,7 @@ def clean_stale_files(root: str, patience: float = 3600.0) -> list[str]:
 
     Args:
         root: The directory that the files are in.
-        patience: Seconds without a write after which a file counts as left that does not say whose it is.
+        patience: Seconds without a write after which a file counts as left whose name has no writer.
 
     Returns:
         What was removed or given back, by path.
@@ -77,7 +77,7 @@ def clean_stale_files(root: str, patience: float = 3600.0) -> list[str]:
 
 
 def _is_token_alive(token: str) -> bool | None:
-    """Whether the process that has made a token runs; None if it is another machine's, or does not say."""
+    """Whether the process that has made a token runs; None if it is another machine's, or not known."""
     if len(token) != _TOKEN_LENGTH or token[:8] != _host_hash():
         return None
     started = int(token[16:28], 16) / 100

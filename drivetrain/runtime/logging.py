@@ -11,7 +11,7 @@ from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError, nearest
 from drivetrain.runtime.process_group import barrier
 from drivetrain.runtime.state import PartialState
-from drivetrain.runtime.terminal import say, shown
+from drivetrain.runtime.terminal import print_text, shown
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
@@ -135,7 +135,7 @@ class _FallbackHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == self._name and not logging.getLogger().handlers:
-            say(self.format(record), file=sys.stderr)
+            print_text(self.format(record), file=sys.stderr)
 
 
 def _parse_level(level: str | int, source: str) -> int:

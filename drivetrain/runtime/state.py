@@ -32,7 +32,7 @@ from drivetrain.runtime.process_group import (
     init_process_group,
     leave_process_group,
 )
-from drivetrain.runtime.terminal import say_all
+from drivetrain.runtime.terminal import print_all
 from drivetrain.runtime.work_queue import WorkQueue
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -405,7 +405,7 @@ class PartialState:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once per machine."""
         if self.is_local_main_process:
-            say_all(*args, **kwargs)
+            print_all(*args, **kwargs)
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave the process group after waiting for the peers.

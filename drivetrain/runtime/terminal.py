@@ -67,8 +67,8 @@ def _is_credential(name: str) -> bool:
     return bool(_CREDENTIAL.search(snake)) and not snake.endswith(("max_token", "num_token"))
 
 
-def say(text: str, end: str = "\n", file: TextIO | None = None) -> None:
-    """Write a text for whoever watches a run; a run does not depend on it, so nothing is raised.
+def print_text(text: str, end: str = "\n", file: TextIO | None = None) -> None:
+    """Write a text for those who watch a run; a run does not depend on it, so nothing is raised.
 
     A text is lost if there is nowhere to write it to: a closed pipe or terminal, a full disk, no standard output. What
     the output's encoding has no characters for is spelled out.
@@ -96,7 +96,7 @@ def say(text: str, end: str = "\n", file: TextIO | None = None) -> None:
         return
 
 
-def say_all(
+def print_all(
     *args: object, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool = False
 ) -> None:
     """Print as the built-in `print` does, and raise nothing if the text cannot be written.
@@ -108,7 +108,7 @@ def say_all(
         file: Where to; the standard output if None.
         flush: Taken as `print` takes it: the text is always written at once.
     """
-    say((" " if sep is None else sep).join(map(str, args)), "\n" if end is None else end, file)
+    print_text((" " if sep is None else sep).join(map(str, args)), "\n" if end is None else end, file)
 
 
 def flush_output() -> None:
@@ -149,7 +149,7 @@ class Lenient:
     def write(self, text: str) -> int:
         """Write a text, as far as it can be."""
         if self._stream is not None:
-            say(text, end="", file=self._stream)
+            print_text(text, end="", file=self._stream)
         return len(text)
 
     def flush(self) -> None:

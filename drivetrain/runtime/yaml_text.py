@@ -11,8 +11,8 @@ MOST_VALUES = 100_000
 def load_yaml(text: str) -> Any:
     """Read a YAML document of plain values, whose anchors may not multiply without end.
 
-    PyYAML shares what an alias repeats, so a file of a kilobyte loads quickly and then hangs whoever walks through its
-    10^9 values, or through one that holds itself.
+    PyYAML shares what an alias repeats. A file of a kilobyte may load quickly and then hang the code that walks through
+    its 10^9 values, or through one that holds itself.
 
     Args:
         text: The document.
@@ -54,7 +54,7 @@ def _read(text: str, construct: Callable[[Any, Any], Any]) -> Any:
     except (ValueError, TypeError, OverflowError) as error:  # a date or a number that cannot be
         raise yaml.YAMLError(f"it holds a value that cannot be read: {error}") from error
     finally:
-        loader.dispose()  # type: ignore[no-untyped-call]
+        loader.dispose()
 
 
 def _count(node: Any, known: dict[int, int]) -> int:

@@ -143,7 +143,7 @@ class RunDirectory:
             except FileExistsError:
                 number += 1
                 continue
-            except OSError:  # it cannot be written to, which whoever writes there says
+            except OSError:  # it cannot be written to, which the writers report
                 return number
             self._remove_empty = weakref.finalize(self, _remove_if_empty, [path, *made], os.getpid())
             return number

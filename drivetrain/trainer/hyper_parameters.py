@@ -190,22 +190,6 @@ def made_of(
     return make_again(kind, saved, overrides, instantiate)
 
 
-def loaded_subclass(kind: type, path: str) -> type | None:
-    """Return the class with a path among a class and its subclasses, without importing anything; None if none has it.
-
-    Args:
-        kind: The class.
-        path: The module and the name of the class that is looked for.
-    """
-    candidates = [kind]
-    while candidates:
-        found = candidates.pop()
-        if f"{found.__module__}.{found.__qualname__}" == path:
-            return found
-        candidates += found.__subclasses__()
-    return None
-
-
 # Nothing else that a checkpoint names is called: Lightning's is what its own command line leaves.
 _INSTANTIATORS = (
     "drivetrain.trainer.cli.instantiate_module",

@@ -14,7 +14,7 @@ from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import BatchInfo
 from drivetrain.runtime.keywords import made_again
-from drivetrain.runtime.terminal import say_all
+from drivetrain.runtime.terminal import print_all
 from drivetrain.runtime.timing import Timing
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.capabilities import StartsProcesses
@@ -252,7 +252,7 @@ class TrainerStatus:
         if bar is not None:
             bar.print(*args, **kwargs)
         else:
-            say_all(*args, **kwargs)
+            print_all(*args, **kwargs)
 
     # values
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.runtime.terminal import say, visible
+from drivetrain.runtime.terminal import print_text, visible
 
 SCRIPT = """
 import sys
@@ -68,7 +68,7 @@ def test_neither_do_the_bars_of_the_mirror_end_a_run(output: str, bar: str, tmp_
 
 def test_what_is_written_reaches_the_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
     print("before", end=" ")
-    say("ä", end=" after\n")
+    print_text("ä", end=" after\n")
     assert capfd.readouterr().out == "before ä after\n"
 
 

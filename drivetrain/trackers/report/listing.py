@@ -101,7 +101,7 @@ def as_table(runs: Sequence[KnownRun], width: int) -> list[str]:
         runs: The runs.
         width: Columns of the terminal, which the commands are cut to.
     """
-    rows = [("began", "run", "state", "metric", "command")]
+    rows: list[tuple[str, ...]] = [("began", "run", "state", "metric", "command")]
     rows += [tuple(map(shown, (run.when, run.name, run.state or "-", run.metric or "-", run.command))) for run in runs]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4]]) for row in rows]

@@ -18,8 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_a
 
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.trainer.cli.package import require_jsonargparse
-from drivetrain.trainer.given_hyper_parameters import CLASS_PATH, INSTANTIATOR, hyper_parameters_given
-from drivetrain.trainer.hyper_parameters import loaded_subclass
+from drivetrain.trainer.given_hyper_parameters import (
+    CLASS_PATH,
+    INSTANTIATOR,
+    hyper_parameters_given,
+    loaded_subclass,
+)
 
 if TYPE_CHECKING:
     from drivetrain.trainer.cli.trainer_cli import TrainerCLI
@@ -356,7 +360,7 @@ def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
 def configuration_of(
     saved: Mapping[str, Any], configured: Mapping[str, Any], kind: type, subclass_mode: bool
 ) -> dict[str, Any]:
-    """Return the configuration that saved hyper-parameters mean, without what the command line says already.
+    """Return the configuration that saved hyper-parameters mean, without what the command line has already.
 
     Args:
         saved: The hyper-parameters in a checkpoint.
@@ -371,14 +375,15 @@ def configuration_of(
     path = saved.get(CLASS_PATH)
     here = hyper_parameters_of(configured)
     if subclass_mode and path is not None:
-        kind = loaded_subclass(kind, path) or (
-            _class_at(path, [object], "model") if path == here.get(CLASS_PATH) else None
-        )
-        if kind is None:
+        named = loaded_subclass(kind, path)
+        if named is None and path == here.get(CLASS_PATH):
+            named = _class_at(path, [object], "model")
+        if named is None:
             raise CheckpointError(
                 f"The checkpoint is of the class {path!r}, which would be imported. If you trust it, choose it "
                 f"yourself: --model={path}, or --config of the run that wrote the checkpoint."
             )
+        kind = named
     types = argument_types(kind)
     changed = {name: value for name, value in own.items() if name not in here or value != here[name]}
     for name, value in changed.items():

@@ -178,7 +178,7 @@ class TrackerLog:
         self._written_at = step
         place = f"last-values/{self._run}/{step}"
         if trainer.world_size == 1:
-            values, own = trainer.logged.synced_step_values(), []
+            values, own = trainer.logged.synced_step_values(), list[str]()
         else:
             values, own = trainer.logged.unsynced_step_values(
                 lambda text: exchange_if_all_arrive(place, text, PATIENCE)

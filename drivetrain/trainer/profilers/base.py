@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from drivetrain.runtime.logging import get_logger
-from drivetrain.runtime.terminal import say
+from drivetrain.runtime.terminal import print_text
 
 logger = get_logger(__name__)
 
@@ -119,7 +119,7 @@ class Profiler(ABC):
             except OSError as error:  # the run is over, and has not failed
                 logger.warning(f"The profiler's report could not be written: {error}.")
         elif self.local_rank == 0:
-            say(report)
+            print_text(report)
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Called when fit, validate, test or predict begins.
