@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_UNLISTED = 1.0
+"""Seconds that a run of one process takes before it is listed."""
+
 _NOTHING_TO_DO = 60.0
 """Seconds until a process without samples or pages to write looks again."""
 
@@ -70,7 +73,8 @@ class RunReport(Callback):
         self._warnings: WarningLog | None = None
         self._writer: ReportWriter | None = None
         self._folder: str | None = None
-        self._is_placed = False
+        self._is_placed = self._is_listed = False
+        self._tracker: DirectoryTracker | None = None
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         if stage != "fit":
@@ -95,14 +99,27 @@ class RunReport(Callback):
         if trainer.world_size > 1:
             [folder] = broadcast_object_list([folder])
         assert folder is not None
-        self._folder = folder
+        self._folder, self._tracker = folder, tracker
         about = {"host": platform.node(), "device": str(trainer.strategy.topology.device)}
         self._lane = Lane(folder, trainer.global_rank, about)
         self._sampler = RunSampler(trainer)
         if trainer.is_global_zero:
             self._writer = self._make_writer(trainer, task, folder)
+            if trainer.world_size > 1:  # the launcher stops this process if a peer is killed
+                self._list_run()
         self._clock = Clock(self._tick, "drivetrain-report")
         self._clock.start()
+
+    def _list_run(self) -> None:
+        """List the run and write its record, once, so that it is known if its processes are killed."""
+        if self._writer is None or self._tracker is None or self._is_listed:
+            return
+        self._is_listed = True
+        try:
+            self._tracker.run_directory.create()
+            self._writer.write_beginning()
+        except Exception as error:
+            _warn(error)
 
     def _make_writer(self, trainer: Trainer, task: Task, folder: str) -> ReportWriter:
         from drivetrain.callbacks.support.report_writer import ReportWriter
@@ -132,6 +149,8 @@ class RunReport(Callback):
             return _NOTHING_TO_DO
         try:
             sampler.observe()
+            if writer is not None and sampler.seconds > _UNLISTED:
+                self._list_run()
             if sampler.due_in <= 0:
                 sample = sampler.take()
                 if writer is not None and not lane.is_open:
@@ -155,7 +174,7 @@ class RunReport(Callback):
         try:
             if writer is not None:
                 tracker.save()
-                if seconds > 1.0 or writer.has_error:
+                if seconds > _UNLISTED or writer.has_error:
                     tracker.run_directory.create()
             if os.path.isdir(self._folder):
                 if sampler is not None and self._lane is not None and seconds > 0.2:
@@ -188,7 +207,8 @@ class RunReport(Callback):
         if self._warnings is not None:
             self._warnings.close()
         self._clock = self._sampler = self._lane = self._warnings = self._writer = None
-        self._is_placed = False
+        self._is_placed = self._is_listed = False
+        self._tracker = None
 
 
 def _tracker_of(trainer: Trainer) -> DirectoryTracker | None:

@@ -32,7 +32,7 @@ from drivetrain.trackers.report.record import read_record
 from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.tasks import Scripted, numbers
 from tests.launch.launching import clean_environment
-from tests.pool import ROOT, run_in_processes
+from tests.pool import ROOT, ProcessesFailed, run_in_processes
 from tests.trackers.test_report_page import charts_in, shown
 from tests.trainer.tasks import Kept
 
@@ -416,6 +416,26 @@ def test_each_process_has_a_lane(tmp_path: Path) -> None:
 
 
 @pytest.mark.crash
+class Killed(Scripted):
+    """Its first process is killed within the third step, as a launcher does once a peer is gone."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and self.trainer.is_global_zero:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit_until_killed(root: str) -> None:
+    trainer_in(Path(root), max_epochs=2).fit(Killed(), numbers(16, 1))
+
+
+def test_a_run_of_several_processes_that_is_killed_at_once_is_listed_as_failed(tmp_path: Path) -> None:
+    with pytest.raises(ProcessesFailed):
+        run_in_processes(fit_until_killed, 2, args=(str(tmp_path),))
+    [run] = list_runs(tmp_path)
+    assert run.state == "failed"
+    assert "ended without recording why" in run.record["reason"]
+
+
 def test_a_killed_run_leaves_its_last_page(tmp_path: Path) -> None:
     script = """
         import sys

@@ -58,6 +58,7 @@ class ReportWriter:
         self._spent = 0.0
         self._error = self._traceback = ""
         self._facts: dict[str, Any] | None = None
+        self._is_recorded = self._has_page = False
         self._sessions: list[dict[str, Any]] = []
         self._before: list[Sequence[Any]] = []
 
@@ -68,7 +69,7 @@ class ReportWriter:
 
     def write(self) -> None:
         """Write the record and the page of a run that runs; the first page has no curves yet."""
-        is_first = self._facts is None
+        is_first, self._has_page = not self._has_page, True
         began = time.thread_time()
         self._due = time.monotonic() + self._seconds  # also where this attempt fails
         record = self._record(RUNNING, "")
@@ -79,6 +80,12 @@ class ReportWriter:
         self._spent += cost
         # The next page costs about as much as this one.
         self._due = max(time.monotonic() + self._seconds, self._begun + (self._spent + cost) / _SHARE)
+
+    def write_beginning(self) -> None:
+        """Write the record alone, once, so that a run is known whose processes are killed before its first page."""
+        if not self._is_recorded:
+            self._is_recorded = True
+            write_record(self._folder, self._record(RUNNING, ""))
 
     @staticmethod
     def _ask_for_changes(record: dict[str, Any]) -> float:
