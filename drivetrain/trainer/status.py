@@ -145,6 +145,11 @@ class TrainerStatus:
                 return tracker.log_dir
         return self.default_root_dir
 
+    @property
+    def local_dir(self) -> str:
+        """Where callbacks and profilers write files of this machine: `log_dir`, or the current one if that is a URL."""
+        return self.log_dir if "://" not in self.log_dir else "."
+
     def __reduce__(self) -> tuple[Any, ...]:
         """A Trainer's pickle holds what it was made with: the copy is a new one, that has trained nothing."""
         return made_again, (type(self), *self.made_with)
