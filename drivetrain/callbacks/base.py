@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.runtime.keywords import KnownKeywords
+from drivetrain.runtime.terminal import print_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +70,7 @@ class Callback(KnownKeywords):
             *args: What to print.
             **kwargs: As for the built-in `print`.
         """
-        builtins.print(*args, **kwargs)
+        print_all(*args, **kwargs)
 
     saves_within_steps: bool = True
     """Whether a hook that runs within a step (`on_train_batch_start`, `on_before_backward`, `on_exception`, ...) may

@@ -221,7 +221,7 @@ class EvaluationGather(Callback):
                     results = _compute(self.metrics, samples)
                     values.update({self._name(key, stage) + suffix: value for key, value in results.items()})
                 if self.path is not None and not trainer.sanity_checking:
-                    root = trainer.log_dir or trainer.default_root_dir
+                    root = trainer.local_dir
                     suffix = f"-dataloader_idx_{number}" if several else ""
                     write_samples(samples, self._file(root, stage, trainer.current_epoch, suffix))
             return values

@@ -95,7 +95,7 @@ class MemoryMonitor(Callback):
         if self._history is None or not self._history.is_recording:
             logger.warning(where)
             return
-        folder = Path(self.snapshot_dir or trainer.log_dir or trainer.default_root_dir)
+        folder = Path(self.snapshot_dir or trainer.local_dir)
         path = folder / f"memory-rank{trainer.global_rank}-step{trainer.global_step}.pickle"
         self._history.write(path)
         logger.warning("%s What held it is in %s: drop that file on https://pytorch.org/memory_viz.", where, path)

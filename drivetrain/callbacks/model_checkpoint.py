@@ -26,6 +26,7 @@ from drivetrain.runtime.assembly import all_arrive
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.terminal import without_credentials
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -278,7 +279,7 @@ class ModelCheckpoint(Callback):
         score = self.best_model_score
         return {
             **self._writer.kept.state_dict(self.dirpath or ""),
-            "dirpath": self.dirpath,
+            "dirpath": without_credentials(self.dirpath or "") or None,
             "below_root": folder.relative(self.dirpath, self._root),
             "best_model_score": None if score is None else float(score),
             "current_score": self._current_score,
@@ -329,9 +330,8 @@ class ModelCheckpoint(Callback):
             return
         self._root = folder.resolved(trainer.default_root_dir)
         self._own_places = folder.default_places(trainer.loggers, self._root)
-        if self.dirpath is None:
-            logs = folder.is_local(self._root)  # trackers write locally, also where checkpoints go to a URL
-            root = decide_on_main_process(lambda: (trainer.log_dir if logs else None) or self._root)
+        if self.dirpath is None:  # trackers write locally, also where checkpoints go to a URL
+            root = decide_on_main_process(lambda: (folder.is_local(self._root) and trainer.log_dir) or self._root)
             self.dirpath = os.path.join(root, "checkpoints")
         self.dirpath = folder.resolved(self.dirpath)
         if self.save_last == "link" and not folder.is_local(self.dirpath):

@@ -9,7 +9,7 @@ from torch import nn
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.support.module_table import ModuleTable, check_depth, short
-from drivetrain.runtime.terminal import say
+from drivetrain.runtime.terminal import print_text
 
 if TYPE_CHECKING:
     from drivetrain.strategies import Strategy
@@ -53,7 +53,7 @@ class ModelSummary(Callback):
             totals = (*table.parameters, table.megabytes, table.modes)
             self.summarize(columns, *totals, total_flops=table.total_flops, **self.summarize_options)
             if table.is_lazy:
-                say("Lazy modules count from their first forward on.")
+                print_text("Lazy modules count from their first forward on.")
 
     @staticmethod
     def summarize(
@@ -77,7 +77,7 @@ class ModelSummary(Callback):
             **summarize_kwargs: What the callback was made with.
         """
         totals = total_lines(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
-        say("\n".join([*table_lines(summary_data), *totals]))
+        print_text("\n".join([*table_lines(summary_data), *totals]))
 
 
 def summarize(model: nn.Module, max_depth: int = 1, strategy: Strategy | None = None) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.support.progress_display import Display, Stage, make_display, to_numbers
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.terminal import say
+from drivetrain.runtime.terminal import print_text
 
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task
@@ -107,7 +107,7 @@ class TQDMProgressBar(Callback):
         if self._display is not None:
             self._display.write(text, file)
         else:
-            say(text, end="", file=file)
+            print_text(text, end="", file=file)
 
     def get_metrics(self, trainer: Trainer, task: Any) -> dict[str, Any]:
         """Return the values that are shown beside an epoch's batches; override it to show others.

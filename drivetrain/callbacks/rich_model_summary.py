@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drivetrain.callbacks.model_summary import ModelSummary, shown_columns, total_lines
-from drivetrain.callbacks.support.rich_package import require_rich
+from drivetrain.callbacks.support.rich_package import make_console, require_rich
 
 
 class RichModelSummary(ModelSummary):
@@ -40,11 +40,10 @@ class RichModelSummary(ModelSummary):
         total_flops: Any = 0,
         **summarize_kwargs: Any,
     ) -> None:
-        from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        console = Console()
+        console = make_console()
         numbers, *_ = summary_data
         if numbers[1]:
             table = Table(**{"header_style": "bold magenta", **summarize_kwargs})

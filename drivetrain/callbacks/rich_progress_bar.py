@@ -10,8 +10,8 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.progress_bar import TQDMProgressBar
 from drivetrain.callbacks.rich_model_summary import RichModelSummary
 from drivetrain.callbacks.support.progress_display import Display, LineDisplay, Stage, listed
-from drivetrain.callbacks.support.rich_package import require_rich
-from drivetrain.runtime.terminal import say
+from drivetrain.callbacks.support.rich_package import make_console, require_rich
+from drivetrain.runtime.terminal import print_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,9 +88,7 @@ class RichProgressBar(TQDMProgressBar):
         self.console_kwargs = dict(console_kwargs or {})
 
     def _make_display(self) -> Display:
-        from rich.console import Console
-
-        console = Console(**self.console_kwargs)
+        console = make_console(**self.console_kwargs)
         if not (console.is_terminal or console.is_jupyter):
             return LineDisplay()
         return RichDisplay(console, self.theme, self.refresh_seconds)
@@ -175,7 +173,7 @@ class RichDisplay:
         if file is None:
             self._console.print(text, end="", markup=False, highlight=False)
         else:
-            say(text, end="", file=file)
+            print_text(text, end="", file=file)
 
     def _shown(self, values: Mapping[str, float]) -> str:
         theme = self._theme

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_UNLISTED = 1.0
+"""Seconds that a run of one process takes before it is listed."""
+
 _NOTHING_TO_DO = 60.0
 """Seconds until a process without samples or pages to write looks again."""
 
@@ -70,6 +73,8 @@ class RunReport(Callback):
         self._warnings: WarningLog | None = None
         self._writer: ReportWriter | None = None
         self._folder: str | None = None
+        self._is_placed = self._is_listed = False
+        self._tracker: DirectoryTracker | None = None
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         if stage != "fit":
@@ -83,6 +88,9 @@ class RunReport(Callback):
             self._warnings = WarningLog(lambda: trainer.global_step, lambda text: group.secrets.in_text(text))
             self._warnings.open()
 
+    def on_fit_start(self, trainer: Trainer, task: Task) -> None:
+        self._is_placed = True
+
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         tracker = _tracker_of(trainer)
         if tracker is None:
@@ -91,19 +99,39 @@ class RunReport(Callback):
         if trainer.world_size > 1:
             [folder] = broadcast_object_list([folder])
         assert folder is not None
-        self._folder = folder
+        self._folder, self._tracker = folder, tracker
         about = {"host": platform.node(), "device": str(trainer.strategy.topology.device)}
         self._lane = Lane(folder, trainer.global_rank, about)
         self._sampler = RunSampler(trainer)
         if trainer.is_global_zero:
-            from drivetrain.callbacks.support.report_writer import ReportWriter
-
-            found = [] if self._warnings is None else self._warnings.found
-            self._writer = ReportWriter(trainer, task, folder, self.seconds, found)
+            self._writer = self._make_writer(trainer, task, folder)
+            if trainer.world_size > 1:  # the launcher stops this process if a peer is killed
+                self._list_run()
         self._clock = Clock(self._tick, "drivetrain-report")
         self._clock.start()
 
+    def _list_run(self) -> None:
+        """List the run and write its record, once, so that it is known if its processes are killed."""
+        if self._writer is None or self._tracker is None or self._is_listed:
+            return
+        self._is_listed = True
+        try:
+            self._tracker.run_directory.create()
+            self._writer.write_beginning()
+        except Exception as error:
+            _warn(error)
+
+    def _make_writer(self, trainer: Trainer, task: Task, folder: str) -> ReportWriter:
+        from drivetrain.callbacks.support.report_writer import ReportWriter
+
+        return ReportWriter(trainer, task, folder, self.seconds, [] if self._warnings is None else self._warnings.found)
+
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
+        tracker = _tracker_of(trainer)
+        if self._writer is None and self._is_placed and trainer.is_global_zero and tracker is not None:
+            # The run ends before its first step, as in a sanity check.
+            self._folder = os.path.abspath(tracker.run_directory.path)
+            self._writer = self._make_writer(trainer, task, self._folder)
         if self._writer is not None:
             self._writer.record_error(exception)
 
@@ -121,6 +149,8 @@ class RunReport(Callback):
             return _NOTHING_TO_DO
         try:
             sampler.observe()
+            if writer is not None and sampler.seconds > _UNLISTED:
+                self._list_run()
             if sampler.due_in <= 0:
                 sample = sampler.take()
                 if writer is not None and not lane.is_open:
@@ -135,24 +165,26 @@ class RunReport(Callback):
 
     def _finish(self, trainer: Trainer) -> None:
         """Write the last sample and the last page, on the thread that trains."""
-        if self._clock is None or self._folder is None:
+        if self._clock is not None:
+            self._clock.stop()
+        tracker, sampler, writer = _tracker_of(trainer), self._sampler, self._writer
+        if tracker is None or self._folder is None:
             return
-        self._clock.stop()
-        tracker, sampler = _tracker_of(trainer), self._sampler
-        if tracker is None or sampler is None or self._lane is None:
-            return
+        seconds = 0.0 if sampler is None else sampler.seconds
         try:
-            if self._writer is not None:
+            if writer is not None:
                 tracker.save()
-                if sampler.seconds > 1.0:
+                if seconds > _UNLISTED or writer.has_error:
                     tracker.run_directory.create()
             if os.path.isdir(self._folder):
-                if sampler.seconds > 0.2:
+                if sampler is not None and self._lane is not None and seconds > 0.2:
                     self._lane.write(sampler.take())
-                if self._writer is not None:
-                    self._writer.finish()
+                if writer is not None:
+                    writer.finish()
         except Exception as error:
-            _warn(error)
+            logger.warning(
+                f"The report of this run in {self._folder} lacks what came last: {type(error).__name__}: {error}."
+            )
 
     def _write_again(self, trainer: Trainer) -> None:
         """Add the results of a test to the page of the fit before it."""
@@ -175,6 +207,8 @@ class RunReport(Callback):
         if self._warnings is not None:
             self._warnings.close()
         self._clock = self._sampler = self._lane = self._warnings = self._writer = None
+        self._is_placed = self._is_listed = False
+        self._tracker = None
 
 
 def _tracker_of(trainer: Trainer) -> DirectoryTracker | None:

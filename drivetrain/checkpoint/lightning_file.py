@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-import time
-import uuid
 import zipfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from pickle import PicklingError
 from typing import Any, BinaryIO
 
@@ -21,6 +18,7 @@ from drivetrain.checkpoint.manifest import has_manifest
 from drivetrain.checkpoint.pickled import plain_classes, refused_classes
 from drivetrain.checkpoint.storage import LocalStorage
 from drivetrain.checkpoint.tree import pack
+from drivetrain.checkpoint.writer_record import clean_stale_files, writer_token
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.logging import get_logger
 
@@ -33,8 +31,6 @@ _PICKLED = ("hooks", "hyper_parameters", "datamodule_hyper_parameters")
 """The entries that may hold objects: what `on_save_checkpoint` changes."""
 _RECORD = "drivetrain.pt"
 """The part of a file with objects that holds our entry once more: the whole file would have to be unpickled for it."""
-_PATIENCE = 3600.0
-"""Seconds after which a file without a write counts as left by a dead run."""
 
 
 def lightning_content(
@@ -87,10 +83,10 @@ def write_lightning_content(path: str | os.PathLike[str], content: Mapping[str, 
     """
     target = check_lightning_file(path)
     folder, name = os.path.split(target)
-    place = os.path.join(folder, f".{name}.{uuid.uuid4().hex[:12]}.writing")
+    place = os.path.join(folder, f".{name}.{writer_token()}.writing")
     try:
         os.makedirs(folder, exist_ok=True)
-        _clean(Path(folder), name)
+        clean_stale_files(folder)
         with open(place, "w+b") as file:
             torch.save(content, file)
             file.flush()
@@ -179,14 +175,3 @@ def _warn_of(classes: list[str]) -> None:
         "open with weights_only=False only, which runs whatever code a file holds. Let on_save_checkpoint add tensors "
         "and plain values, and they open without it."
     )
-
-
-def _clean(folder: Path, name: str) -> None:
-    """Remove what dead runs left of this file half written."""
-    for path in folder.glob(f".{_escaped(name)}.????????????.writing"):
-        if path.is_file() and time.time() - path.stat().st_mtime > _PATIENCE:
-            path.unlink(missing_ok=True)
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{each}]" if each in "*?[" else each for each in name)

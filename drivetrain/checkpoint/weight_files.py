@@ -69,7 +69,7 @@ def _open_local(path: str, model: int | None) -> Weights:
         raise CheckpointError(f"There is no file {path}.")
     if not path.endswith(".json"):
         return _open_file(path)
-    parts = _parts(Path(path).read_bytes(), path)
+    parts = files_of_index(Path(path).read_bytes(), path)
     return _joined(parts, {file: _open_file(os.path.join(os.path.dirname(path), file)) for file in _each(parts)}, path)
 
 
@@ -88,17 +88,25 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     return read
 
 
-def _parts(content: bytes, path: str) -> dict[str, str]:
-    """The files of an index by name of the weight."""
+def files_of_index(content: bytes, path: str) -> dict[str, str]:
+    """Return the file beside an index of weights that holds each weight, by the weight's name.
+
+    Args:
+        content: The index, as JSON.
+        path: Its path, for messages.
+
+    Raises:
+        CheckpointError: It is no index, or names something that is no file beside it.
+    """
     try:
         found = json.loads(content)
         parts = found.get("weight_map", found)  # or the map alone
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no index of weights: it has no weight_map.") from error
     if not isinstance(parts, dict) or not all(isinstance(file, str) for file in parts.values()):
         raise CheckpointError(f"{path} is no index of weights: its weight_map does not lead from names to files.")
     for file in parts.values():
-        if os.path.basename(file) != file:
+        if os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
             raise CheckpointError(f"{path} names {file!r}, which is not a file beside it.")
     return parts
 
@@ -143,7 +151,7 @@ def _open_remote(storage: Storage, path: str, model: int | None) -> Weights:
         path = storage.join(path, found)
     if not path.endswith(".json"):
         return _open_remote_file(storage, path)
-    parts = _parts(storage.read(path), path)
+    parts = files_of_index(storage.read(path), path)
     parent = storage.parent(path)
     return _joined(parts, {file: _open_remote_file(storage, storage.join(parent, file)) for file in _each(parts)}, path)
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import socket
 import time
+import uuid
 from typing import Any
-
-import psutil
 
 from drivetrain.checkpoint.manifest import WRITER_FILE, decoded
 from drivetrain.checkpoint.storage import MANIFEST, LocalStorage
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.runtime.own_process import started_at
+from drivetrain.runtime.own_process import boot_id, is_alive, started_at, started_since_boot
 
 logger = get_logger(__name__)
 
@@ -24,12 +24,68 @@ OTHER_HOST_PATIENCE = 24 * 3600.0
 UNRECORDED_PATIENCE = 600.0
 """Seconds after which a write that does not say whose it is counts as dead: saying so is the first thing it does."""
 
+_TOKEN_LENGTH = 36
+
+_LEFT_FILE = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]{12,})\.(?P<what>writing|replaced|link)$")
+
 _LEFT = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]+)\.(?P<what>writing|replaced|removed)$")
 
 
 def this_writer() -> dict[str, Any]:
-    """This process, as nothing else will ever be described."""
-    return {"host": _host(), "pid": os.getpid(), "started": started_at()}
+    """Describe this process as no other will ever be: by its machine, its number and its start, not by the clock."""
+    since_boot = started_since_boot()
+    return {"host": _host(), "pid": os.getpid(), "started": started_at() if since_boot is None else since_boot}
+
+
+def writer_token() -> str:
+    """Return a new token for the name of a file that is being written, which names its writer."""
+    started = round((started_since_boot() or 0.0) * 100)
+    return f"{_host_hash()}{os.getpid():08x}{started:012x}{uuid.uuid4().hex[:8]}"
+
+
+def clean_stale_files(root: str, patience: float = 3600.0) -> list[str]:
+    """Remove what dead runs left of files half written, and give those back that were about to be replaced.
+
+    Args:
+        root: The directory that the files are in.
+        patience: Seconds without a write after which a file counts as left whose name has no writer.
+
+    Returns:
+        What was removed or given back, by path.
+    """
+    try:
+        with os.scandir(root) as entries:
+            plain = sorted(each.name for each in entries if not each.is_dir(follow_symlinks=False))
+    except OSError:
+        return []
+    found = []
+    for match in filter(None, map(_LEFT_FILE.match, plain)):
+        path, final = os.path.join(root, match.string), os.path.join(root, match["name"])
+        lives = _is_token_alive(match["token"])
+        if lives or (lives is None and _is_recent(LocalStorage(), path, patience)):
+            continue
+        try:
+            if match["what"] == "replaced" and not os.path.lexists(final):
+                os.rename(path, final)
+                logger.warning(f"{final}: a run ended while it replaced this file. The one before it is back.")
+            else:
+                os.unlink(path)
+        except OSError:
+            continue  # another process was faster, or nothing may be written here
+        found.append(path)
+    return found
+
+
+def _is_token_alive(token: str) -> bool | None:
+    """Whether the process that has made a token runs; None if it is another machine's, or not known."""
+    if len(token) != _TOKEN_LENGTH or token[:8] != _host_hash():
+        return None
+    started = int(token[16:28], 16) / 100
+    return is_alive(int(token[8:16], 16), started) if started else None
+
+
+def _host_hash() -> str:
+    return hashlib.sha256(_host().encode()).hexdigest()[:8]
 
 
 def clean_stale(root: str) -> list[str]:
@@ -63,7 +119,7 @@ def clean_stale(root: str) -> list[str]:
         else:
             storage.discard(path)
         found.append(path)
-    return found
+    return found + clean_stale_files(root)
 
 
 def replaced_beside(directory: str) -> str | None:
@@ -94,13 +150,7 @@ def _is_alive(storage: LocalStorage, place: str) -> bool:
         return _is_recent(storage, place, UNRECORDED_PATIENCE)
     if host != _host():
         return _is_recent(storage, path, OTHER_HOST_PATIENCE)
-    try:
-        process = psutil.Process(pid)
-        # A later process may have the same number, but not the same start; clocks are adjusted, so not exactly.
-        same = abs(process.create_time() - started) < 2.0
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return is_alive(pid, started)
 
 
 def _is_recent(storage: LocalStorage, path: str, patience: float) -> bool:
@@ -109,11 +159,9 @@ def _is_recent(storage: LocalStorage, path: str, patience: float) -> bool:
 
 def _host() -> str:
     """This machine since it was started, and this container: elsewhere process numbers mean other processes."""
-    parts = [socket.gethostname()]
+    parts = [socket.gethostname(), boot_id()]
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            parts.append(file.read().strip())
         parts.append(os.readlink("/proc/self/ns/pid"))
     except OSError:
         pass  # not Linux
-    return " ".join(parts)
+    return " ".join(filter(None, parts))

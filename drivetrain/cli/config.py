@@ -12,6 +12,7 @@ import click
 from drivetrain.cli.launch import add_settings
 from drivetrain.launch.settings.table import SETTINGS
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.terminal import visible
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,8 +89,8 @@ def show(group_file: str | None, /, config_file: str | None, **flags: Any) -> No
     given = collect({name: value for name, value in flags.items() if value != ()}, os.environ, named)
     options = LaunchOptions.from_given(given)
     file = find_config_file(named, os.environ)
-    click.echo(f"file: {file}" if file else f"file: none ({default_config_file()} is not there)")
-    click.echo(settings_table(options, given))
+    click.echo(visible(f"file: {file}" if file else f"file: none ({default_config_file()} is not there)"))
+    click.echo(visible(settings_table(options, given)))
 
 
 def _file(named: str | None) -> Path:
@@ -104,7 +105,7 @@ def _write(path: Path, values: dict[str, Any]) -> None:
 
     LaunchOptions.from_sources(values)  # refuses what cannot be
     write_config(path, values)
-    click.echo(f"Written: {path}")
+    click.echo(visible(f"Written: {path}"))
 
 
 def _terminal() -> Terminal:

@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from drivetrain.runtime.terminal import visible
+
 _PACKAGES = (
     "torch",
     "torchmetrics",
@@ -60,7 +62,7 @@ def env(config_file: str | None) -> None:
         shown = "<hidden>" if is_secret_name(name) else secrets.in_text(value)
         if len(home) > 1:
             shown = re.sub(rf"{re.escape(home)}(?=/|$|\s|:)", "~", shown)
-        click.echo(f"  {name:<40}{shown}")
+        click.echo(visible(f"  {name:<40}{shown}"))
     click.echo("\nAn argument in the script wins over the launcher's flag, and a flag over the environment.")
 
 

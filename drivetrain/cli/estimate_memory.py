@@ -11,6 +11,7 @@ import click
 
 from drivetrain.runtime.byte_sizes import as_bytes
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.terminal import visible
 
 if TYPE_CHECKING:
     from torch import nn
@@ -123,7 +124,7 @@ def estimate_memory(
         placed = {"device_maps": {name: found.to_dict() for name, found in maps.items()}} if maps else {}
         click.echo(json.dumps({"model": counts, "training": plain, "inference": inference, **placed}, indent=2))
         return
-    click.echo(f"{model}: {size.parameters:,} parameters, {size.largest_unit:,} in the largest unit\n")
+    click.echo(visible(f"{model}: {size.parameters:,} parameters, {size.largest_unit:,} in the largest unit\n"))
     with_or_without = "with" if measured else "without activations: give --input; with"
     click.echo(f"Training in each of {num_processes} process(es), {with_or_without} {optimizer}")
     _table(
@@ -132,7 +133,7 @@ def estimate_memory(
     )
     _print_inference(inference, batch, seq)
     for name, placed in maps.items():
-        click.echo(f"\nDevice map, {name}\n{placed}")
+        click.echo(visible(f"\nDevice map, {name}\n{placed}"))
 
 
 def _print_inference(inference: Mapping[str, Mapping[str, float]], batch: int, seq: int | None) -> None:
@@ -182,7 +183,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
     """
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"--kwargs {text!r} is no JSON: {error}. Give an object, such as '{{}}'.", code="DT-007"
         ) from error
@@ -252,4 +253,4 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[column]) for row in [headers, *rows]) for column in range(len(headers))]
     for row in [headers, *rows]:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        click.echo("  " + "   ".join(cells))
+        click.echo(visible("  " + "   ".join(cells)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from drivetrain.runtime.terminal import visible
+
 
 @click.command(name="import-checkpoint")
 @click.argument("source", type=click.Path())
@@ -15,4 +17,4 @@ def import_checkpoint(source: str, output: str) -> None:
     """
     from drivetrain.checkpoint import import_checkpoint as convert
 
-    click.echo(convert(source, output))
+    click.echo(visible(convert(source, output)))

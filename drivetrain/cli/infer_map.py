@@ -11,6 +11,7 @@ import click
 
 from drivetrain.cli.estimate_memory import parse_arguments
 from drivetrain.runtime.byte_sizes import parse_bytes
+from drivetrain.runtime.terminal import visible
 
 _NAMES = ("sequential", "auto", "balanced", "balanced_low_0")
 
@@ -69,4 +70,4 @@ def infer_map(
     )
     if html is not None:
         html.write_text(found.html(), encoding="utf-8")
-    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+    click.echo(visible(json.dumps(found.to_dict(), indent=2) if as_json else str(found)))

@@ -33,7 +33,7 @@ def read_config(source: str) -> Mapping[str, Any]:
         )
     try:
         found = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{config} is no JSON: {error}.", code="DT-011") from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"{config} holds no JSON object.", code="DT-011")

@@ -10,6 +10,7 @@ import click
 
 from drivetrain.launch.settings.setting import Setting
 from drivetrain.launch.settings.table import SETTINGS
+from drivetrain.runtime.terminal import visible
 
 _TYPES = {"int": int, "float": float}
 
@@ -115,7 +116,7 @@ def launch(script: str, args: tuple[str, ...], config_file: str | None, dry_run:
     if dry_run:
         from drivetrain.launch.preview import preview
 
-        click.echo(preview(options, given, script, args))
+        click.echo(visible(preview(options, given, script, args)))
         return 0
     if options.mpirun_config:
         from drivetrain.launch.mpi import launch_with_mpi

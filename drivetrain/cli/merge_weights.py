@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from drivetrain.runtime.terminal import visible
+
 _UNSAFE_NAME = "pytorch_model.bin"
 
 
@@ -75,7 +77,7 @@ def merge_weights(
     if unsafe_serialization:
         files = [_as_pickle(files, Path(output))]
     for path in files:
-        click.echo(path)
+        click.echo(visible(path))
     if remove_checkpoint_dir:
         shutil.rmtree(checkpoint)
 

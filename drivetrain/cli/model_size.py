@@ -250,7 +250,7 @@ def read_header(path: Path) -> dict[str, Any]:
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         try:
             header = json.loads(file.read(length)) if 0 < length <= _MAX_HEADER else None
-        except ValueError:
+        except (ValueError, RecursionError):
             header = None
     if not isinstance(header, dict):
         raise ConfigurationError(f"{path} is no safetensors file: its header cannot be read.", code="DT-011")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from drivetrain.runtime.terminal import visible
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
@@ -36,4 +38,4 @@ def report(runs: tuple[str, ...], output: str | None, directory: str) -> None:
     else:
         target = Path(output) if output else (first if first.is_dir() else first.parent) / PAGE
     write_whole(target, comparison_of(pages) if len(pages) > 1 else page_of(pages[0]))
-    click.echo(str(target))
+    click.echo(visible(str(target)))

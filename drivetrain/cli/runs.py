@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from drivetrain.runtime.terminal import visible
+
 _DIRECTORY = click.option("--dir", "directory", default=".", show_default=True, help="The directory of runs.")
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -76,7 +78,7 @@ def resume(directory: str, name: str, dry_run: bool) -> int:
     from drivetrain.trackers.report.summary import resumption_of
 
     plan = resumption_of(find_run(name, directory))
-    click.echo(f"In {plan.folder}, resuming {plan.checkpoint}: {shlex.join(plan.words)}")
+    click.echo(visible(f"In {plan.folder}, resuming {plan.checkpoint}: {shlex.join(plan.words)}"))
     if dry_run:
         return 0
     return subprocess.run(plan.words, cwd=plan.folder, env=plan.environment()).returncode

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.terminal import visible
 from drivetrain.runtime.yaml_text import load_yaml
 
 # fsdp_sharding_strategy -> fsdp_reshard_after_forward
@@ -65,8 +66,8 @@ def to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None
     converted, changes = convert(config)
     target.write_text(yaml.safe_dump(converted))
     for change in changes:
-        click.echo(f"  {change}")
-    click.echo(f"Wrote {target}.")
+        click.echo(visible(f"  {change}"))
+    click.echo(visible(f"Wrote {target}."))
 
 
 def convert(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

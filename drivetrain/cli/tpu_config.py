@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.terminal import visible
 
 
 @click.command(
@@ -68,7 +69,7 @@ def tpu_config(
     gcloud = ["gcloud", *(["alpha"] if use_alpha else []), "compute", "tpus", "tpu-vm", "ssh", name]
     gcloud += ["--zone", zone, "--command", remote, "--worker", "all"]
     if debug:
-        click.echo(f"Running {shlex.join(gcloud)}")
+        click.echo(visible(f"Running {shlex.join(gcloud)}"))
         return 0
     if shutil.which(gcloud[0]) is None:
         raise ConfigurationError(

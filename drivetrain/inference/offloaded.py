@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ def offload_weight(
         The index.
     """
     found = {} if index is None else index
-    _write(Path(offload_folder, f"{weight_name}.dat"), [bytes_of(weight)])
+    _write(_file_within(offload_folder, f"{weight_name}.dat"), [bytes_of(weight)])
     found[weight_name] = {"dtype": dtype_name(weight.dtype), "shape": list(weight.shape)}
     return found
 
@@ -55,6 +56,21 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
         CheckpointError: The file is missing or shorter than in the index.
     """
     return _raw_file(weight_file, "weight", weight_info).tensor("weight")
+
+
+def _file_within(folder: str | os.PathLike[str], name: str, of_links: bool = True) -> Path:
+    """Return the path of a file in a folder. Raises if the name, or a link on the way, leads out of it."""
+    path = Path(folder, name)
+    leads_out = "\0" in name or os.path.isabs(name) or ".." in re.split(r"[/\\]", name)
+    if not leads_out and of_links:
+        root, parent = os.path.realpath(folder), os.path.realpath(path.parent)
+        leads_out = os.path.commonpath([root, parent]) != root
+    if leads_out:
+        raise CheckpointError(
+            f"{name!r} is no name of a file in {os.fspath(folder)}: it leads out of the folder. Rename the weight; do "
+            "not load these weights unless you know who made them."
+        )
+    return path
 
 
 def _raw_file(path: str | os.PathLike[str], name: str, info: Mapping[str, Any]) -> MappedFile:
@@ -80,7 +96,7 @@ def _read_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder, INDEX)
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is no index of weights.")
@@ -162,16 +178,20 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             key: The weight.
         """
         info = self.index[key]
-        path = str(info.get("safetensors_file") or Path(self.save_folder or ".", f"{key}.dat"))
         name = str(info.get("weight_name", key))
         if "safetensors_file" in info:
-            path = os.path.join(self.save_folder or "", path)
+            # An absolute path is that of the checkpoint's own file, as Accelerate's indices have it.
+            path = str(info["safetensors_file"])
+            if not os.path.isabs(path):
+                path = str(_file_within(self.save_folder or ".", path, of_links=False))
             if path not in self._files:
                 self._files[path] = MappedFile(path)
             if name not in self._files[path].placed:
                 raise CheckpointError(f"The index says that {key} is {name} in {path}, which does not hold it.")
-        elif path not in self._files:
-            self._files[path] = _raw_file(path, name, info)
+        else:
+            path = str(_file_within(self.save_folder or ".", f"{key}.dat"))
+            if path not in self._files:
+                self._files[path] = _raw_file(path, name, info)
         return self._files[path], name
 
     def __iter__(self) -> Iterator[str]:

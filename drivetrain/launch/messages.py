@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from drivetrain.launch.ranks import LOST_AFTER
 from drivetrain.launch.report import RankFailure, describe
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
+from drivetrain.runtime.terminal import flush_output, print_text
 
 
 def write(text: str) -> None:
     """Write to stderr, after what has been written to stdout."""
-    sys.stdout.flush()
-    print(text, file=sys.stderr, flush=True)
+    flush_output()
+    print_text(text, file=sys.stderr)
 
 
 def announce(text: str) -> None:

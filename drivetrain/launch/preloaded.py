@@ -23,6 +23,7 @@ from typing import Any
 from drivetrain.launch.cores import THREADS_VARIABLE
 from drivetrain.launch.preload import LARGEST_MESSAGE, modules_to_import
 from drivetrain.launch.worker import end_with_parent, leave_process_group, run_rank
+from drivetrain.runtime.terminal import flush_output
 
 # The first optimizer step or DDP model of every process imports it otherwise, which takes as long as torch itself.
 _WITH_TORCH = ("torch._dynamo",)
@@ -55,8 +56,7 @@ def main() -> int:
     launcher.send(json.dumps(answer).encode())
     if "ready" not in answer:
         return 0
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     _serve(launcher)
     rank.append(os.getpid())
     worker = ["-m", "drivetrain.launch.worker", *sys.argv[3:]]

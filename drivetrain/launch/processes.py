@@ -25,6 +25,7 @@ from drivetrain.launch.script_main import ScriptMain, script_hidden
 from drivetrain.launch.sending import sent
 from drivetrain.runtime.errors import LaunchError
 from drivetrain.runtime.state import leave_run
+from drivetrain.runtime.terminal import flush_output
 from drivetrain.runtime.tracebacks import short_tracebacks
 
 _STOP_PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL for the peers of a failed process
@@ -133,8 +134,7 @@ class Processes:
         self._reports: dict[int, Connection] = {}
         self._received: dict[int, tuple[str, Any, float]] = {}  # by rank: what it was, the text or value, and when
         self._last_seen = time.time()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         with script_hidden() if method == "spawn" else nullcontext():
             for local_rank in range(int(variables["LOCAL_WORLD_SIZE"])):
                 self._start(context, call, variables, local_rank)

@@ -124,7 +124,7 @@ def read_record(path: str) -> FailureRecord | None:
         if (own := content.get(_OWN_FIELDS)) is None:
             return FailureRecord(extra["py_callstack"], float(extra["timestamp"]))
         return FailureRecord(extra["py_callstack"], own["timestamp"], own["exit_code"], final=True)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -27,6 +27,7 @@ from typing import Any
 from drivetrain.launch.report import ERROR_FILE_VARIABLE, write_record
 from drivetrain.runtime.expendable import has_left_queue, set_expendable
 from drivetrain.runtime.heartbeat import answer_launcher
+from drivetrain.runtime.terminal import print_text
 from drivetrain.runtime.tracebacks import short_tracebacks
 
 AFFINITY_VARIABLE = "DRIVETRAIN_CPU_AFFINITY"
@@ -156,7 +157,7 @@ def _report(text: str, summary: str, *, report: bool, exit_code: int = 1) -> Non
     if report and path:
         write_record(path, text, summary, exit_code)
     elif text:
-        print(text, file=sys.stderr)
+        print_text(text, file=sys.stderr)
 
 
 def _traceback(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+from drivetrain.runtime.terminal import shown
 from drivetrain.runtime.tracebacks import short_lines
 
 NO_CODE = "DT-000"
@@ -17,6 +18,10 @@ class DrivetrainError(Exception):
     """
 
     has_short_traceback = True
+
+    def __init__(self, *args: object) -> None:
+        # Messages quote files, whose names may hold what moves a terminal's cursor, and addresses with passwords.
+        super().__init__(*(shown(each) if isinstance(each, str) else each for each in args))
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in the cell."""

@@ -11,7 +11,7 @@ from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError, nearest
 from drivetrain.runtime.process_group import barrier
 from drivetrain.runtime.state import PartialState
-from drivetrain.runtime.terminal import say
+from drivetrain.runtime.terminal import print_text, shown
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
@@ -86,11 +86,14 @@ class RankLogger(_Adapter):
         """
         if not in_order and not self.isEnabledFor(level):
             return
-        rank, world_size = _rank_and_world_size()
+        rank, world_size = rank_and_world_size()
         if world_size > 1 and (in_order or not main_process_only):
             msg = f"[rank {rank}] {msg}"
         elif rank != 0:
             return
+        if isinstance(msg, str):
+            msg = shown(msg)
+        args = tuple(shown(each) if isinstance(each, str) else each for each in args)
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         # In order, a level that differs between ranks must leave no rank waiting: all of them take every turn.
         for turn in range(world_size) if in_order else (rank,):
@@ -132,7 +135,7 @@ class _FallbackHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == self._name and not logging.getLogger().handlers:
-            say(self.format(record), file=sys.stderr)
+            print_text(self.format(record), file=sys.stderr)
 
 
 def _parse_level(level: str | int, source: str) -> int:
@@ -157,7 +160,7 @@ def _wait_for_others() -> None:
         barrier()
 
 
-def _rank_and_world_size() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """This process among its peers; starts nothing, and lets no broken environment break a log line."""
     state = PartialState.existing()
     try:

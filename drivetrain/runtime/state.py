@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import builtins
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from drivetrain.runtime.process_group import (
     init_process_group,
     leave_process_group,
 )
+from drivetrain.runtime.terminal import print_all
 from drivetrain.runtime.work_queue import WorkQueue
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -405,7 +405,7 @@ class PartialState:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once per machine."""
         if self.is_local_main_process:
-            builtins.print(*args, **kwargs)
+            print_all(*args, **kwargs)
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave the process group after waiting for the peers.

@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import unicodedata
-from typing import TextIO
+from contextlib import suppress
+from typing import Any, TextIO
+
+HIDDEN = "<hidden>"
+
+# The part of a URL before its host: user:password, which may hold any character that is not encoded, or a token alone.
+# Names of containers and of accounts on machines are no secrets.
+_USER_INFO = re.compile(
+    r"""(?P<before>\b(?P<scheme>[a-z][a-z0-9+.-]*)://)
+    (?: (?P<user>[^\s/@:?#'"]*:)(?!\d*[/?#]) (?:(?!://)[^\s'"])+
+      | (?<!abfs://)(?<!abfss://)(?<!wasb://)(?<!wasbs://)(?<!ssh://)(?<!sftp://)(?<!hdfs://)
+        (?!git@)[^\s/@:?#'"]+ )@""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_PARAMETER = re.compile(r"""([?&;#](?P<name>[\w.%-]+)=)[^&;\s#'"]+""")
+_CREDENTIAL = re.compile(
+    r"(?:^|[_.-])(?:(?:\w*(?:api|access|auth|secret|private|signing|account|shared|storage)_?)?key(?:_?id)?|\w*secret|\w*token|pass|passwd|password|pwd|passphrase|sig|signature|sas|auth"
+    r"|credentials?)$"
+)
 
 
 def visible(text: str) -> str:
@@ -22,8 +41,34 @@ def visible(text: str) -> str:
     return "".join(each if each in "\n\t" or not _is_control(each) else _spelled(each) for each in text)
 
 
-def say(text: str, end: str = "\n", file: TextIO | None = None) -> None:
-    """Write a text for whoever watches a run; a run does not depend on it, so nothing is raised.
+def without_credentials(text: str) -> str:
+    """Return a text with `<hidden>` in the place of passwords, keys and tokens in the URLs that it holds.
+
+    Args:
+        text: The text.
+    """
+    if "://" not in text:
+        return text
+    text = _USER_INFO.sub(lambda found: f"{found['before']}{found['user'] or ''}{HIDDEN}@", text)
+    return _PARAMETER.sub(lambda found: f"{found[1]}{HIDDEN}" if _is_credential(found["name"]) else found[0], text)
+
+
+def shown(text: str) -> str:
+    """Return a text as it may be written for people: without credentials and without control characters.
+
+    Args:
+        text: The text.
+    """
+    return visible(without_credentials(text))
+
+
+def _is_credential(name: str) -> bool:
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return bool(_CREDENTIAL.search(snake)) and not snake.endswith(("max_token", "num_token"))
+
+
+def print_text(text: str, end: str = "\n", file: TextIO | None = None) -> None:
+    """Write a text for those who watch a run; a run does not depend on it, so nothing is raised.
 
     A text is lost if there is nowhere to write it to: a closed pipe or terminal, a full disk, no standard output. What
     the output's encoding has no characters for is spelled out.
@@ -51,6 +96,29 @@ def say(text: str, end: str = "\n", file: TextIO | None = None) -> None:
         return
 
 
+def print_all(
+    *args: object, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool = False
+) -> None:
+    """Print as the built-in `print` does, and raise nothing if the text cannot be written.
+
+    Args:
+        *args: What to print.
+        sep: What stands between them.
+        end: What stands after them.
+        file: Where to; the standard output if None.
+        flush: Taken as `print` takes it: the text is always written at once.
+    """
+    print_text((" " if sep is None else sep).join(map(str, args)), "\n" if end is None else end, file)
+
+
+def flush_output() -> None:
+    """Write what waits in the standard output and in the standard error, as far as they can be written to."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with suppress(OSError, ValueError):
+                stream.flush()
+
+
 def encodable(text: str, stream: TextIO) -> str:
     """Return a text in which what a stream's encoding has no characters for is spelled out."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
@@ -63,6 +131,31 @@ def _descriptor(stream: TextIO) -> int | None:
         return stream.fileno()
     except (AttributeError, OSError, ValueError):
         return None
+
+
+class Lenient:
+    """A stream that loses what cannot be written instead of raising, for packages that write by themselves.
+
+    Args:
+        stream: The stream; everything but writing is asked of it.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text, as far as it can be."""
+        if self._stream is not None:
+            print_text(text, end="", file=self._stream)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, as far as it can be."""
+        with suppress(OSError, ValueError, AttributeError):
+            self._stream.flush()
 
 
 def is_terminal() -> bool:

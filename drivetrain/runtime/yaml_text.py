@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 MOST_VALUES = 100_000
@@ -10,8 +11,8 @@ MOST_VALUES = 100_000
 def load_yaml(text: str) -> Any:
     """Read a YAML document of plain values, whose anchors may not multiply without end.
 
-    PyYAML shares what an alias repeats, so a file of a kilobyte loads quickly and then hangs whoever walks through its
-    10^9 values, or through one that holds itself.
+    PyYAML shares what an alias repeats. A file of a kilobyte may load quickly and then hang the code that walks through
+    its 10^9 values, or through one that holds itself.
 
     Args:
         text: The document.
@@ -22,6 +23,22 @@ def load_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError: The text is no YAML, is nested too deeply, or stands for more than `MOST_VALUES` values.
     """
+    return _read(text, lambda loader, node: loader.construct_document(node))
+
+
+def check_yaml(text: str) -> None:
+    """Raise if a YAML document is one that `load_yaml` refuses for its anchors or its depth.
+
+    Args:
+        text: The document.
+
+    Raises:
+        yaml.YAMLError: The text is no YAML, is nested too deeply, or stands for more than `MOST_VALUES` values.
+    """
+    _read(text, lambda loader, node: None)
+
+
+def _read(text: str, construct: Callable[[Any, Any], Any]) -> Any:
     import yaml  # few runs read any
 
     loader = yaml.SafeLoader(text)
@@ -31,11 +48,13 @@ def load_yaml(text: str) -> Any:
             return None
         if _count(node, {}) > MOST_VALUES:
             raise yaml.YAMLError(f"its anchors stand for more than {MOST_VALUES:,} values")
-        return loader.construct_document(node)  # type: ignore[no-untyped-call]
+        return construct(loader, node)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply, or an anchor holds itself") from None
+    except (ValueError, TypeError, OverflowError) as error:  # a date or a number that cannot be
+        raise yaml.YAMLError(f"it holds a value that cannot be read: {error}") from error
     finally:
-        loader.dispose()  # type: ignore[no-untyped-call]
+        loader.dispose()
 
 
 def _count(node: Any, known: dict[int, int]) -> int:

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
@@ -149,10 +150,12 @@ class CSVLogger(DirectoryTracker):
 
     def finish(self) -> None:
         if self._table is not None:
-            self.save()
-            self._table.close()
-            self._table = None
-            self._rows, self._last_is_written = [], False
+            try:
+                self.save()
+            finally:
+                self._table.close()
+                self._table = None
+                self._rows, self._last_is_written = [], False
         self.run_directory.release()
 
 
@@ -180,9 +183,25 @@ class _Table:
         self._last_row = os.fstat(self._file.fileno()).st_size  # where in the file it begins
 
     def write(self, rows: list[Row], *, replace_last: bool = False) -> None:
-        """Append rows, the first of them in place of the last row written if `replace_last`."""
+        """Append rows, the first of them in place of the last row written if `replace_last`.
+
+        If they cannot be written, as on a full disk, the table ends where it did before, so they can be given again.
+        """
         if replace_last:
             os.ftruncate(self._file.fileno(), self._last_row)
+        self._last_row = os.fstat(self._file.fileno()).st_size
+        try:
+            self._append(rows)
+        except OSError:
+            with suppress(OSError):
+                self._file.close()  # with what waits in it
+            with suppress(OSError):
+                os.truncate(self.path, self._last_row)
+            self._file = self.path.open("a", newline="", encoding="utf-8")
+            raise
+        self.rows += len(rows) - replace_last
+
+    def _append(self, rows: list[Row]) -> None:
         new = dict.fromkeys(key for row in rows for key in row if key not in self.columns)
         if new:
             first = [key for key in _FIRST_COLUMNS if key in new or key in self.columns]
@@ -191,10 +210,10 @@ class _Table:
         writer = csv.DictWriter(self._file, self.columns, restval="", lineterminator="\n")
         writer.writerows(rows[:-1])
         self._file.flush()
-        self._last_row = os.fstat(self._file.fileno()).st_size
+        last_row = os.fstat(self._file.fileno()).st_size
         writer.writerow(rows[-1])
         self._file.flush()
-        self.rows += len(rows) - replace_last
+        self._last_row = last_row
 
     def close(self) -> None:
         self._file.close()
@@ -205,19 +224,24 @@ class _Table:
         _rewrite(self.path, columns)
         self.columns = columns
         self._file = self.path.open("a", newline="", encoding="utf-8")
+        self._last_row = os.fstat(self._file.fileno()).st_size
 
 
 def _rewrite(path: Path, columns: list[str], limit: int | None = None) -> int:
     """Write a table again with other columns and at most so many rows; returns how many it has."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     written = 0
-    with path.open(newline="", encoding="utf-8") as old, beside.open("w", newline="", encoding="utf-8") as new:
-        writer = csv.DictWriter(new, columns, restval="", extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        for row in islice(csv.DictReader(old), limit):
-            writer.writerow(row)
-            written += 1
-    os.replace(beside, path)
+    try:
+        with path.open(newline="", encoding="utf-8") as old, beside.open("w", newline="", encoding="utf-8") as new:
+            writer = csv.DictWriter(new, columns, restval="", extrasaction="ignore", lineterminator="\n")
+            writer.writeheader()
+            for row in islice(csv.DictReader(old), limit):
+                writer.writerow(row)
+                written += 1
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
     return written
 
 

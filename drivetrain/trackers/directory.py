@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.runtime.errors import CheckpointError
-from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.logging import get_logger, rank_and_world_size
 from drivetrain.runtime.yaml_text import load_yaml
 from drivetrain.trackers.base import COMPLETED, STATUS_WORDS, Tracker, plain
 from drivetrain.trackers.index import record_run
@@ -43,7 +43,7 @@ class RunDirectory:
         self.name = name or ""
         self._version = version
         self.is_given = version is not None
-        self._is_listed = False
+        self._is_listed = self._is_free_again = False
         self._remove_empty: Callable[[], Any] | None = None
 
     @property
@@ -96,7 +96,7 @@ class RunDirectory:
                 f"a number, or the name of a directory in {self.root}. Do not resume from this checkpoint unless you "
                 "know who made it."
             )
-        before, self._version = self._version, version
+        before, self._version, self._is_free_again = self._version, version, False
         if not self.path.is_dir():
             self._version = before
         elif not os.path.realpath(self.path).startswith(os.path.realpath(self.root) + os.sep):
@@ -106,6 +106,9 @@ class RunDirectory:
 
     def create(self) -> Path:
         """Make the directory unless it is there, list it in the index of runs, and return it."""
+        if self._is_free_again and self.path.exists():
+            self._version = None  # another run has taken the number meanwhile
+        self._is_free_again = False
         path = self.path
         path.mkdir(parents=True, exist_ok=True)
         if not self._is_listed:
@@ -125,8 +128,13 @@ class RunDirectory:
         return [self.root / f"version_{number}" for number in sorted(self._numbers(), reverse=True)]
 
     def _take_version(self) -> int:
-        """Make the directory of the next free number, as the only one that does. Returns the number."""
+        """Make the directory of the next free number, as the only one that does. Returns the number.
+
+        On other processes than the main one nothing is made: the Trainer gives them the number of the main process.
+        """
         number = max(self._numbers(), default=-1) + 1
+        if rank_and_world_size()[0] != 0:
+            return number
         made = [] if self.root.is_dir() else [self.root]
         while True:
             path = self.root / f"version_{number}"
@@ -135,15 +143,15 @@ class RunDirectory:
             except FileExistsError:
                 number += 1
                 continue
-            except OSError:  # it cannot be written to, which whoever writes there says
+            except OSError:  # it cannot be written to, which the writers report
                 return number
             self._remove_empty = weakref.finalize(self, _remove_if_empty, [path, *made], os.getpid())
             return number
 
     def release(self) -> None:
         """Remove the directory if nothing was written to it."""
-        if self._remove_empty is not None:
-            self._remove_empty()
+        if self._remove_empty is not None and self._remove_empty():
+            self._is_free_again = True
 
     def _numbers(self) -> list[int]:
         if not self.root.is_dir():
@@ -152,11 +160,13 @@ class RunDirectory:
         return [int(match[1]) for match in found if match]
 
 
-def _remove_if_empty(folders: Sequence[Path], process: int) -> None:
+def _remove_if_empty(folders: Sequence[Path], process: int) -> bool:
+    """Remove directories that are empty, that of the run first. Returns whether that one is gone."""
     if os.getpid() == process:  # not in a process that was forked
         with suppress(OSError):
             for folder in folders:
                 folder.rmdir()
+    return not folders[0].exists()
 
 
 class DirectoryTracker(Tracker):
@@ -216,7 +226,14 @@ class DirectoryTracker(Tracker):
             return
         written = self.run_directory.path / "hparams.yaml"
         if written.is_file():
-            self._hyperparameters = load_yaml(written.read_text(encoding="utf-8")) or {}
+            import yaml
+
+            try:
+                found = load_yaml(written.read_text(encoding="utf-8"))
+            except (OSError, ValueError, yaml.YAMLError) as error:
+                logger.warning(f"{written} cannot be read, so it is written anew: {error}.")
+                found = None
+            self._hyperparameters = found if isinstance(found, dict) else {}
         self._resume_from(state)
 
     def _checked(self, state: Mapping[str, Any], key: str, kind: type) -> Any:

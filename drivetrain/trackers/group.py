@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.trackers.absent import AbsentTracker
 from drivetrain.trackers.background import BackgroundTracker, as_numbers
 from drivetrain.trackers.base import COMPLETED, STATUS_WORDS, Tracker, write_hyper_parameters, write_values
+from drivetrain.trackers.directory import DirectoryTracker
 from drivetrain.trackers.losses import Losses
 from drivetrain.trackers.media import as_rows
 from drivetrain.trackers.secrets import Secrets
@@ -79,6 +81,13 @@ class TrackerGroup:
         self._clean = None
         self._each(lambda target: target.load())
         self._each(lambda target: target.start() if isinstance(target, BackgroundTracker) else None)
+
+    def share_directories(self) -> None:
+        """Let all processes write to the directories that the main process has taken; all of them call it."""
+        held = [each.run_directory for each in self._writers if isinstance(each, DirectoryTracker)]
+        [versions] = broadcast_object_list([[each.version for each in held] if self._is_main else None])
+        for directory, version in zip(held, versions, strict=False):
+            directory.version = version
 
     def open(self) -> None:
         """Open the runs of all trackers."""

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-HIDDEN = "<hidden>"
+from drivetrain.runtime.terminal import HIDDEN as HIDDEN
+from drivetrain.runtime.terminal import without_credentials
 
 _SECRET_NAME = re.compile(
     r"(?:^|[_\W])(?:api_?key|(?:access|secret|private|encryption|signing)_?key(?:_id)?|secrets?|token|password|passwd"
@@ -17,11 +18,6 @@ _SECRET_NAME = re.compile(
 _VOCABULARY = re.compile(
     r"(?:^|_)(?:pad|bos|eos|sos|unk|mask|sep|cls|start|end|stop|special|prefix|suffix|middle|image|video|audio|tool"
     r"|boundary|begin|first|last|next|per|each)_token$"
-)
-_IN_URLS = re.compile(
-    r"(?<=://)(?!git@)([^\s/@:?#'\"]*:)?[^\s/@?#'\"]+(?=@)"  # user:password, or a token alone
-    r"|(?<=[?&])([\w.-]*(?:key|token|secret|password|signature|credential|sig)[\w.-]*=)[^&\s#'\"]+",
-    re.IGNORECASE,
 )
 _SHORTEST = 8
 """Characters below which a value in the environment is taken for a switch rather than for a secret."""
@@ -46,7 +42,7 @@ class Secrets:
 
     def in_text(self, text: str) -> str:
         """Return a text with `<hidden>` in the place of every known secret and of what URLs hold of the kind."""
-        text = _IN_URLS.sub(lambda found: f"{found[1] or found[2] or ''}{HIDDEN}", text) if "://" in text else text
+        text = without_credentials(text)
         return self._known.sub(HIDDEN, text) if self._known is not None else text
 
     def hide(self, value: Any) -> Any:

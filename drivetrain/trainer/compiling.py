@@ -100,7 +100,8 @@ def compilations_watched(trainer: Trainer) -> Iterator[None]:
 @contextmanager
 def _cache_in(root: str) -> Iterator[None]:
     """Let inductor keep what it compiles in a folder, unless the user has named one."""
-    if _CACHE_VARIABLE in os.environ and os.environ[_CACHE_VARIABLE] != _default_cache():
+    is_named = _CACHE_VARIABLE in os.environ and os.environ[_CACHE_VARIABLE] != _default_cache()
+    if is_named or "://" in root:  # inductor writes local files
         yield
         return
     before = os.environ.get(_CACHE_VARIABLE)

@@ -43,3 +43,19 @@ def given_hyper_parameters(owner: object) -> Mapping[str, Any] | None:
     """
     given = _given.get()
     return given[1] if given is not None and type(owner) is given[0] else None
+
+
+def loaded_subclass(kind: type, path: str) -> type | None:
+    """Return the class with a path among a class and its subclasses, without importing anything; None if none has it.
+
+    Args:
+        kind: The class.
+        path: The module and the name of the class that is looked for.
+    """
+    candidates = [kind]
+    while candidates:
+        found = candidates.pop()
+        if f"{found.__module__}.{found.__qualname__}" == path:
+            return found
+        candidates += found.__subclasses__()
+    return None

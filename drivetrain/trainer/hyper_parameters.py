@@ -6,12 +6,10 @@ import csv
 import inspect
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
-from enum import Enum
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, NoReturn
 
 from torch import nn
 
@@ -19,12 +17,7 @@ from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.keywords import refuse_unknown
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.yaml_text import load_yaml
-from drivetrain.trainer.given_hyper_parameters import (
-    CLASS_PATH,
-    INSTANTIATOR,
-    given_hyper_parameters,
-    hyper_parameters_given,
-)
+from drivetrain.trainer.given_hyper_parameters import INSTANTIATOR, given_hyper_parameters
 
 logger = get_logger(__name__)
 
@@ -134,11 +127,16 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: It is not there, or holds no mapping.
     """
+    import yaml  # no run needs it
+
     file = Path(path)
-    if file.suffix == ".csv" and file.is_file():
-        rows = list(csv.reader(file.read_text().splitlines()))[1:]
-        return {name: load_yaml(value) for name, value, *_ in rows}
-    found = load_yaml(file.read_text()) if file.is_file() else None
+    try:
+        if file.suffix == ".csv" and file.is_file():
+            rows = list(csv.reader(file.read_text(encoding="utf-8").splitlines()))[1:]
+            return {name: load_yaml(value) for name, value, *_ in rows}
+        found = load_yaml(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except (OSError, ValueError, csv.Error, yaml.YAMLError) as error:
+        raise CheckpointError(f"hparams_file={os.fspath(path)!r} cannot be read: {error}") from error
     if not isinstance(found, Mapping):
         raise CheckpointError(
             f"hparams_file={os.fspath(path)!r} is no YAML file of names and values, nor a CSV file of them."
@@ -187,105 +185,9 @@ def made_of(
             f"{', '.join(_INSTANTIATORS)} are called. Give all arguments of the constructor, and hparams_file= of a "
             "YAML file with none."
         )
-    if instantiate:
-        from drivetrain.trainer.cli.instantiation import instantiate_module  # few runs began on a command line
+    from drivetrain.trainer.cli.instantiation import make_again  # few runs began on a command line
 
-        return instantiate_module(kind, {**saved, **overrides})
-    kind = _loaded_class(kind, saved.get(CLASS_PATH))
-    left_out = {CLASS_PATH, INSTANTIATOR, *overrides}
-    values = {each: value for each, value in arguments_for(kind, saved).items() if each not in left_out}
-    _refuse_class_paths(kind, values)
-    values = {each: _as_annotated(value, annotations_of(kind).get(each)) for each, value in values.items()}
-    with hyper_parameters_given(kind, {**saved, **overrides}):
-        return kind(**values, **overrides)
-
-
-def _loaded_class(kind: type, path: str | None) -> type:
-    """Return the class with a path, if it is `kind` or a subclass that the script has imported; nothing is imported."""
-    if path is None:
-        return kind
-    if found := loaded_subclass(kind, path):
-        return found
-    raise CheckpointError(
-        f"The hyper-parameters name the class {path!r}, which would be imported. If you trust the file, give "
-        f"load_from_checkpoint(instantiate=True); else import the class and call its own load_from_checkpoint."
-    )
-
-
-def loaded_subclass(kind: type, path: str) -> type | None:
-    """Return the class with a path among a class and its subclasses, without importing anything; None if none has it.
-
-    Args:
-        kind: The class.
-        path: The module and the name of the class that is looked for.
-    """
-    candidates = [kind]
-    while candidates:
-        found = candidates.pop()
-        if f"{found.__module__}.{found.__qualname__}" == path:
-            return found
-        candidates += found.__subclasses__()
-    return None
-
-
-def _refuse_class_paths(kind: type, values: Mapping[str, Any]) -> None:
-    for place, path in class_paths_in(values, kind):
-        raise CheckpointError(
-            f"The hyper-parameter {place!r} names {path!r}, which would be imported and called. If you trust the file, "
-            f"give load_from_checkpoint(instantiate=True); else give the argument itself, "
-            f"load_from_checkpoint({place.split('.')[0]}=...)."
-        )
-
-
-def class_paths_in(values: Any, kind: type | None = None, place: str = "") -> Iterator[tuple[str, str]]:
-    """Find what values name that making objects of them would import: its place and its path.
-
-    Args:
-        values: Hyper-parameters, or a part of them.
-        kind: The class that they are the arguments of: text counts where it is annotated with a function or a class.
-        place: Where the part is.
-    """
-    if isinstance(values, Mapping) and "class_path" in values:
-        yield place, str(values["class_path"])
-    entries = values.items() if isinstance(values, Mapping) else ()
-    for key, value in enumerate(values) if isinstance(values, list | tuple) else entries:
-        inner = f"{place}.{key}" if place else str(key)
-        if isinstance(value, str) and kind is not None and _is_imported(annotations_of(kind).get(str(key))):
-            yield inner, value
-        yield from class_paths_in(value, None, inner)
-
-
-def _is_imported(annotation: Any) -> bool:
-    """Return whether text for an argument with this annotation would be taken for the path of a function or class."""
-    parts = [annotation, *get_args(annotation)]
-    if any(part in (str, bytes, Path, Any) for part in parts):
-        return False
-    return any(get_origin(part) in (Callable, type) or part in (Callable, type) or _is_made(part) for part in parts)
-
-
-def _is_made(part: Any) -> bool:
-    is_class = isinstance(part, type) and part.__module__ != "builtins"
-    return is_class and not issubclass(part, Enum | os.PathLike)
-
-
-def annotations_of(kind: type) -> dict[str, Any]:
-    """Return what the arguments of a class's constructor are annotated with; nothing if that cannot be resolved."""
-    try:
-        return get_type_hints(kind.__init__)  # type: ignore[misc]
-    except (NameError, TypeError):  # names that exist for a type checker only
-        return {}
-
-
-def _as_annotated(value: Any, annotation: Any) -> Any:
-    """Convert a plain value to the enum or dataclass that a constructor is annotated with, if it is one."""
-    choices = [each for each in (annotation, *get_args(annotation)) if isinstance(each, type)]
-    for each in choices:
-        if issubclass(each, Enum) and isinstance(value, str) and value in each.__members__:
-            return each[value]
-        if is_dataclass(each) and isinstance(value, Mapping):
-            own = annotations_of(each)
-            return each(**{name: _as_annotated(inner, own.get(name)) for name, inner in value.items()})
-    return value
+    return make_again(kind, saved, overrides, instantiate)
 
 
 # Nothing else that a checkpoint names is called: Lightning's is what its own command line leaves.

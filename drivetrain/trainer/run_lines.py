@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.support.parameter_counts import count_parameters
+from drivetrain.runtime.terminal import shown
 from drivetrain.trainer.loops.run_control import StopReason
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def first_line(trainer: Trainer, task: Task) -> str:
     line = f"Training {type(task).__name__}: {processes} {formats}, {parameters}."
     if trainer.loggers and trainer.log_dir is not None:
         line += f" Folder: {trainer.log_dir}."
-    return line
+    return shown(line)
 
 
 def last_line(trainer: Trainer) -> str:
@@ -71,7 +72,7 @@ def last_line(trainer: Trainer) -> str:
         parts.append(f"Checkpoint: {saved}. To resume: fit(..., resume={saved!r}), or resume='auto'.")
     elif not trainer.options.is_quiet:
         parts.append("No checkpoint was written.")
-    return " ".join(parts)
+    return shown(" ".join(parts))
 
 
 def newest_checkpoint(trainer: Trainer) -> str:

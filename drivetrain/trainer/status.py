@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import BatchInfo
 from drivetrain.runtime.keywords import made_again
+from drivetrain.runtime.terminal import print_all
 from drivetrain.runtime.timing import Timing
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.capabilities import StartsProcesses
@@ -145,6 +145,11 @@ class TrainerStatus:
                 return tracker.log_dir
         return self.default_root_dir
 
+    @property
+    def local_dir(self) -> str:
+        """Where callbacks and profilers write files of this machine: `log_dir`, or the current one if that is a URL."""
+        return self.log_dir if "://" not in self.log_dir else "."
+
     def __reduce__(self) -> tuple[Any, ...]:
         """A Trainer's pickle holds what it was made with: the copy is a new one, that has trained nothing."""
         return made_again, (type(self), *self.made_with)
@@ -252,7 +257,7 @@ class TrainerStatus:
         if bar is not None:
             bar.print(*args, **kwargs)
         else:
-            builtins.print(*args, **kwargs)
+            print_all(*args, **kwargs)
 
     # values
 

@@ -17,6 +17,7 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.keywords import refuse_unknown
 from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.state import PartialState
+from drivetrain.runtime.terminal import print_all
 from drivetrain.runtime.timing import LOGGING
 from drivetrain.trainer.data_hooks import DataHooks
 from drivetrain.trainer.hyper_parameters import HoldsHyperParameters
@@ -283,7 +284,7 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process, without breaking the progress bar."""
         if self._trainer is None:
-            print(*args, **kwargs)
+            print_all(*args, **kwargs)
         else:
             self._trainer.print(*args, **kwargs)
 

@@ -290,6 +290,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             self.control.record_exception(error)
             self.tracker_log.write_last_step()
             self.task_run.report_exception(model, error)
+            self.tracker_log.write_last_step(though_not_due=True)
             if not self.interrupted:
                 raise
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -102,6 +103,14 @@ def test_the_limit_counts_what_earlier_runs_left(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path / "ckpt", "new-{epoch}", total_limit=2)
     fit(Scripted([1]), tmp_path, 1, [checkpoint])
     assert saved(tmp_path / "ckpt") == ["new-epoch=0.ckpt", "old-epoch=2.ckpt"]
+
+
+def test_the_limit_goes_by_step_whatever_the_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(4_000_000_000, -86_400)  # each reading is a day before the last one
+    monkeypatch.setattr("drivetrain.checkpoint.save.time.time", lambda: float(next(clock)))
+    checkpoint = ModelCheckpoint(tmp_path / "ckpt", "{epoch}", save_top_k=-1, total_limit=2)
+    fit(Scripted([1] * 4), tmp_path, 4, [checkpoint])
+    assert saved(tmp_path / "ckpt") == ["epoch=2.ckpt", "epoch=3.ckpt"]
 
 
 def test_what_is_no_checkpoint_is_not_touched(tmp_path: Path) -> None:

@@ -27,11 +27,12 @@ from drivetrain.callbacks.support.run_facts import commit_of
 from drivetrain.callbacks.support.run_sampler import Clock
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers.report.lanes import read_lanes
+from drivetrain.trackers.report.listing import list_runs
 from drivetrain.trackers.report.record import read_record
 from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.tasks import Scripted, numbers
 from tests.launch.launching import clean_environment
-from tests.pool import ROOT, run_in_processes
+from tests.pool import ROOT, ProcessesFailed, run_in_processes
 from tests.trackers.test_report_page import charts_in, shown
 from tests.trainer.tasks import Kept
 
@@ -128,6 +129,55 @@ def test_a_failed_run_shows_why(tmp_path: Path) -> None:
     assert "in training_step" in page  # the traceback
 
 
+class Ending(Scripted):
+    """Raises an error in a hook, as soon as so many steps were taken."""
+
+    def __init__(self, error: BaseException, hook: str, step: int) -> None:
+        super().__init__([1.0])
+        self.error, self.hook, self.step = error, hook, step
+
+    def end_in(self, hook: str) -> None:
+        if hook == self.hook and self.global_step >= self.step:
+            raise self.error
+
+    def on_fit_start(self) -> None:
+        self.end_in("on_fit_start")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.end_in("training_step")
+        self.log("train_loss", float(self.global_step))
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.end_in("validation_step")
+        super().validation_step(batch, batch_idx)
+
+
+ENDINGS: dict[str, tuple[BaseException, str, int, str]] = {
+    "in the first step": (ValueError("bad row"), "training_step", 0, "failed"),
+    "in a later step": (ValueError("bad row"), "training_step", 3, "failed"),
+    "before training": (ValueError("bad row"), "on_fit_start", 0, "failed"),
+    "in the sanity check": (ValueError("bad row"), "validation_step", 0, "failed"),
+    "by an exit": (SystemExit(3), "training_step", 3, "failed"),
+    "without memory": (MemoryError(), "training_step", 3, "failed"),
+    "by Ctrl-C": (KeyboardInterrupt(), "training_step", 3, "interrupted"),
+}
+
+
+@pytest.mark.parametrize(("error", "hook", "step", "state"), ENDINGS.values(), ids=ENDINGS.keys())
+def test_a_run_that_ends_early_is_listed_with_its_last_values(
+    error: BaseException, hook: str, step: int, state: str, tmp_path: Path
+) -> None:
+    trainer = trainer_in(tmp_path, log_every_n_steps=50, num_sanity_val_steps=1)
+    with pytest.raises(type(error)):
+        trainer.fit(Ending(error, hook, step), numbers(8, 1), numbers(8, 4))
+    [run] = list_runs(tmp_path)
+    assert run.state == state
+    assert "bad row" in run.record["reason"] or not isinstance(error, ValueError)
+    assert (folder_of(tmp_path) / "report.html").is_file()
+    assert run.metric == (f"train_loss {step - 1} (last)" if step else "")
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -218,6 +268,32 @@ def test_what_cannot_be_written_does_not_end_the_run(tmp_path: Path, monkeypatch
     trainer = trainer_in(tmp_path)
     trainer.fit(Scripted([1.0] * 9), numbers(8, 4))
     assert trainer.global_step == 4
+
+
+def fit_without_room(root: str) -> tuple[int, list[str]]:
+    """Train while no file may grow beyond 200 bytes, as on a full disk. Returns the steps, and the table's lines."""
+    resource = pytest.importorskip("resource")  # not on Windows
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    trainer = trainer_in(Path(root), max_epochs=40, enable_checkpointing=False, profiler="simple")
+    trainer.profiler.filename = "report"
+    logging.raiseExceptions = False  # the output of this process is a file, too
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
+    try:
+        trainer.fit(Scripted(), numbers(8, 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        logging.raiseExceptions = True
+    trainer.logger.log({"train_loss": 1.0}, 1000)
+    trainer.logger.finish()
+    return trainer.global_step, (folder_of(Path(root)) / "metrics.csv").read_text().splitlines()
+
+
+def test_a_full_disk_costs_values_and_not_the_run(tmp_path: Path) -> None:
+    [(steps, lines)] = run_in_processes(fit_without_room, 1, args=(str(tmp_path),))
+    assert steps == 320
+    numbers_of_steps = [int(line.split(",")[1]) for line in lines[1:]]
+    assert numbers_of_steps == sorted(set(numbers_of_steps))  # no row is there twice, or cut
+    assert numbers_of_steps[-1] == 1000
 
 
 class Clocks:
@@ -340,6 +416,26 @@ def test_each_process_has_a_lane(tmp_path: Path) -> None:
 
 
 @pytest.mark.crash
+class Killed(Scripted):
+    """Its first process is killed within the third step, as a launcher does once a peer is gone."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and self.trainer.is_global_zero:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit_until_killed(root: str) -> None:
+    trainer_in(Path(root), max_epochs=2).fit(Killed(), numbers(16, 1))
+
+
+def test_a_run_of_several_processes_that_is_killed_at_once_is_listed_as_failed(tmp_path: Path) -> None:
+    with pytest.raises(ProcessesFailed):
+        run_in_processes(fit_until_killed, 2, args=(str(tmp_path),))
+    [run] = list_runs(tmp_path)
+    assert run.state == "failed"
+    assert "ended without recording why" in run.record["reason"]
+
+
 def test_a_killed_run_leaves_its_last_page(tmp_path: Path) -> None:
     script = """
         import sys

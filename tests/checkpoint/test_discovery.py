@@ -22,7 +22,7 @@ from drivetrain.checkpoint import (
     remove_checkpoint,
     save_run_state,
 )
-from drivetrain.checkpoint.writer_record import OTHER_HOST_PATIENCE, UNRECORDED_PATIENCE, this_writer
+from drivetrain.checkpoint.writer_record import OTHER_HOST_PATIENCE, UNRECORDED_PATIENCE, this_writer, writer_token
 from drivetrain.runtime.state import PartialState
 from tests.checkpoint.states import alone, leftovers, own_state, reseal_manifest, run_state, seed_of, write
 from tests.pool import run_in_processes
@@ -115,6 +115,44 @@ def test_what_dead_runs_left_is_removed_and_what_live_ones_write_is_not(
     removed = clean_stale(str(tmp_path))
     assert bool(leftovers(tmp_path)) is stays
     assert bool(removed) is not stays
+
+
+def test_a_clock_that_is_set_does_not_make_a_live_writer_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    live = leave(tmp_path, ".step_1.0123456789ab.writing", this_writer())
+    started, now = psutil.Process().create_time(), time.time()
+    for step in (3600.0, -3600.0, 10 * DAY):
+        monkeypatch.setattr(psutil.Process, "create_time", lambda self, step=step: started + step)
+        monkeypatch.setattr(time, "time", lambda step=step: now + step)
+        assert clean_stale(str(tmp_path)) == []
+        assert leftovers(tmp_path) == [live.name]
+
+
+def file_of_a_dead_writer(root: Path, name: str, what: str) -> Path:
+    """Leave a file beside `name` that a process which has ended was writing."""
+    code = "from drivetrain.checkpoint.writer_record import writer_token; print(writer_token())"
+    token = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    path = root / f".{name}.{token}.{what}"
+    path.write_text("left")
+    return path
+
+
+def test_files_that_dead_runs_left_are_removed_or_given_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "last.ckpt").write_text("new")
+    left = [file_of_a_dead_writer(tmp_path, "last.ckpt", what) for what in ("writing", "replaced", "link")]
+    lost = file_of_a_dead_writer(tmp_path, "best.ckpt", "replaced")
+    live = tmp_path / f".last.ckpt.{writer_token()}.writing"
+    other = tmp_path / ".last.ckpt.0123456789ab.writing"  # of an earlier version, which does not say whose it is
+    for path in (live, other):
+        path.write_text("half")
+    assert sorted(clean_stale(str(tmp_path))) == sorted(map(str, [*left, lost]))
+    assert sorted(os.listdir(tmp_path)) == sorted(["last.ckpt", "best.ckpt", live.name, other.name])
+    assert (tmp_path / "best.ckpt").read_text() == "left"
+    assert "The one before it is back" in caplog.text
+    os.utime(other, (0, 0))
+    clean_stale(str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == sorted(["last.ckpt", "best.ckpt", live.name])
 
 
 def test_a_zombie_is_dead(tmp_path: Path) -> None:

@@ -79,18 +79,52 @@ MALFORMED: dict[str, Any] = {
     "sessions without entries": {"sessions": [3]},
     "a process without a number": {"state": "running", "process": [1]},
     "a number for the reason": {"state": "failed", "reason": 4},
+    "a number that no float holds": {"metrics": {"loss": 10**400}},
+    "a number of 5000 digits": '{"progress": {"step": ' + "9" * 5000 + "}}",
+    "warnings without parts": {"warnings": [1]},
+    "warnings whose parts are text": {"warnings": [["x", "y", "z", "w"]]},
+    "a commit that is a number": {"commit": {"id": 5, "branch": "main"}},
+    "a value that is a list": {"best": {"monitor": "loss", "value": [1]}},
+    "words that are numbers": {"argv": [1, 2]},
+    "bytes": b"\xff\x00" * 50,
 }
 
 
 @pytest.mark.parametrize("record", MALFORMED.values(), ids=MALFORMED)
 def test_a_record_that_cannot_be_read_is_listed_so_beside_the_others(record: Any, directory: Path) -> None:
-    text = record if isinstance(record, str) else json.dumps(record)
-    Path(directory, "drivetrain_logs", "version_1", "run.json").write_text(text)
+    text = record if isinstance(record, str | bytes) else json.dumps(record)
+    file = Path(directory, "drivetrain_logs", "version_1", "run.json")
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
     _, broken, whole = called(runs).output.splitlines()
-    assert "version_1  unreadable" in broken
+    assert "version_1  unreadable  run.json cannot be read: " in broken
     assert "version_0  finished" in whole
     assert "run.json cannot be read" in called(runs, "show", "version_1").output
     assert called(report, "drivetrain_logs/version_1").exit_code == 0
+
+
+@pytest.mark.parametrize("kind", ["a file of gigabytes", "a pipe", "a directory"])
+def test_what_is_no_record_is_not_waited_for(kind: str, directory: Path) -> None:
+    file = Path(directory, "drivetrain_logs", "version_1", "run.json")
+    file.unlink(missing_ok=True)
+    if kind == "a pipe":
+        os.mkfifo(file)
+    elif kind == "a directory":
+        file.mkdir()
+    else:
+        with file.open("wb") as opened:
+            opened.truncate(2**32)
+    assert "version_1  unreadable" in called(runs).output
+
+
+def test_the_page_spells_control_characters_and_markup_out(directory: Path) -> None:
+    hostile = "\x1b[31m\u202e<script>alert(1)</script>"
+    write_record(
+        directory / "drivetrain_logs" / "version_1", {"state": "failed", "reason": hostile, "command": hostile}
+    )
+    called(report, "drivetrain_logs/version_1")
+    page = (directory / "drivetrain_logs" / "version_1" / "report.html").read_text(encoding="utf-8")
+    assert "\\x1b[31m\\u202e&lt;script&gt;alert(1)" in page
+    assert not set(page) & set("\x1b\u202e")
 
 
 def test_what_a_record_says_reaches_the_terminal_without_control_characters(directory: Path) -> None:

@@ -106,3 +106,45 @@ def test_weights_of_a_folder_are_read_into_a_model(tmp_path):
     load_offloaded_weights(model, index, tmp_path)
     assert torch.equal(model.weight, state["weight"])
     assert model.bias.is_meta
+
+
+NAMES_THAT_LEAD_OUT = ["../out", "/tmp/out", "a/../../out", "a\\..\\..\\out", "nul\0byte", "link/out"]
+
+
+@pytest.mark.parametrize("name", NAMES_THAT_LEAD_OUT)
+def test_a_name_that_leads_out_of_the_folder_is_neither_written_nor_read(tmp_path, name):
+    folder, outside = tmp_path / "folder", tmp_path / "elsewhere"
+    folder.mkdir()
+    outside.mkdir()
+    (folder / "link").symlink_to(outside)
+    (tmp_path / "out.dat").write_bytes(bytes(8))
+    (outside / "out.dat").write_bytes(bytes(8))
+    before = sorted(path for path in tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="leads out of the folder"):
+        offload_weight(torch.ones(2), name, folder)
+    (folder / "index.json").write_text(json.dumps({name: {"dtype": "float32", "shape": [2]}}))
+    with pytest.raises(CheckpointError, match="leads out of the folder"):
+        OffloadedWeightsLoader(save_folder=folder)[name]
+    assert sorted(path for path in tmp_path.rglob("*") if path.name != "index.json") == before
+
+
+def test_a_file_of_an_index_is_in_its_folder(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "outside.safetensors")
+    index = {"w": {"safetensors_file": "../outside.safetensors", "weight_name": "w"}}
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="leads out of the folder"):
+        OffloadedWeightsLoader(save_folder=folder)["w"]
+
+
+def test_a_weight_may_have_a_name_with_a_folder_in_it(tmp_path):
+    index = offload_weight(torch.ones(2), "experts/0.weight", tmp_path)
+    save_offload_index(index, tmp_path)
+    assert torch.equal(OffloadedWeightsLoader(save_folder=tmp_path)["experts/0.weight"], torch.ones(2))
+
+
+def test_an_index_that_is_nested_without_end_is_refused(tmp_path):
+    (tmp_path / "index.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        OffloadedWeightsLoader(save_folder=tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.runtime.terminal import say, visible
+from drivetrain.runtime.terminal import print_text, visible
 
 SCRIPT = """
 import sys
@@ -52,9 +52,23 @@ def test_a_run_trains_and_ends_well_whatever_its_output_is(command: str, tmp_pat
     assert (done.returncode, done.stderr[-7:]) == (0, "2 steps"), done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
+@pytest.mark.parametrize("output", ["a full disk", "an encoding without the characters"])
+def test_neither_do_the_bars_of_the_mirror_end_a_run(output: str, bar: str, tmp_path: Path) -> None:
+    script = SCRIPT.replace("from drivetrain import Task, Trainer", "import drivetrain.compat.lightning.pytorch as pl")
+    script = script.replace("(Task)", "(pl.LightningModule)").replace(
+        "Trainer(", f"pl.Trainer(callbacks=[pl.callbacks.{bar}()], "
+    )
+    Path(tmp_path, "train.py").write_text(script, encoding="utf-8")
+    line = OUTPUTS[output].format(f"{sys.executable} train.py")
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr[-7:]) == (0, "2 steps"), done.stderr
+
+
 def test_what_is_written_reaches_the_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
     print("before", end=" ")
-    say("ä", end=" after\n")
+    print_text("ä", end=" after\n")
     assert capfd.readouterr().out == "before ä after\n"
 
 

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,25 @@ def test_versions_count_up_and_a_given_one_is_continued(tmp_path: Path) -> None:
     ]
     assert CSVLogger(tmp_path, name="run").version == 3
     assert CSVLogger(tmp_path, name="run", version="best").log_dir == str(tmp_path / "run" / "best")
+
+
+def test_runs_that_start_at_the_same_moment_have_folders_of_their_own(tmp_path: Path) -> None:
+    loggers = [CSVLogger(tmp_path, name="run") for _ in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda logger: logger.log_dir, loggers))
+    assert sorted(folders) == sorted(str(tmp_path / "run" / f"version_{number}") for number in range(16))
+
+
+def test_the_number_of_a_run_that_writes_nothing_is_free_again(tmp_path: Path) -> None:
+    idle = CSVLogger(tmp_path, name="run")
+    assert idle.version == 0
+    idle.finish()
+    assert os.listdir(tmp_path) == []
+    other = CSVLogger(tmp_path, name="run")
+    assert other.version == 0
+    idle.log({"loss": 1.0}, 1)  # another run has the number meanwhile
+    idle.finish()
+    assert idle.version == 1
 
 
 def test_logging_after_finish_continues_the_same_file(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drivetrain import CheckpointError, Trainer
 from drivetrain.trackers.secrets import HIDDEN, Secrets, is_secret_name
+from tests.callbacks.tasks import Scripted, numbers
 
 
 @pytest.mark.parametrize(
@@ -57,3 +60,63 @@ def test_short_values_of_the_environment_are_switches(monkeypatch: pytest.Monkey
 def test_a_checkpoint_leaves_out_what_is_secret_so_that_a_constructor_takes_its_default() -> None:
     given = {"lr": 0.1, "api_key": "s3cret", "auth": {"token": "s3cret", "user": "me"}, "token": None}
     assert Secrets().drop(given) == {"lr": 0.1, "auth": {"user": "me"}, "token": None}
+
+
+SECRET = "hunter2hunter2"
+ADDRESSES = [
+    f"https://user:{SECRET}@host/x",
+    f"https://user:a@{SECRET}@host",
+    f"http://user:a/{SECRET}@host/x",
+    f"http://user:a#b?{SECRET}@host/x",
+    f"https://{SECRET}@github.com/a/b.git",
+    f"git+https://{SECRET}@github.com/a/b",
+    f"redis://:{SECRET}@host:6379/0",
+    f"s3://AKIA:{SECRET}@bucket/path",
+    f"HTTPS://USER:{SECRET}@HOST",
+    f"https://host/x?a=1&access_token={SECRET}&b=2",
+    f"https://host/x?X-Amz-Signature={SECRET}",
+    f"https://host/back#access_token={SECRET}",
+    f"https://host?auth={SECRET}",
+    f"https://host?AWSAccessKeyId={SECRET}",
+    f"abfs://box@account/x?sas={SECRET}",
+    f"two: https://a:{SECRET}@h and https://b:{SECRET}@k",
+]
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_addresses_lose_their_credentials_wherever_they_go(address: str) -> None:
+    assert SECRET not in Secrets().in_text(address)
+    assert SECRET not in str(CheckpointError(f"{address} cannot be read"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "abfs://box@account.dfs.core.windows.net/x",
+        "ssh://git@github.com/a",
+        "https://host:8080/path@v1",
+        "https://host/x?monkey=1&max_tokens=5",
+        "user@host",
+    ],
+)
+def test_addresses_without_credentials_stay(text: str) -> None:
+    assert Secrets().in_text(text) == text
+
+
+def test_credentials_of_a_root_reach_no_file_of_a_run_and_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    import fsspec
+
+    monkeypatch.chdir(tmp_path)
+    root = f"memory://me:{SECRET}@bucket/root"
+    task = Scripted([1.0])
+    task.hparams["data"] = f"https://me:{SECRET}@host/data"
+    Trainer(max_epochs=1, default_root_dir=root, num_sanity_val_steps=0).fit(task, numbers(8, 4), numbers(8, 4))
+    printed = capsys.readouterr()
+    assert SECRET not in printed.out + printed.err
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    system = fsspec.filesystem("memory")
+    written += [system.cat_file(path) for path in system.find("/") if SECRET in path]
+    assert len(written) > 5
+    assert not [content for content in written if SECRET.encode() in content]

@@ -381,3 +381,20 @@ def test_pytorch_refuses_what_torch_does_not_take(given: dict[str, Any], message
 def test_pytorch_has_no_nvtx_without_a_gpu() -> None:
     with pytest.raises(ConfigurationError, match="needs an NVIDIA GPU"):
         PyTorchProfiler(emit_nvtx=True)
+
+
+def test_files_of_a_run_whose_root_is_a_url_go_to_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(
+        max_epochs=1,
+        default_root_dir="memory://profiled/root",
+        profiler=SimpleProfiler(filename="report"),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Weight(), ones(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["fit-report.txt"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -13,8 +12,10 @@ from drivetrain.callbacks.checkpoint.restored import RestoredState
 from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import check_replaceable
 from drivetrain.checkpoint.storage import LocalStorage
+from drivetrain.checkpoint.writer_record import writer_token
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.terminal import without_credentials
 from drivetrain.trackers import Tracker
 from drivetrain.trackers.directory import DirectoryTracker
 
@@ -87,7 +88,7 @@ def is_same(path: str | None, state: RestoredState) -> bool:
         state: Of the earlier run.
     """
     old, newest = state.saved_in, state.names["newest"]
-    if path is None or path == old:
+    if path is None or without_credentials(path) == without_credentials(old or ""):
         return True
     if not old or "://" in old or not is_local(path):
         return False  # nothing is asked of a storage that only a checkpoint names
@@ -117,7 +118,7 @@ def default_places(trackers: Sequence[Tracker], root: str) -> list[str]:
 def link(path: str, target: str) -> None:
     """Let `path` be a relative symbolic link to a checkpoint beside it, whatever it was before."""
     _check_replaceable(path)
-    beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{_token()}.link")
+    beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{writer_token()}.link")
     try:
         os.symlink(os.path.relpath(target, os.path.dirname(path)), beside)
         if os.path.isdir(path) and not os.path.islink(path):
@@ -135,7 +136,7 @@ def duplicate(path: str, source: str) -> None:
     if os.path.isfile(source):
         _duplicate_file(path, source)
         return
-    token = _token()
+    token = writer_token()
     place, replaced = (
         os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{token}.{what}") for what in KINDS
     )
@@ -156,7 +157,7 @@ def duplicate(path: str, source: str) -> None:
 
 def _duplicate_file(path: str, source: str) -> None:
     """Let the path name the file in one moment; where that may not last, it names again what it did before."""
-    token = _token()
+    token = writer_token()
     place, replaced = (
         os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{token}.{what}") for what in KINDS
     )
@@ -210,7 +211,7 @@ def remove(path: str, files: checkpoint.CheckpointFiles) -> None:
 
 
 def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:
-    """The checkpoints of a directory that are beyond a limit, the oldest.
+    """The checkpoints of a directory that are beyond a limit, those of the fewest steps.
 
     Args:
         directory: Where they are.
@@ -218,9 +219,7 @@ def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:
         needed: Those that stay in any case; they count.
     """
     needed = {os.path.realpath(path) if os.path.islink(path) else path for path in needed}
-    found = [
-        one.path for one in sorted(checkpoint.list_checkpoints(directory, warn=False), key=lambda one: -one.saved_at)
-    ]
+    found = [one.path for one in checkpoint.list_checkpoints(directory, warn=False)]  # by step: clocks are set
     others = [path for path in found if path not in needed]
     return others[max(0, limit - (len(found) - len(others))) :]
 
@@ -239,10 +238,6 @@ def _sync(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _token() -> str:
-    return uuid.uuid4().hex[:12]
 
 
 def leading_outside(directory: str, state: RestoredState) -> set[str]:

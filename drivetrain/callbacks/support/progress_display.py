@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import torch
 
-from drivetrain.runtime.terminal import encodable, is_terminal, say
+from drivetrain.runtime.terminal import encodable, is_terminal, print_text
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -217,10 +217,10 @@ class LineDisplay:
         pass
 
     def write(self, text: str, file: TextIO | None = None) -> None:
-        say(text, end="", file=file)
+        print_text(text, end="", file=file)
 
     def _print(self, title: str, parts: Sequence[str], values: Mapping[str, float]) -> None:
-        say(f"{title}: {', '.join([*parts, listed(values)] if values else parts)}")
+        print_text(f"{title}: {', '.join([*parts, listed(values)] if values else parts)}")
         self._last_line = time.perf_counter()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.support.run_facts import facts_of, is_changed
+from drivetrain.runtime.terminal import without_credentials
 from drivetrain.trackers.losses import first_line
 from drivetrain.trackers.report.page import write_page
 from drivetrain.trackers.report.record import (
@@ -57,6 +58,7 @@ class ReportWriter:
         self._spent = 0.0
         self._error = self._traceback = ""
         self._facts: dict[str, Any] | None = None
+        self._is_recorded = self._has_page = False
         self._sessions: list[dict[str, Any]] = []
         self._before: list[Sequence[Any]] = []
 
@@ -67,7 +69,7 @@ class ReportWriter:
 
     def write(self) -> None:
         """Write the record and the page of a run that runs; the first page has no curves yet."""
-        is_first = self._facts is None
+        is_first, self._has_page = not self._has_page, True
         began = time.thread_time()
         self._due = time.monotonic() + self._seconds  # also where this attempt fails
         record = self._record(RUNNING, "")
@@ -79,6 +81,12 @@ class ReportWriter:
         # The next page costs about as much as this one.
         self._due = max(time.monotonic() + self._seconds, self._begun + (self._spent + cost) / _SHARE)
 
+    def write_beginning(self) -> None:
+        """Write the record alone, once, so that a run is known whose processes are killed before its first page."""
+        if not self._is_recorded:
+            self._is_recorded = True
+            write_record(self._folder, self._record(RUNNING, ""))
+
     @staticmethod
     def _ask_for_changes(record: dict[str, Any]) -> float:
         """Ask git, once, whether files differ from the commit; returns the seconds that this took."""
@@ -88,6 +96,11 @@ class ReportWriter:
         began = time.monotonic()
         commit["changed"] = is_changed(record["cwd"])
         return time.monotonic() - began
+
+    @property
+    def has_error(self) -> bool:
+        """Whether an exception has ended the run."""
+        return bool(self._error)
 
     def record_error(self, error: BaseException) -> None:
         """Keep what ended the run, for the last page.
@@ -145,8 +158,8 @@ class ReportWriter:
                 "monitor": callback.monitor,
                 "mode": callback.mode,
                 "value": None if score is None else float(score),
-                "path": callback.best_model_path,
-                "newest": callback.newest_model_path,
+                "path": without_credentials(callback.best_model_path),
+                "newest": without_credentials(callback.newest_model_path),
             }
         return found
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import random
+import sys
 from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.terminal import Lenient
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def require_rich(owner: str) -> None:
@@ -25,3 +31,14 @@ def require_rich(owner: str) -> None:
     state = random.getstate()
     import_module("rich.style")
     random.setstate(state)
+
+
+def make_console(**options: Any) -> Console:
+    """Return rich's console for the standard output or error, which loses what cannot be written instead of raising.
+
+    Args:
+        **options: For `rich.console.Console`.
+    """
+    from rich.console import Console
+
+    return Console(**{"file": Lenient(sys.stderr if options.get("stderr") else sys.stdout), **options})

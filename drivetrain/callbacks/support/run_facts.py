@@ -18,7 +18,7 @@ import torch
 import drivetrain
 from drivetrain.callbacks.support.parameter_counts import count_parameters
 from drivetrain.runtime.devices import get_device_kind
-from drivetrain.runtime.own_process import started_at
+from drivetrain.runtime.own_process import boot_id, started_at, started_since_boot
 from drivetrain.trackers.base import flatten, plain
 from drivetrain.trackers.index import command, words_of_command
 from drivetrain.trackers.report.words import number
@@ -83,7 +83,8 @@ def _shown_command(words: tuple[str, ...]) -> str:
 
 @cache
 def _process() -> dict[str, Any]:
-    return {"host": platform.node(), "id": os.getpid(), "started": started_at()}
+    started = {"started": started_at(), "since_boot": started_since_boot(), "boot": boot_id()}
+    return {"host": platform.node(), "id": os.getpid(), **started}
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:

@@ -359,7 +359,7 @@ def _described(path: Path) -> tuple[Quantization, dict[str, dict[str, str]]]:
         described = json.loads(path.read_text())
         name, options = str(described["quantizer"]), dict(described["options"])
         layers, texts = tuple(str(each) for each in described["layers"]), dict(described["texts"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no description of a quantised model: {error}") from error
     kind = class_of(name)
     try:

@@ -56,7 +56,7 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
             "JSON file, or a dict.",
             code="DT-010",
         ) from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"config={text!r} is not JSON: {error}.", code="DT-011") from error
     if not isinstance(found, dict):
         raise ConfigurationError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.checkpoint.schema import find_places, in_schema
+from drivetrain.checkpoint.weight_files import files_of_index
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.strategies.fsdp.parameters import local_slices
 
@@ -74,7 +74,7 @@ def _files_of(place: Path) -> dict[str, Path]:
     if place.is_dir():
         index = place / _INDEX
         if index.exists():
-            mapping: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            mapping = files_of_index(index.read_bytes(), os.fspath(index))
             return {name: place / file for name, file in mapping.items()}
         place = place / _SINGLE
     if not place.exists():

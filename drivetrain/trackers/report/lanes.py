@@ -6,6 +6,7 @@ import csv
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TextIO
@@ -94,10 +95,11 @@ class Lane:
         self._file.write(",".join(f"{getattr(sample, name):.15g}" for name in COLUMNS) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the file; what waits in it is lost if it cannot be written."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
 
 
 def read_lanes(folder: str | os.PathLike[str]) -> dict[int, tuple[str, list[Sample]]]:

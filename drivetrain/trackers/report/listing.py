@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
-from drivetrain.runtime.terminal import visible
+from drivetrain.runtime.terminal import shown
 from drivetrain.trackers.index import DIRECTORY, NAME, read_runs
-from drivetrain.trackers.report.record import read_record
+from drivetrain.trackers.report.record import UNREADABLE, read_record
 from drivetrain.trackers.report.words import number
 
 
@@ -40,7 +40,12 @@ class KnownRun:
 
     @property
     def metric(self) -> str:
-        """The best value of the metric that its checkpoints are chosen by; where there is none, a loss, as the last."""
+        """The best value of the metric that its checkpoints are chosen by; where there is none, a loss, as the last.
+
+        Of a run whose record cannot be read, the reason.
+        """
+        if self.state == UNREADABLE:
+            return str(self.record.get("reason", ""))
         best = self.record.get("best", {})
         if best.get("monitor") and best.get("value") is not None:
             return f"{best['monitor']} {number(best['value'])}"
@@ -96,10 +101,8 @@ def as_table(runs: Sequence[KnownRun], width: int) -> list[str]:
         runs: The runs.
         width: Columns of the terminal, which the commands are cut to.
     """
-    rows = [("began", "run", "state", "metric", "command")]
-    rows += [
-        tuple(map(visible, (run.when, run.name, run.state or "-", run.metric or "-", run.command))) for run in runs
-    ]
+    rows: list[tuple[str, ...]] = [("began", "run", "state", "metric", "command")]
+    rows += [tuple(map(shown, (run.when, run.name, run.state or "-", run.metric or "-", run.command))) for run in runs]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4]]) for row in rows]
     return [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from drivetrain.runtime.terminal import visible
+
 _ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&#34;", "'": "&#39;"})
 _WITHIN_SCRIPTS = str.maketrans({"&": "\\u0026", "<": "\\u003c", ">": "\\u003e", "'": "\\u0027"})
 
@@ -15,12 +17,12 @@ class Markup(str):
 
 
 def escaped(text: object) -> Markup:
-    """A value as HTML: text escaped, `Markup` as it is.
+    """A value as HTML: text escaped, its control characters spelled out, `Markup` as it is.
 
     Args:
         text: The value.
     """
-    return text if isinstance(text, Markup) else Markup(str(text).translate(_ESCAPES))
+    return text if isinstance(text, Markup) else Markup(visible(str(text)).translate(_ESCAPES))
 
 
 def joined(parts: Iterable[object], between: str = "") -> Markup:

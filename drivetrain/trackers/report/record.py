@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +45,62 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
     Args:
         folder: The run's folder.
     """
+    path = Path(folder, NAME)
     try:
-        record = json.loads(Path(folder, NAME).read_text(encoding="utf-8"))
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
+            return _unreadable("it is no file of a size that runs write")
+        record = json.loads(path.read_text(encoding="utf-8"), parse_int=_integer)
     except OSError:
         return {}
     except (ValueError, RecursionError) as error:
         return _unreadable(f"it is no JSON ({type(error).__name__})")
     if not isinstance(record, dict):
         return _unreadable("it holds no names and values")
-    wrong = [name for name, kind in _KINDS.items() if not isinstance(record.get(name), kind | None)]
-    if not wrong:
-        wrong = [f"metrics.{name}" for name, value in record.get("metrics", {}).items() if not _is_number(value)]
-        spans = [
-            each if isinstance(each, dict) else {"started": None} for each in (*record.get("sessions", ()), record)
-        ]
-        wrong += [name for each in spans for name in _TIMES if not _is_time(each.get(name, 0))]
-    if wrong:
-        return _unreadable(f"{wrong[0]!r} is of another type than runs write")
+    wrong = next(_wrong_entries(record), None)
+    if wrong is not None:
+        return _unreadable(f"{wrong!r} is of another type than runs write")
     return with_present_state(record)
+
+
+def _integer(text: str) -> int:
+    """Return a whole number that a float can hold. Raises ValueError of a longer one."""
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _wrong_entries(record: Mapping[str, Any]) -> Iterator[str]:
+    """Find the entries that are of another type than a run writes them in."""
+    kinds = _KINDS | dict.fromkeys(_TIMES, float)
+    for name, kind in kinds.items():
+        if not _is_a(record.get(name), kind):
+            yield name
+            return  # the others look into it
+    for part, entries in _ENTRIES.items():
+        found = record.get(part) or {}
+        yield from (f"{part}.{name}" for name, kind in entries.items() if not _is_a(found.get(name), kind))
+    yield from (f"metrics.{name}" for name, value in (record.get("metrics") or {}).items() if not _is_a(value, float))
+    for each in record.get("sessions") or ():
+        if not (isinstance(each, dict) and all(_is_a(each.get(name), float) for name in _TIMES)):
+            yield "sessions"
+    for each in record.get("warnings") or ():
+        kinds_of_warning = (float, float, str, float)
+        if not (isinstance(each, list) and len(each) == len(kinds_of_warning)) or not all(
+            value is not None and _is_a(value, kind) for value, kind in zip(each, kinds_of_warning, strict=True)
+        ):
+            yield "warnings"
+    if not all(isinstance(word, str) for word in record.get("argv") or ()):
+        yield "argv"
+    spans = [record, *(record.get("sessions") or ())]
+    yield from (name for each in spans for name in _TIMES if not 0 <= (each.get(name) or 0) <= _LATEST)
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    """Whether a value is of a type, or None; a float may be a whole number."""
+    if value is None:
+        return True
+    return isinstance(value, int | float) if kind is float else isinstance(value, kind)
 
 
 # The types of the parts that are looked into.
@@ -69,17 +108,21 @@ _KINDS: dict[str, type] = {
     **dict.fromkeys(("best", "metrics", "progress", "hyper_parameters", "trainer", "model", "data"), dict),
     **dict.fromkeys(("environment", "process", "commit"), dict),
     **dict.fromkeys(("sessions", "warnings", "argv"), list),
+    "data_shards": float,
     **dict.fromkeys(("state", "reason", "command", "cwd", "traceback", "resume"), str),
 }
 _TIMES = ("started", "updated", "due")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | None)
-
-
-def _is_time(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 <= value <= 1e12
+_ENTRIES: dict[str, dict[str, type]] = {
+    "best": {**dict.fromkeys(("monitor", "mode", "path", "newest", "task", "module"), str), "value": float},
+    "progress": {"step": float, "epoch": float},
+    "commit": {"id": str, "branch": str, "changed": bool},
+    "process": {"host": str, "id": int, "started": float, "since_boot": float, "boot": str},
+}
+_LATEST = 1e12
+"""Seconds since 1970 that no clock shows."""
+_MOST_DIGITS = 300
+_LARGEST = 64 * 2**20
+"""Bytes of a file; the longest that runs write have some hundred thousand."""
 
 
 def _unreadable(reason: str) -> dict[str, Any]:
@@ -113,10 +156,13 @@ def _is_alive(record: Mapping[str, Any]) -> bool:
     process = process if isinstance(process, dict) else {}
     if process.get("host") != platform.node():
         return time.time() < float(record.get("due", 0)) + _LATE_SECONDS
-    import psutil
+    from drivetrain.runtime.own_process import boot_id, is_alive
 
-    try:
-        started = psutil.Process(int(process.get("id", -1))).create_time()
-    except (psutil.Error, ValueError):
+    if process.get("boot") and process["boot"] != boot_id():
         return False
-    return abs(started - float(process.get("started", 0))) < 2.0  # another process may have got the number
+    since_boot = process.get("since_boot")
+    try:
+        started = float(process.get("started", 0) if since_boot is None else since_boot)
+        return is_alive(int(process.get("id", -1)), started)
+    except (ValueError, TypeError, OverflowError):
+        return False

@@ -10,7 +10,7 @@ from typing import Any
 
 from drivetrain.runtime.environment import COMMAND_VARIABLE, RESUME_VARIABLE
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.terminal import visible
+from drivetrain.runtime.terminal import HIDDEN, shown
 from drivetrain.trackers.report.record import NAME, PAGE, RUNNING, read_record, seconds_of
 from drivetrain.trackers.report.words import duration, moment, number, plain_text
 
@@ -59,6 +59,12 @@ def resumption_of(place: Path) -> Resumption:
         raise ConfigurationError(
             f"The run in {place} has no checkpoint to resume. Start it again: {record.get('command')}", code="DT-121"
         )
+    if HIDDEN in str(checkpoint):
+        raise ConfigurationError(
+            f"The checkpoint of the run in {place} is at an address with credentials, which are not recorded: "
+            f"{checkpoint}. Start it again with {RESUME_VARIABLE} set to the whole address: {record.get('command')}",
+            code="DT-121",
+        )
     if not record.get("argv"):
         raise ConfigurationError(
             f"The command of the run in {place} is not known as a whole: it holds a secret, or another launcher has "
@@ -77,7 +83,7 @@ def summary_of(place: Path, record: Mapping[str, Any]) -> list[str]:
         record: Its record.
     """
     if not record:
-        return [f"{place}", f"There is no {NAME}: the run was recorded by its trackers only."]
+        return [shown(str(place)), f"There is no {NAME}: the run was recorded by its trackers only."]
     rows: dict[str, str] = {"state": str(record.get("state", "-"))}
     if record.get("reason"):
         rows["state"] += f": {record['reason']}"
@@ -103,4 +109,4 @@ def summary_of(place: Path, record: Mapping[str, Any]) -> list[str]:
     if record.get("resume"):
         rows["to resume"] = str(record["resume"])
     width = max(map(len, rows))
-    return [visible(line) for line in (str(place), *(f"  {name:<{width}}  {value}" for name, value in rows.items()))]
+    return [shown(line) for line in (str(place), *(f"  {name:<{width}}  {value}" for name, value in rows.items()))]

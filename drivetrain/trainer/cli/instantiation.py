@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import collections.abc
+import dataclasses
+import functools
 import importlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+import inspect
+import os
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, datetime, timedelta
+from enum import Enum
+from pathlib import PurePath
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.trainer.cli.package import require_jsonargparse
-from drivetrain.trainer.given_hyper_parameters import CLASS_PATH, INSTANTIATOR, hyper_parameters_given
-from drivetrain.trainer.hyper_parameters import annotations_of
+from drivetrain.trainer.given_hyper_parameters import (
+    CLASS_PATH,
+    INSTANTIATOR,
+    hyper_parameters_given,
+    loaded_subclass,
+)
 
 if TYPE_CHECKING:
     from drivetrain.trainer.cli.trainer_cli import TrainerCLI
@@ -43,68 +57,264 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
 def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
     """Make a task or a data module again of the hyper-parameters that a command line left in a checkpoint.
 
-    What they name is imported, and made if it is a subclass of what the argument is annotated with: call it with
-    files that you trust only.
+    It imports the classes that the hyper-parameters name. It calls only subclasses of `class_type`, and of the classes
+    in the annotations of the constructor that gets them.
 
     Args:
         class_type: The class, or a base of the one that the hyper-parameters name.
         config: The hyper-parameters.
 
     Raises:
-        ConfigurationError: They do not fit the class, or name a class for an argument that has no annotation.
+        ConfigurationError: They do not fit the class.
+        CheckpointError: They name something that is no subclass of the annotated class.
     """
-    require_jsonargparse("instantiate_module")
+    return make_again(class_type, config, {}, instantiate=True)
+
+
+def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str, Any], instantiate: bool) -> M:
+    """Make an object of the configuration in a file, and of arguments that win over it.
+
+    Args:
+        class_type: The class, or a base of the one that the configuration names.
+        saved: The configuration. Unless `instantiate`, nothing that it names is imported or called.
+        given: Arguments of the caller, which may name classes.
+        instantiate: Whether the classes that `saved` names are made, if they are subclasses of the annotated ones.
+
+    Raises:
+        ConfigurationError: The values do not fit the constructor.
+        CheckpointError: The configuration names classes that are not to be made.
+    """
+    require_jsonargparse("load_from_checkpoint")
+    kind = _chosen_class(class_type, saved.get(CLASS_PATH), instantiate)
+    config = {**saved, **given}
+    arguments = {name: value for name, value in config.items() if name not in (CLASS_PATH, INSTANTIATOR)}
+    types = argument_types(kind)
+    if not types.pop("**", None) and (unknown := [name for name in arguments if name not in types]):
+        raise ConfigurationError(
+            f"{kind.__name__} cannot be made of its hyper-parameters: its constructor takes no "
+            f"{', '.join(unknown)}; it takes {', '.join(types) or 'no arguments'}.",
+            code="DT-131",
+        )
+    values = {
+        name: _made(types.get(name, Any), value, name, instantiate or name in given)
+        for name, value in arguments.items()
+    }
+    with hyper_parameters_given(kind, config):
+        return kind(**values)
+
+
+def argument_types(kind: type) -> dict[str, Any]:
+    """Return the annotated types of a constructor's arguments, `Any` if there is none or it cannot be resolved.
+
+    The arguments of a base's constructor are among them if this one takes `**kwargs`, as is then an entry `**`.
+    """
+    found: dict[str, Any] = {}
+    for base in kind.__mro__:
+        init = base.__dict__.get("__init__")
+        if init is None or base is object:
+            continue
+        try:
+            hints = typing.get_type_hints(init)
+        except (NameError, TypeError, AttributeError):  # names that only a type checker sees
+            hints = {}
+        parameters = list(inspect.signature(init).parameters.values())[1:]
+        for each in parameters:
+            if each.kind is each.VAR_KEYWORD:
+                continue
+            hint = hints.get(each.name, each.annotation)
+            found.setdefault(each.name, Any if hint is each.empty or isinstance(hint, str) else hint)
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+            return found
+    return {**found, "**": True}
+
+
+def names_an_object(value: Any) -> bool:
+    """Whether a value is the description of an object to make, or holds one."""
+    if isinstance(value, Mapping):
+        return "class_path" in value or any(map(names_an_object, value.values()))
+    return isinstance(value, list | tuple) and any(map(names_an_object, value))
+
+
+def is_plain(hint: Any) -> bool:
+    """Whether all values of a type are text and numbers, so that they cannot name a class."""
+    if hint is None or get_origin(hint) is Literal:
+        return True
+    arguments = [each for each in get_args(hint) if each is not Ellipsis]
+    if get_origin(hint) is Annotated:
+        return is_plain(arguments[0])
+    if arguments:
+        return _container(hint) is not None and all(map(is_plain, arguments))
+    if not isinstance(hint, type):
+        return False
+    # Exact types: a class of somebody's that is derived from `str` would be looked up by the name that the text is.
+    return hint in _PLAIN or issubclass(hint, Enum | PurePath) or hint.__module__ == "jsonargparse.typing"
+
+
+_PLAIN = (int, float, bool, str, complex, bytes, type(None), os.PathLike, timedelta, date, datetime)
+_UNIONS = (Union, UnionType)
+
+
+def _container(hint: Any) -> Any:
+    """The kind of container, or of union, that a generic type is of; None if it is another generic type."""
+    origin = get_origin(hint)
+    if origin in _UNIONS:
+        return Union
+    is_container = isinstance(origin, type) and issubclass(origin, list | tuple | set | frozenset | dict | Iterable)
+    return origin if is_container else None
+
+
+def _chosen_class(class_type: type[M], path: Any, instantiate: bool) -> type[M]:
+    """The class itself, or the subclass that a file names; unless `instantiate`, one that the script has imported."""
+    if path is None:
+        return class_type
+    if (loaded := loaded_subclass(class_type, str(path))) is not None:
+        return loaded
+    if not instantiate:
+        raise CheckpointError(
+            f"The hyper-parameters name the class {path!r}, which would be imported. If you trust the file, give "
+            "load_from_checkpoint(instantiate=True); else import the class and call its own load_from_checkpoint."
+        )
+    found: type[M] = _class_at(path, [class_type], "the task")
+    return found
+
+
+def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
+    """Import a class. Raises unless it is a subclass of one of the bases."""
+    module, _, last = str(path).rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), last)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"{name}: the hyper-parameters name {path!r}, which cannot be imported: {error}. Give {name}= yourself."
+        ) from None
+    if isinstance(found, type) and any(base in found.__mro__ for base in bases):
+        return found
+    raise CheckpointError(
+        f"{name}: the hyper-parameters name {path!r}, which is no subclass of "
+        f"{' or '.join(base.__name__ for base in bases)}. It is not called: give {name}= yourself."
+    )
+
+
+def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
+    """Make an argument of a value as a configuration has it."""
+    if not instantiate and names_an_object(value):
+        raise CheckpointError(
+            f"The hyper-parameter {name!r} describes an object, {_shortened(value)}, whose class would be imported and "
+            "called. If you trust the file, give load_from_checkpoint(instantiate=True); else give the argument "
+            f"itself, load_from_checkpoint({name}=...)."
+        )
+    if value is None:
+        return None
+    if is_plain(hint):
+        return _converted(hint, value, name)
+    if isinstance(value, Mapping) and "class_path" in value:
+        return _object(hint, value, name)
+    if isinstance(value, str):
+        return _named(hint, value, name)
+    for each in _alternatives(hint):
+        fields = _fields(each)
+        if fields is not None and isinstance(value, Mapping) and set(value) <= set(fields):
+            return each(**{key: _made(fields[key], item, key, instantiate) for key, item in value.items()})
+        container, arguments = _container(each), [item for item in get_args(each) if item is not Ellipsis]
+        if container is not None and isinstance(value, Mapping) and len(arguments) == 2:
+            return {key: _made(arguments[1], item, name, instantiate) for key, item in value.items()}
+        if isinstance(value, list | tuple) and container is not None and arguments:
+            kinds = arguments if len(arguments) == len(value) else [arguments[0]] * len(value)
+            made = [_made(kind, item, name, instantiate) for kind, item in zip(kinds, value, strict=True)]
+            return container(made) if container in (list, tuple, set, frozenset) else made
+        if isinstance(value, list) and each in (tuple, set, frozenset):
+            return each(value)
+    if names_an_object(value):
+        raise ConfigurationError(
+            f"{name!r} is annotated with no class, so nothing is made of {_shortened(value)} for it. Annotate the "
+            f"argument, or give it by hand: load_from_checkpoint({name}=...).",
+            code="DT-131",
+        )
+    return value
+
+
+def _converted(hint: Any, value: Any, name: str) -> Any:
+    """Read a value of text and numbers as a command line does, such as the member of an `Enum` by its name."""
     from jsonargparse import ArgumentError, ArgumentParser
 
-    parser = ArgumentParser(exit_on_error=False)
-    arguments = {name: value for name, value in config.items() if name not in (CLASS_PATH, INSTANTIATOR)}
-    if CLASS_PATH not in config:
-        _refuse_unannotated(class_type, arguments)
-    if CLASS_PATH in config:
-        parser.add_subclass_arguments(class_type, "module", fail_untyped=False)
-        chosen: dict[str, Any] = {"class_path": config[CLASS_PATH], "dict_kwargs": arguments}
-    else:
-        parser.add_class_arguments(class_type, "module", fail_untyped=False)
-        chosen = arguments
-
-    def make(kind: type, *args: Any, **kwargs: Any) -> Any:
-        with hyper_parameters_given(kind, config):
-            return kind(*args, **kwargs)
-
-    parser.add_instantiator(make, class_type)  # type: ignore[arg-type]  # it makes what it is given
+    parser = ArgumentParser(exit_on_error=False, default_env=False)
+    parser.add_argument("--value", type=hint)
     try:
-        parsed = parser.parse_object({"module": chosen})
+        return parser.parse_object({"value": value}).value
     except ArgumentError as error:
+        raise ConfigurationError(f"The hyper-parameter {name!r} does not fit: {error}", code="DT-131") from None
+
+
+def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
+    """Make the object that a value describes, or what makes it of further arguments if a callable is asked for."""
+    plain, makers = _classes(hint)
+    if not plain and not makers:
         raise ConfigurationError(
-            f"{class_type.__name__} cannot be made of its hyper-parameters: {error}", code="DT-131"
-        ) from None
-    made: M = parser.instantiate_classes(parsed).module
-    return made
+            f"{name!r} is annotated with no class, so {value['class_path']!r} is not made for it. Annotate the "
+            f"argument, or give it by hand: load_from_checkpoint({name}=...).",
+            code="DT-131",
+        )
+    kind = _class_at(value["class_path"], [*plain, *makers], name)
+    types = argument_types(kind)
+    given = {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}
+    arguments = {key: _made(types.get(key, Any), item, key, True) for key, item in given.items()}
+    is_made = any(base in kind.__mro__ for base in plain)
+    return kind(**arguments) if is_made else functools.partial(kind, **arguments)
 
 
-def _refuse_unannotated(kind: type, arguments: Mapping[str, Any], place: str = "") -> None:
-    """Refuse a class for an argument that takes anything, which would be called whatever it is."""
-    annotations = annotations_of(kind)
-    for name, value in arguments.items():
-        found = value if isinstance(value, list | tuple) else [value]
-        for each in found:
-            if not isinstance(each, Mapping) or "class_path" not in each:
-                continue
-            where = f"{place}.{name}" if place else name
-            if annotations.get(name, Any) in (Any, object):
-                raise ConfigurationError(
-                    f"{where!r} of {kind.__name__} is annotated with no class, so {each['class_path']!r} is not made "
-                    "for it. Annotate the argument, or give it by hand.",
-                    code="DT-131",
-                )
-            made = _imported(str(each["class_path"]))
-            if isinstance(made, type):
-                _refuse_unannotated(made, {**(each.get("init_args") or {}), **(each.get("dict_kwargs") or {})}, where)
+def _named(hint: Any, value: str, name: str) -> Any:
+    """A text as it is, unless the argument takes none: then it would be the name of something to import."""
+    takes_text = any(each in (Any, object, str) for each in _alternatives(hint))
+    if takes_text or not _classes(hint, names_only=True)[0]:
+        return value
+    raise CheckpointError(
+        f"The hyper-parameter {name!r} is {value!r}, a name that would be imported. Give the argument itself, "
+        f"load_from_checkpoint({name}=...)."
+    )
 
 
-def _imported(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name, None) if module else None
+def _alternatives(hint: Any) -> list[Any]:
+    """The types of a union, or the only one."""
+    if get_origin(hint) is Annotated:
+        return _alternatives(get_args(hint)[0])
+    if get_origin(hint) in _UNIONS:
+        return [found for each in get_args(hint) for found in _alternatives(each)]
+    return [hint]
+
+
+def _classes(hint: Any, names_only: bool = False) -> tuple[list[type], list[type]]:
+    """The classes whose objects a type takes, and those whose objects the callables make that it takes.
+
+    With `names_only`, the first are all types that are no plain values, such as callables and types.
+    """
+    plain: list[Any] = []
+    makers: list[Any] = []
+    for each in _alternatives(hint):
+        if get_origin(each) is collections.abc.Callable:
+            makers += [found for found in _alternatives(get_args(each)[-1]) if _is_own_class(found)]
+            plain += [each] if names_only else []
+        elif _is_own_class(each) or (names_only and (get_origin(each) or each) in (collections.abc.Callable, type)):
+            plain.append(each)
+    return plain, makers
+
+
+def _is_own_class(hint: Any) -> bool:
+    """Whether a type is a class whose subclasses are meant, rather than all objects."""
+    return isinstance(hint, type) and hint.__module__ not in ("builtins", "typing", "collections.abc")
+
+
+def _fields(hint: Any) -> dict[str, Any] | None:
+    """The types of the fields of a class of fields, such as a dataclass; None if it is another type."""
+    if not isinstance(hint, type):
+        return None
+    is_one = dataclasses.is_dataclass(hint) or hasattr(hint, "model_fields") or hasattr(hint, "__attrs_attrs__")
+    return typing.get_type_hints(hint) if is_one else None
+
+
+def _shortened(value: Any) -> str:
+    """A value as text, for a message."""
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 class ModuleInstantiator:
@@ -147,17 +357,56 @@ def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, CLASS_PATH: configured["class_path"]}
 
 
-def configuration_of(values: Mapping[str, Any], subclass_mode: bool) -> dict[str, Any]:
-    """The configuration that saved hyper-parameters mean; the reverse of `hyper_parameters_of`.
+def configuration_of(
+    saved: Mapping[str, Any], configured: Mapping[str, Any], kind: type, subclass_mode: bool
+) -> dict[str, Any]:
+    """Return the configuration that saved hyper-parameters mean, without what the command line has already.
 
     Args:
-        values: The hyper-parameters.
+        saved: The hyper-parameters in a checkpoint.
+        configured: The task's configuration on the command line and in the files that it names.
+        kind: The task's class, or a base of it.
         subclass_mode: Whether the configuration names the class.
+
+    Raises:
+        CheckpointError: They name classes or functions that the command line does not name: a file's are not imported.
     """
-    own = {name: value for name, value in values.items() if name not in (CLASS_PATH, INSTANTIATOR)}
-    if subclass_mode and CLASS_PATH in values:
-        return {"class_path": values[CLASS_PATH], "init_args": own}
-    return own
+    own = {name: value for name, value in saved.items() if name not in (CLASS_PATH, INSTANTIATOR)}
+    path = saved.get(CLASS_PATH)
+    here = hyper_parameters_of(configured)
+    if subclass_mode and path is not None:
+        named = loaded_subclass(kind, path)
+        if named is None and path == here.get(CLASS_PATH):
+            named = _class_at(path, [object], "model")
+        if named is None:
+            raise CheckpointError(
+                f"The checkpoint is of the class {path!r}, which would be imported. If you trust it, choose it "
+                f"yourself: --model={path}, or --config of the run that wrote the checkpoint."
+            )
+        kind = named
+    types = argument_types(kind)
+    changed = {name: value for name, value in own.items() if name not in here or value != here[name]}
+    for name, value in changed.items():
+        if not is_plain(types.get(name, Any)) and not _is_harmless(value, types.get(name, Any)):
+            raise CheckpointError(
+                f"The hyper-parameter {name!r} in the checkpoint may name an object, {_shortened(value)}, which would "
+                f"be imported and called. If you trust it, name it yourself: --model.{name}, or --config of the run "
+                "that wrote the checkpoint."
+            )
+    if not changed:
+        return {}
+    return {"class_path": path, "init_args": changed} if subclass_mode and path is not None else changed
+
+
+def _is_harmless(value: Any, hint: Any) -> bool:
+    """Whether a parser makes nothing of a value: it reads texts as YAML, and those for other types as names."""
+    if value is None or isinstance(value, bool | int | float):
+        return True
+    if isinstance(value, str):
+        return not set("{[:?&*!|>") & set(value) and all(each in (Any, object, str) for each in _alternatives(hint))
+    if isinstance(value, list | tuple):
+        return all(_is_harmless(each, Any) for each in value) and not _classes(hint, names_only=True)[0]
+    return False
 
 
 def _set_nested(values: dict[str, Any], path: str, value: Any) -> None:

@@ -7,12 +7,14 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
+import yaml
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from drivetrain import callbacks
 from drivetrain.callbacks import Callback
 from drivetrain.runtime.errors import nearest
+from drivetrain.runtime.yaml_text import check_yaml
 from drivetrain.strategies import Strategy
 from drivetrain.trackers import Tracker
 from drivetrain.trainer import profilers
@@ -23,15 +25,21 @@ from drivetrain.trainer.task import Task
 from drivetrain.trainer.trainer import Trainer
 
 if TYPE_CHECKING or IS_INSTALLED:
-    from jsonargparse import ActionConfigFile, ArgumentParser, class_from_function
+    from jsonargparse import ActionConfigFile, ArgumentParser, class_from_function, get_loader, set_loader
 else:
     ArgumentParser = object
 
 AUTOMATIC = "AUTOMATIC"
 """Where an optimizer goes that the command line itself hands to the task."""
 
+PARSER_MODE = "drivetrain"
+"""YAML as jsonargparse reads it, unless its anchors stand for too many values."""
+
 _NAMED = (Callback, Tracker, Strategy, Task, DataModule, Optimizer, LRScheduler)
 """Classes whose subclasses are given by name."""
+
+_SHORT = 1000
+"""Characters of a text without aliases that cannot be nested too deeply to be read."""
 
 _CLASS = re.compile(r"dot import path string: (\w+)")
 _OPTION = re.compile(r"--([\w.]+)")
@@ -63,6 +71,7 @@ class TrainerArgumentParser(ArgumentParser):
         **kwargs: Any,
     ) -> None:
         require_jsonargparse(type(self).__name__)
+        kwargs.setdefault("parser_mode", PARSER_MODE)
         kwargs.setdefault("allow_abbrev", False)  # a part of a name that fits by accident would go unnoticed
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
         self.callback_keys: list[str] = []
@@ -177,6 +186,16 @@ class TrainerArgumentParser(ArgumentParser):
             for option in parser._option_string_actions
             if option.startswith("--")
         ]
+
+
+def _load(text: str) -> Any:
+    if "*" in text or len(text) > _SHORT:
+        check_yaml(text)
+    return get_loader("yaml")(text)
+
+
+if IS_INSTALLED:
+    set_loader(PARSER_MODE, _load, (yaml.YAMLError,))
 
 
 def load_named_classes() -> None:

@@ -90,7 +90,7 @@ class SaveConfigCallback(Callback):
 
     def _save(self, trainer: Trainer) -> None:
         """Write the file in one process; all raise where it may not be written."""
-        path = Path(trainer.log_dir or trainer.default_root_dir, self.config_filename)
+        path = Path(trainer.local_dir, self.config_filename)
         refused = [trainer.is_global_zero and not self.overwrite and path.is_file()]
         if broadcast_object_list(refused)[0]:
             raise ConfigExistsError(

@@ -25,7 +25,6 @@ from drivetrain.trainer.cli.parser import AUTOMATIC, TrainerArgumentParser, clas
 from drivetrain.trainer.cli.save_config import SaveConfigCallback
 from drivetrain.trainer.cli.types import ArgsType, LRSchedulerTypeTuple, ReduceLROnPlateau
 from drivetrain.trainer.data_module import DataModule
-from drivetrain.trainer.hyper_parameters import class_paths_in, loaded_subclass
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.trainer import Trainer
 
@@ -327,14 +326,16 @@ class TrainerCLI:
         path = self._own(self.config).get("ckpt_path")
         if not path or not Path(path).exists():
             return
+        parser, own = self._own_parser(), self._own(self.config)
+        configured = yaml.safe_load(parser.dump(own, skip_link_targets=False, skip_none=False)).get("model") or {}
+        kind = class_of(self.model_class or self.base_model)
         try:
             saved = self.base_model.saved_hyper_parameters(path)
+            values = {"model": configuration_of(saved, configured, kind, self.subclass_mode_model)}
         except CheckpointError as error:
             self._refuse(error)
-        values: dict[str, Any] = {"model": configuration_of(saved, self.subclass_mode_model)}
         if not values["model"]:
             return
-        self._refuse_classes(path, values["model"])
         try:
             given = values if self.subcommand is None else {self.subcommand: values}
             self.config = self.parser.parse_object(given, self.config)
@@ -343,25 +344,6 @@ class TrainerCLI:
                 f"Parsing of ckpt_path hyperparameters failed: those in {path} are not those of the model.\n"
             )
             raise
-
-    def _refuse_classes(self, path: str, values: Mapping[str, Any]) -> None:
-        """Refuse hyper-parameters that name what neither the script nor its command line has named."""
-        known = self._own(self.config).get("model") or {}
-        own = {named for _, named in class_paths_in(known if isinstance(known, Mapping) else known.as_dict())}
-        kind = class_of(self.model_class or self.base_model)
-        named_by_file = []
-        if "class_path" in values:
-            loaded = loaded_subclass(kind, values["class_path"])
-            named_by_file = [("the model", values["class_path"])] if loaded is None else []
-            kind, values = loaded or kind, values["init_args"]
-        for place, named in [*named_by_file, *class_paths_in(values, kind)]:
-            if named not in own:
-                text = (
-                    f"The hyper-parameters in {path} name {named!r} for {place}, which would be imported and called. "
-                    "If you trust it, name it yourself: on the command line, or by --config of the run that wrote the "
-                    "checkpoint."
-                )
-                self._refuse(CheckpointError(text))
 
     def _seed(self) -> None:
         """Seed all generators, and remember with what."""

@@ -12,6 +12,8 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
+from drivetrain.runtime.terminal import print_text
+
 GRACE_SECONDS = 2.0
 """How long a second Ctrl-C leaves the main thread to raise `KeyboardInterrupt`, before the process ends as it is."""
 
@@ -99,9 +101,7 @@ class Interruption:
         while _END not in (numbers := os.read(reader, 64)):
             interrupts += numbers.count(signal.SIGINT)
             if interrupts > 1 and not self._raised.wait(GRACE_SECONDS):
-                print(
-                    "Interrupted twice: ended at once, within a step; nothing was saved.", file=sys.stderr, flush=True
-                )
+                print_text("Interrupted twice: ended at once, within a step; nothing was saved.", file=sys.stderr)
                 os._exit(128 + signal.SIGINT)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain.runtime.terminal import say
+from drivetrain.runtime.terminal import print_text
 
 
 def print_results(title: str, results: list[dict[str, float]]) -> None:
@@ -19,7 +19,7 @@ def print_results(title: str, results: list[dict[str, float]]) -> None:
         rows = [(name, f"{value:.6g}") for name, value in values.items()]
         left = max(len(heading), *(len(name) for name, _ in rows))
         right = max(len(value) for _, value in rows)
-        say(f"{'─' * (left + right + 4)}\n {heading}\n{'─' * (left + right + 4)}")
+        print_text(f"{'─' * (left + right + 4)}\n {heading}\n{'─' * (left + right + 4)}")
         for name, value in rows:
-            say(f" {name:<{left}}  {value:>{right}}")
-        say("─" * (left + right + 4))
+            print_text(f" {name:<{left}}  {value:>{right}}")
+        print_text("─" * (left + right + 4))

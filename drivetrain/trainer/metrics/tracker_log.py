@@ -153,24 +153,36 @@ class TrackerLog:
 
     # after an exception
 
-    def write_last_step(self) -> None:
-        """Write the values of a step that was taken and whose last hooks have raised, where they are due.
+    def write_last_step(self, though_not_due: bool = False) -> None:
+        """Write the values of the last step that was taken before an exception.
 
         Of several processes the others may not be here to reduce values with: where not all of them come here within a
         second, trackers get this process's own.
+
+        Args:
+            though_not_due: Whether to write them also if `log_every_n_steps` would leave them out. Call it so once
+                nothing saves a checkpoint any more, since a resumed run would have them too.
         """
         is_alone = self._trainer.world_size == 1
-        self.write_in_spite_of_error(self.write_due_values if is_alone else self._write_without_peers)
+        if is_alone and not though_not_due:
+            self.write_in_spite_of_error(self.write_due_values)
+        else:
+            self.write_in_spite_of_error(lambda: self._write_without_peers(though_not_due))
 
-    def _write_without_peers(self) -> None:
+    def _write_without_peers(self, though_not_due: bool) -> None:
         trainer, step = self._trainer, self._trainer.global_step
-        if step < self.next_step or self._written_at == step:
+        if self._written_at == step or not trainer.tracker_group.keeps_values:
             return
-        if self.rhythm is not None and not self.rhythm.was_due(step):
+        if not though_not_due and (step < self.next_step or not (self.rhythm is None or self.rhythm.was_due(step))):
             return
         self._written_at = step
         place = f"last-values/{self._run}/{step}"
-        values, own = trainer.logged.unsynced_step_values(lambda text: exchange_if_all_arrive(place, text, PATIENCE))
+        if trainer.world_size == 1:
+            values, own = trainer.logged.synced_step_values(), list[str]()
+        else:
+            values, own = trainer.logged.unsynced_step_values(
+                lambda text: exchange_if_all_arrive(place, text, PATIENCE)
+            )
         if not values or not trainer.tracker_group.writes_here:
             return
         if own:
@@ -205,6 +217,8 @@ class TrackerLog:
         """Let the trackers open their runs, and give them a task's hyper-parameters, where it wants that."""
         self._run = next(_RUNS)
         group = self._trainer.tracker_group
+        if self._trainer.world_size > 1:
+            group.share_directories()
         group.start()
         owners = [each for each in (self._trainer.datamodule, task) if each is not None]
         shown = [self.hyper_parameters_of(each) for each in owners if each.__dict__.get("_log_hyperparams", True)]

@@ -167,7 +167,7 @@ class Actions:
         if self.measures:
             trainer = self._trainer
             local_rank = trainer.local_rank if trainer.world_size > 1 else None
-            self.profiler.setup(stage.verb, local_rank, trainer.log_dir or trainer.default_root_dir)
+            self.profiler.setup(stage.verb, local_rank, trainer.local_dir)
             self.profiler.attach(task, self._count_steps)
             self._is_open, self._samples = True, 0
 

@@ -12,7 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from drivetrain.runtime.terminal import say
+from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.terminal import print_text
+
+logger = get_logger(__name__)
 
 # Actions that are not named after what owns them.
 TRAIN_DATA = "train_dataloader_next"
@@ -111,9 +114,12 @@ class Profiler(ABC):
         if not report:
             return
         if self.filename:
-            self.output_path(".txt").write_text(report, encoding="utf-8")
+            try:
+                self.output_path(".txt").write_text(report, encoding="utf-8")
+            except OSError as error:  # the run is over, and has not failed
+                logger.warning(f"The profiler's report could not be written: {error}.")
         elif self.local_rank == 0:
-            say(report)
+            print_text(report)
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Called when fit, validate, test or predict begins.

@@ -10,6 +10,7 @@ from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.environment import RESUME_VARIABLE
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.terminal import shown
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
@@ -71,7 +72,7 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
     if problem is not None:
         raise CheckpointError(f"resume='auto' could not look for checkpoints: {problem}")
     if path is not None:
-        trainer.print(f"Resuming from {path}")
+        trainer.print(shown(f"Resuming from {path}"))
     return str(path) if path is not None else None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -13,10 +15,23 @@ import pytest
 import torch
 
 from drivetrain import CheckpointError, ConfigurationError, DataModule, Task
-from drivetrain.trainer.cli import instantiate_class, instantiate_module
+from drivetrain.trainer.cli import OptimizerCallable, instantiate_class, instantiate_module
 from tests.trainer.cli.made import Deep, Injected, Line, Ones, command
 
 INJECTED = ["--model.activation=torch.nn.LeakyReLU", "--model.activation.negative_slope=0.5", "--model.optimizer=SGD"]
+
+
+class Mode(Enum):
+    SLOW = 1
+    FAST = 2
+
+
+class Kept(Line):
+    """A line with a part that a command line chooses."""
+
+    def __init__(self, head: torch.nn.Module, width: int = 1) -> None:
+        super().__init__(width=width)
+        self.save_hyperparameters()
 
 
 CALL = {"class_path": "subprocess.Popen", "init_args": {"args": ["touch", "called"]}}
@@ -173,6 +188,116 @@ def test_plain_values_become_what_arguments_are_annotated_with() -> None:
     again = Plain.load_from_checkpoint("saved")
     assert again.kind is Kind.SECOND
     assert again.part == Part(3)
+
+
+EVIL = "tests.trainer.cli.never_imported"
+POPEN = {"class_path": "subprocess.Popen", "init_args": {"args": ["touch", "called"]}}
+TOUCH: dict[str, Any] = {"class_path": "pathlib.Path.touch", "init_args": {"self": "called"}}
+NAMED: dict[str, dict[str, Any]] = {
+    "an argument without a type": {"untyped": TOUCH},
+    "an argument of any type": {"anything": POPEN},
+    "an object": {"thing": {"class_path": "os.mkdir", "init_args": {"path": "called"}}},
+    "a text that is YAML": {"untyped": "{class_path: subprocess.Popen, init_args: {args: [touch, called]}}"},
+    "within a list": {"listed": [TOUCH]},
+    "within a dict": {"by_name": {"x": {"y": [TOUCH]}}},
+    "a class of another type": {"head": {"class_path": f"{EVIL}.X"}},
+    "the name of a class": {"head": f"{EVIL}.X"},
+    "the name of a function": {"function": f"{EVIL}.x"},
+    "a type": {"kind": f"{EVIL}.X"},
+    "an argument of an argument": {"head": {"class_path": "torch.nn.Sequential", "init_args": {"args": [TOUCH]}}},
+    "a part without a type": {"head": {"class_path": f"{__name__}.Wrapped", "init_args": {"inner": TOUCH}}},
+    "a maker of another class": {"optimizer": POPEN},
+    "the task's class": {"_class_path": f"{EVIL}.X"},
+}
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner: Any = None) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+class Open(Line):
+    """A task whose constructor takes all kinds of arguments."""
+
+    def __init__(
+        self,
+        lr: float = 0.1,
+        width: int = 1,
+        mode: Mode = Mode.SLOW,
+        untyped=None,  # type: ignore[no-untyped-def]
+        anything: Any = None,
+        thing: object = None,
+        listed: list[Any] | None = None,
+        by_name: dict[str, Any] | None = None,
+        head: torch.nn.Module | None = None,
+        function: Callable[[int], int] | None = None,
+        kind: type[torch.nn.Module] | None = None,
+        optimizer: OptimizerCallable | None = None,
+    ) -> None:
+        super().__init__(width=width)
+        self.mode, self.untyped, self.head = mode, untyped, head
+
+
+def hostile(values: dict[str, Any]) -> None:
+    """Write a checkpoint under `saved` whose hyper-parameters are these, as a command line leaves them."""
+    made = command("fit", model=Open)
+    made.model.hparams.clear()
+    made.model.hparams.update(values, _instantiator="drivetrain.trainer.cli.instantiate_module")
+    made.trainer.save_checkpoint("saved")
+
+
+def is_untouched() -> bool:
+    return EVIL not in sys.modules and not Path("called").exists()
+
+
+@pytest.mark.parametrize("instantiate", [False, True])
+@pytest.mark.parametrize("values", NAMED.values(), ids=NAMED.keys())
+def test_nothing_that_a_checkpoint_names_is_called_unless_it_fits_the_annotation(
+    values: dict[str, Any], instantiate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile(values)
+    calls: list[Any] = []
+    monkeypatch.setattr(subprocess, "Popen", type("Popen", (), {"__init__": lambda self, *a, **k: calls.append(a)}))
+    monkeypatch.setattr(Path, "touch", lambda *args: calls.append(args))
+    if isinstance(values.get("untyped"), str):
+        assert Open.load_from_checkpoint("saved", instantiate=instantiate).untyped == values["untyped"]
+    else:
+        with pytest.raises((CheckpointError, ConfigurationError), match=r"(?i)give"):
+            Open.load_from_checkpoint("saved", instantiate=instantiate)
+    assert calls == []
+    assert is_untouched()
+
+
+@pytest.mark.parametrize("values", NAMED.values(), ids=NAMED.keys())
+def test_a_checkpoint_on_the_command_line_names_no_classes(
+    values: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile(values)
+    with pytest.raises(SystemExit, match="2"):
+        command("test", "--ckpt_path=saved", model=Open, subclass_mode_model="_class_path" in values)
+    assert is_untouched()
+
+
+def test_plain_hyper_parameters_of_a_command_line_are_read_by_their_types() -> None:
+    hostile({"width": 1, "mode": "FAST", "untyped": "a: b", "by_name": {"x": [1]}})
+    loaded = Open.load_from_checkpoint("saved", head=torch.nn.ReLU())
+    assert loaded.mode is Mode.FAST
+    assert (loaded.untyped, loaded.hparams["by_name"]) == ("a: b", {"x": [1]})
+    assert isinstance(loaded.head, torch.nn.ReLU)
+
+
+def test_a_class_that_fits_the_annotation_is_made_where_that_is_asked_for() -> None:
+    hostile({"head": {"class_path": f"{__name__}.Wrapped", "init_args": {"inner": "{class_path: x.Y}"}}})
+    loaded = Open.load_from_checkpoint("saved", instantiate=True)
+    assert isinstance(loaded.head, Wrapped)
+    assert loaded.head.inner == "{class_path: x.Y}"
+
+
+def test_the_command_line_may_name_again_what_the_checkpoint_names() -> None:
+    args = ["--model.head=torch.nn.ReLU", "--model.width=3"]
+    saved(*args, model=Kept)
+    assert command("test", "--ckpt_path=saved", args[0], model=Kept).model.layer.out_features == 3
 
 
 def test_hyper_parameters_that_do_not_fit_are_named() -> None:

@@ -106,12 +106,12 @@ class HfDeepSpeedConfig:
 def _read(given: Any) -> dict[str, Any]:
     if isinstance(given, Mapping):
         return copy.deepcopy(dict(given))
-    if isinstance(given, (str, os.PathLike)) and os.path.exists(given):
-        with open(given, encoding="utf-8") as file:
-            return dict(json.load(file))
     try:
+        if isinstance(given, (str, os.PathLike)) and os.path.exists(given):
+            with open(given, encoding="utf-8") as file:
+                return dict(json.load(file))
         return dict(json.loads(base64.urlsafe_b64decode(str(given)).decode("utf-8")))
-    except ValueError:
+    except (ValueError, TypeError, RecursionError):
         raise ConfigurationError(
             f"A DeepSpeed configuration is a dict, the path of a JSON file, or its text in base64; got {given!r}.",
             code="DT-003",

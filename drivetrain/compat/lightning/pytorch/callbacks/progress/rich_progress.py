@@ -10,12 +10,11 @@ from typing import Any, ClassVar
 from drivetrain.callbacks import Callback, RichModelSummary
 from drivetrain.callbacks.rich_progress_bar import RichProgressBar as CoreProgressBar
 from drivetrain.callbacks.rich_progress_bar import RichProgressBarTheme
-from drivetrain.callbacks.support.rich_package import require_rich
+from drivetrain.callbacks.support.rich_package import make_console, require_rich
 from drivetrain.compat.lightning.instances import StandsFor
 from drivetrain.compat.lightning.pytorch.callbacks.progress.progress_bar import SwitchedBar
 
 if find_spec("rich") is not None:
-    from rich.console import Console
     from rich.progress import Progress, Task, TaskID, TextColumn
 
     from drivetrain.compat.lightning.pytorch.callbacks.progress.rich_columns import (
@@ -162,7 +161,7 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
         theme = self.theme
         self._values = MetricsTextColumn(theme.metrics, theme.metrics_text_delimiter, theme.metrics_format)
         columns = [*self.configure_columns(trainer), self._values]
-        self.progress = CustomProgress(*columns, auto_refresh=False, console=Console(**self._console_options))
+        self.progress = CustomProgress(*columns, auto_refresh=False, console=make_console(**self._console_options))
         self.progress.start()
         self._is_live = True
 

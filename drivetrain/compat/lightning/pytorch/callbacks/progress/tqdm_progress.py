@@ -13,6 +13,7 @@ from tqdm import tqdm
 from drivetrain.callbacks.progress_bar import TQDMProgressBar as CoreProgressBar
 from drivetrain.compat.lightning.instances import StandsFor
 from drivetrain.compat.lightning.pytorch.callbacks.progress.progress_bar import SwitchedBar
+from drivetrain.runtime.terminal import Lenient
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -133,7 +134,7 @@ class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
             position=2 * self._process_position + below,
             disable=self.is_disabled,
             dynamic_ncols=True,
-            file=sys.stdout,
+            file=Lenient(sys.stdout),
             bar_format=self.BAR_FORMAT,
             **options,
         )
@@ -270,7 +271,7 @@ class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
             **kwargs: `end` and `file`, as for the built-in `print`.
         """
         if any(not bar.disable for bar in self._bars.values()):
-            Tqdm.write(sep.join(map(str, args)), **kwargs)
+            Tqdm.write(sep.join(map(str, args)), **{**kwargs, "file": Lenient(kwargs.get("file") or sys.stdout)})
         else:
             super().print(*args, **(kwargs if sep == " " else {**kwargs, "sep": sep}))
 
