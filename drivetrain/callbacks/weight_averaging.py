@@ -159,10 +159,14 @@ class WeightAveraging(Callback):
             self._average.swap()
 
     def on_train_end(self, trainer: Trainer, task: Task) -> None:
+        self.on_validation_epoch_end(trainer, task)  # if a signal has ended a validation
         if self._average is not None and self._average.count:
             self._average.swap()  # what is saved from now on still has both
 
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
+        self.on_validation_epoch_end(trainer, task)
+
+    def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         self.on_validation_epoch_end(trainer, task)
 
     def _take_restored(self) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.trainer.loops.interruption import Interruption
+from drivetrain.trainer.loops.interruption import EvaluationWatch, Interruption
 from drivetrain.trainer.state.progress import Phase, Progress
 
 if TYPE_CHECKING:
@@ -300,6 +300,15 @@ class RunControl:
             raise_lost_save(saves)
         return tuple(others)
 
+    def watch_evaluation(self) -> EvaluationWatch:
+        """Return what ends a pass over an evaluation loader within `fit` when a signal has come."""
+        return EvaluationWatch(self._signals, self._world_size, self._end_by_signal)
+
+    def _end_by_signal(self, interrupted: bool, preempted: bool) -> None:
+        self._forced |= {StopReason.INTERRUPTED} if interrupted else set()
+        self._forced |= {StopReason.PREEMPTED} if preempted else set()
+        self.stop_requested = self.stop_agreed = True
+
     def check_counts(self) -> None:
         """Stop where `max_steps` or `max_duration` is reached; all processes count the same."""
         if self._has_max_steps or self._has_max_duration:
@@ -392,13 +401,8 @@ class RunControl:
 
     def _on_signal(self) -> None:
         """Stop after this step; several processes first agree on which."""
-        if self._world_size > 1:
-            return
-        self.stop_requested = True
-        if self._signals.requested:
-            self._forced.add(StopReason.INTERRUPTED)
-        if self._signals.preempted:
-            self._forced.add(StopReason.PREEMPTED)
+        if self._world_size == 1:
+            self._end_by_signal(self._signals.requested, self._signals.preempted)
 
 
 def calling_function() -> str:
