@@ -25,6 +25,7 @@ ENTRIES = (
     "callbacks",
     "trackers",
     "should_stop",
+    "stop_askers",
     "datamodule",
     "combined_loader",
     "hooks",

@@ -100,6 +100,7 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool, keeps_objects: bo
         "trackers": trainer.tracker_group.state(),
         # A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
         "should_stop": trainer.control.stops_for_good,
+        "stop_askers": trainer.control.stop_askers,
         "datamodule": _watched(trainer, data, "state_dict")() if data is not None else {},
         "datamodule_hyper_parameters": secrets.drop(plain(of_data, keeps_objects)),
         "datamodule_hparams_name": None if data is None else data.__dict__.get("_hparams_name"),
@@ -209,7 +210,8 @@ class SavedRun:
         if not self._is_ours:
             positions = saved.engine["loaders"]
             trainer.progress.begin_epoch(positions[0]["epoch"] if positions else 0)
-        trainer.control.resume_stop(self._is_ours and bool(entries["should_stop"]))
+        stopped = self._is_ours and bool(entries["should_stop"])
+        trainer.control.resume_stop(stopped, entries.get("stop_askers", ()))
         trainer.tracker_group.load_state(entries.get("trackers", ()))
 
     def restore_loader(self, loader: PreparedLoader | CombinedLoader) -> None:
