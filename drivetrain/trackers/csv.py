@@ -88,9 +88,8 @@ class CSVLogger(DirectoryTracker):
     def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
         self.start()
         row: Row = {} if step is None else {"step": step}
-        for key, value in values.items():
-            number = value.item() if hasattr(value, "item") else value
-            row[key if key in _FIRST_COLUMNS else self._prefix + key] = number
+        for key, value in self._without_arrays(values).items():
+            row[key if key in _FIRST_COLUMNS else self._prefix + key] = value
         if self._rows and _same_step(self._rows[-1], row):
             self._rows[-1].update(row)
             self._last_has_grown = True
