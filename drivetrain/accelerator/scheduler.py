@@ -122,7 +122,7 @@ def _cover_group(scheduler: Any, groups: list[dict[str, Any]], number: int) -> N
     for name in ("base_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas", "min_lrs"):
         values = getattr(scheduler, name, None)
         if isinstance(values, list) and values:
-            values[number:number + 1] = [values[0] * ratio if name in ("base_lrs", "max_lrs") else values[0]]
+            values[number : number + 1] = [values[0] * ratio if name in ("base_lrs", "max_lrs") else values[0]]
     for key in ("initial_lr", "max_lr", "min_lr"):
         if key in first:
             group[key] = first[key] * ratio
