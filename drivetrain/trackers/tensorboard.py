@@ -99,6 +99,11 @@ class TensorBoardLogger(DirectoryTracker):
         assert self._writer is not None
         return self._writer
 
+    @property
+    def writer(self) -> SummaryWriter:
+        """The same as `tracker`, under Accelerate's name."""
+        return self.tracker
+
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Write the hyper-parameters to `hparams.yaml` and to TensorBoard's page of them."""
         super().store_init_configuration(values)
