@@ -134,5 +134,5 @@ def _cover_group(scheduler: Any, groups: list[dict[str, Any]], number: int) -> N
 def _with_parts(scheduler: Any) -> Iterator[Any]:
     """Yield a scheduler and those that it steps, which torch (2.13) shows under no public name."""
     yield scheduler
-    for part in getattr(scheduler, "_schedulers", ()):
+    for part in vars(scheduler).get("_schedulers", ()):
         yield from _with_parts(part)

@@ -70,7 +70,7 @@ class GeneralTracker(Tracker):
     """
 
     requires_logging_directory: bool
-    log_dir: str | None = None  # type: ignore[assignment]
+    log_dir: str | None = None
 
     def __init__(self, _blank: bool = False) -> None:
         missing = [name for name in ("name", "requires_logging_directory") if not hasattr(self, name)]
@@ -93,7 +93,8 @@ class GeneralTracker(Tracker):
             **options: Further arguments of the constructor.
         """
         places = [os.fspath(save_dir)] if cls.requires_logging_directory else []
-        return cls(project, *places, **options)  # type: ignore[arg-type]
+        made: Any = cls
+        return made(project, *places, **options)  # type: ignore[no-any-return]
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Write the hyper-parameters of the run."""

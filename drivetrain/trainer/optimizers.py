@@ -16,7 +16,7 @@ from drivetrain.runtime.durations import Duration, Unit, interval_of
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nearest
 
 _ALLOWED = (
-    "an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers), or of such a list and one scheduler; "
+    "an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers), or of a list and one scheduler; "
     "a dict with 'optimizer' and perhaps 'lr_scheduler'; a list of such dicts; a dict of optimizers, or of such dicts, "
     "by name; or None to train without one, or by hand"
 )

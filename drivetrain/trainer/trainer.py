@@ -620,7 +620,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.control.request_stop(reason, asker)
 
     def withdraw_stop(self, asker: str) -> None:
-        """Take back a request to stop whose reason has passed, if the run goes on for `min_epochs` or `min_steps`.
+        """Take back a request to stop whose reason has passed, if the run continues for `min_epochs` or `min_steps`.
 
         Call it on all processes. Requests of others hold. `trainer.should_stop = False` takes all of them back.
 

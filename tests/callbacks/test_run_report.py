@@ -391,6 +391,7 @@ def test_what_was_run_has_the_seed_and_the_optimizers_rates(tmp_path: Path) -> N
 
 def test_the_table_of_validations_has_the_epochs_that_ended(tmp_path: Path) -> None:
     """Though rates are logged at the start of the next epoch, which has the same step."""
+
     class Steps(Scripted):
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()

@@ -63,7 +63,7 @@ class Committed:
         self.mark_buffers()
 
     def mark_buffers(self) -> None:
-        """Remember the buffers anew, after a callback has exchanged them together with the weights."""
+        """Remember the buffers again, after a callback has exchanged them together with the weights."""
         if self.is_open:
             self._buffer_values = [buffer.detach().clone() for buffer in self._kept_buffers]
 
