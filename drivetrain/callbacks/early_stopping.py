@@ -182,7 +182,8 @@ class EarlyStopping(Callback):
                 logger.warning(typo)
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        if self._fitting and self._checks_epoch_end:
+        # Ctrl-C may end an epoch before anything is validated.
+        if self._fitting and self._checks_epoch_end and not trainer.interrupted:
             self._run_early_stopping_check(trainer)
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
