@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,3 +83,56 @@ def _alone(scheduler: Any, steps_per_call: int) -> PreparedScheduler:
     """A prepared scheduler as it comes out of a pickle or a deep copy."""
     always: Any = SimpleNamespace(sync_gradients=True)
     return PreparedScheduler(scheduler, [], always, steps_per_call)
+
+
+def cover_new_groups(scheduler: Any) -> None:
+    """Let a scheduler of torch's step the parameter groups that its optimizer got after the scheduler was made.
+
+    A new group follows the schedule of the first one, in the proportion that their rates have now. Without this a
+    schedule that keeps a value for each group, such as `LambdaLR` or `OneCycleLR`, fails at its next step.
+
+    Args:
+        scheduler: The scheduler, also one of several others.
+    """
+    for each in _with_parts(scheduler):
+        known = getattr(each, "base_lrs", getattr(each, "min_lrs", None))
+        optimizer = getattr(each, "optimizer", None)
+        if isinstance(known, list) and known and isinstance(optimizer, torch.optim.Optimizer):
+            for number in range(len(known), len(optimizer.param_groups)):
+                _cover_group(each, optimizer.param_groups, number)
+
+
+def follow_group_rate(scheduler: Any, number: int) -> None:
+    """Let the schedule of a group continue from the rate that the group was given.
+
+    Args:
+        scheduler: The scheduler, also one of several others.
+        number: Which group of the optimizer, from 1.
+    """
+    for each in _with_parts(scheduler):
+        if isinstance(getattr(each, "base_lrs", None), list):
+            _cover_group(each, each.optimizer.param_groups, number)
+
+
+def _cover_group(scheduler: Any, groups: list[dict[str, Any]], number: int) -> None:
+    """Give a group the first one's values, those of rates in the proportion of the two rates."""
+    first, group = groups[0], groups[number]
+    rate, own = float(first["lr"]), float(group["lr"])
+    ratio = own / rate if rate else 1.0
+    for name in ("base_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas", "min_lrs"):
+        values = getattr(scheduler, name, None)
+        if isinstance(values, list) and values:
+            values[number : number + 1] = [values[0] * ratio if name in ("base_lrs", "max_lrs") else values[0]]
+    for key in ("initial_lr", "max_lr", "min_lr"):
+        if key in first:
+            group[key] = first[key] * ratio
+    for key in ("base_momentum", "max_momentum"):
+        if key in first:
+            group[key] = first[key]
+
+
+def _with_parts(scheduler: Any) -> Iterator[Any]:
+    """Yield a scheduler and those that it steps, which torch (2.13) shows under no public name."""
+    yield scheduler
+    for part in vars(scheduler).get("_schedulers", ()):
+        yield from _with_parts(part)

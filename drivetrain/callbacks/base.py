@@ -59,6 +59,9 @@ class Callback(KnownKeywords):
     guards_values: ClassVar[bool] = False
     """Whether this callback acts on losses that are not finite, so that the Trainer need not warn of them."""
 
+    run_identity: str | None = None
+    """Which Trainer's `fit` the state of this callback belongs to; None before the first one."""
+
     rhythm: Duration | tuple[Duration, ...] | None = None
     """How often or when this callback acts, where that is measured in samples, tokens or parts of the run: the Trainer
     then counts these, and `trainer.progress.count` returns how many there were."""
@@ -105,6 +108,12 @@ class Callback(KnownKeywords):
 
         Args:
             state_dict: The state that the checkpoint holds under `state_key`.
+        """
+
+    def forget_run(self) -> None:
+        """Forget what earlier runs left, such as a best value; called at the start of a `fit` of another Trainer.
+
+        A `fit` that resumes a checkpoint gives the state of its run back with `load_state_dict` afterwards.
         """
 
     def is_state_sound(self, trainer: Trainer, task: Task) -> bool:

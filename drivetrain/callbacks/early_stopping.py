@@ -118,14 +118,20 @@ class EarlyStopping(Callback):
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
         self.log_rank_zero_only = log_rank_zero_only
-        self.wait_count = 0
-        self.stopped_epoch = 0
-        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
-        self.stopping_reason_message: str | None = None
-        self._best = math.inf if mode == "min" else -math.inf
+        self.forget_run()
         self._check_on_train_epoch_end = check_on_train_epoch_end
         self._checks_epoch_end = False  # decided when fit begins
         self._fitting = False
+
+    def forget_run(self) -> None:
+        self.wait_count = 0
+        self._forget_reason()
+        self._best = math.inf if self.mode == "min" else -math.inf
+
+    def _forget_reason(self) -> None:
+        self.stopped_epoch = 0
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message: str | None = None
 
     @property
     def best_score(self) -> Tensor:
@@ -176,7 +182,8 @@ class EarlyStopping(Callback):
                 logger.warning(typo)
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        if self._fitting and self._checks_epoch_end:
+        # Ctrl-C may end an epoch before anything is validated.
+        if self._fitting and self._checks_epoch_end and not trainer.interrupted:
             self._run_early_stopping_check(trainer)
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
@@ -190,9 +197,12 @@ class EarlyStopping(Callback):
             return
         stop, message = self._evaluate_stopping_criteria(value)
         if stop:
-            trainer.request_stop(f"EarlyStopping: {(message or '').rstrip('.')}")
+            trainer.request_stop(f"EarlyStopping: {(message or '').rstrip('.')}", asker=self.state_key)
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = message
+        elif self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
+            trainer.withdraw_stop(self.state_key)
+            self._forget_reason()
         if message and (stop or self.verbose):
             logger.info(message, main_process_only=self.log_rank_zero_only)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from drivetrain.accelerator.scheduler import cover_new_groups, follow_group_rate
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.support.rhythm import RunPoint
 from drivetrain.runtime.durations import Duration, Unit, interval_of
@@ -221,9 +222,14 @@ class BaseFinetuning(Callback):
         self._epoch = epoch
         before = _names_trained(trainer)
         for number, optimizer in enumerate(trainer.optimizers):
-            groups = len(optimizer.param_groups)
+            groups = optimizer.param_groups
+            count = len(groups)
+            rates = [float(group["lr"]) for group in groups]
             self.finetune_function(task, epoch, optimizer)
-            self._record(trainer, number, groups)
+            own = range(count - len(self._added.get(number, ())), count)
+            changed = [each for each in own if float(groups[each]["lr"]) != rates[each]]
+            self._schedule(trainer, optimizer, changed)
+            self._record(trainer, number, count)
         self._announce(trainer, before)
 
     def _record(self, trainer: Trainer, number: int, first: int) -> None:
@@ -234,6 +240,15 @@ class BaseFinetuning(Callback):
             params = [names[id(parameter)] for parameter in group["params"]]
             self._added.setdefault(number, []).append({**group, "params": params})
 
+    @staticmethod
+    def _schedule(trainer: Trainer, optimizer: Optimizer, changed: Sequence[int] = ()) -> None:
+        """Let the optimizer's schedulers step the groups that were added, from the rates that they have now."""
+        for config in trainer.lr_scheduler_configs:
+            if getattr(config.scheduler, "optimizer", None) is optimizer:
+                cover_new_groups(config.scheduler)
+                for number in changed:
+                    follow_group_rate(config.scheduler, number)
+
     def _add_again(self, trainer: Trainer) -> None:
         """Give the optimizers the groups that they had in the run before; their state comes next."""
         parameters, before = _all_in_place(trainer), _names_trained(trainer)
@@ -243,6 +258,7 @@ class BaseFinetuning(Callback):
                     parameters[name].requires_grad = True
                 params = [parameters[name] for name in group["params"]]
                 trainer.optimizers[number].add_param_group({**group, "params": params})
+            self._schedule(trainer, trainer.optimizers[number])
         self._announce(trainer, before)
 
     def _announce(self, trainer: Trainer, before: set[str]) -> None:

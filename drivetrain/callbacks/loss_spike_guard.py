@@ -69,6 +69,7 @@ class LossSpikeGuard(Guard):
         every_n_steps: int | str | Duration = 1,
         max_skips: int = 20,
     ) -> None:
+        self.window = window
         super().__init__(monitor, action, max_rollbacks, max_skips, every_n_steps)
         if not isinstance(window, int) or window < 4:
             raise ConfigurationError(
@@ -78,9 +79,11 @@ class LossSpikeGuard(Guard):
             raise ConfigurationError(
                 f"LossSpikeGuard(threshold={threshold!r}): give a score above 0, such as 6.", code="DT-002"
             )
-        self.window = window
         self.threshold = threshold
-        self._values: deque[float] = deque(maxlen=window)
+
+    def forget_run(self) -> None:
+        super().forget_run()
+        self._values: deque[float] = deque(maxlen=self.window)
 
     def measure(self, trainer: Trainer, value: Tensor) -> Tensor:
         return value

@@ -105,7 +105,7 @@ class LearningRateMonitor(Callback):
         return self.build_state_key(logging_interval=self.logging_interval)
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
-        if not trainer.loggers:
+        if not (trainer.loggers or trainer.barebones):
             raise ConfigurationError(
                 "Cannot use LearningRateMonitor with a `Trainer` that has no logger. Give it one, such as "
                 "Trainer(logger='csv'), or take this callback out.",

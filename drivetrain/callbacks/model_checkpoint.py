@@ -156,10 +156,8 @@ class ModelCheckpoint(Callback):
         self.async_save = async_save
         self.on_save_error = on_save_error
 
-        self._current_score: float | None = None
-        kept = KeptCheckpoints(BestK(save_top_k, mode, by_score=monitor is not None))
-        self._writer = CheckpointWriter(kept, save_last == "link", total_limit, async_save, on_save_error == "warn")
         self._dirpath_is_given = dirpath is not None
+        self.forget_run()
         self._root = ""  # the run's default directory
         self._own_places: list[str] = []  # where runs of this script save by default
         self._fitting = self._training = self._is_resumed = False
@@ -169,6 +167,14 @@ class ModelCheckpoint(Callback):
         self._waits_for_validation = self._gets_ready = False
         self._timer: StepRhythm | None = None
         self._elapsed = 0.0  # seconds of the interval under way, in the run before
+
+    def forget_run(self) -> None:
+        self._current_score: float | None = None
+        kept = KeptCheckpoints(BestK(self.save_top_k, self.mode, by_score=self.monitor is not None))
+        links, forgives = self.save_last == "link", self.on_save_error == "warn"
+        self._writer = CheckpointWriter(kept, links, self.total_limit, self.async_save, forgives)
+        if not self._dirpath_is_given:
+            self.dirpath = None
 
     # what there is
 

@@ -62,6 +62,9 @@ class Timer(Callback):
         self.duration = parsed.total_seconds() if parsed is not None else None
         self.interval = interval
         self.verbose = verbose
+        self.forget_run()
+
+    def forget_run(self) -> None:
         self._started: dict[str, float] = {}  # stages under way, by the monotonic clock
         self._last: dict[str, tuple[float, float | None]] = {}  # when each began last, and ended
         self._elapsed = dict.fromkeys(STAGES, 0.0)  # seconds, without those under way

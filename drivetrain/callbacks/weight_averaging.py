@@ -152,23 +152,35 @@ class WeightAveraging(Callback):
             self._validating = True
             self._average.swap()
             self._average.share_buffers()
+            _mark_buffers(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, task: Task) -> None:
         if self._validating and self._average is not None:
             self._validating = False
             self._average.swap()
+            _mark_buffers(trainer)
 
     def on_train_end(self, trainer: Trainer, task: Task) -> None:
+        self.on_validation_epoch_end(trainer, task)  # if a signal has ended a validation
         if self._average is not None and self._average.count:
             self._average.swap()  # what is saved from now on still has both
 
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
         self.on_validation_epoch_end(trainer, task)
 
+    def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
+        self.on_validation_epoch_end(trainer, task)
+
     def _take_restored(self) -> None:
         if self._restored is not None and self._average is not None:
             self._average.load(self._restored, self._restored_count)
             self._restored = None
+
+
+def _mark_buffers(trainer: Trainer) -> None:
+    """Let a save within the validation describe the buffers that belong to the weights the model has now."""
+    if trainer.loop is not None:
+        trainer.loop.batches.committed.mark_buffers()
 
 
 class EMAWeightAveraging(WeightAveraging):

@@ -69,7 +69,7 @@ class WeightHistograms(Callback):
         self.weights, self.gradients = weights, gradients
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
-        if not trainer.loggers:
+        if not (trainer.loggers or trainer.barebones):
             raise ConfigurationError(
                 "WeightHistograms has nowhere to log to: the Trainer has no logger. Give it one, such as "
                 "Trainer(logger='tensorboard'), or take this callback out.",

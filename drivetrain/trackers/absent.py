@@ -1,15 +1,15 @@
-"""What stands where there is no tracker: on other processes, and where one could not be started."""
+"""What stands where there is no tracker: on other processes, in a trial run, and where one could not be started."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from drivetrain.trackers.base import Tracker
 
 
 class Absent:
-    """Takes every attribute and every call, and does nothing."""
+    """Takes every attribute, item and call, and does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -19,6 +19,21 @@ class Absent:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self
 
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
     def __bool__(self) -> bool:
         return False
 
@@ -27,7 +42,7 @@ class Absent:
 
 
 class AbsentTracker(Tracker):
-    """Takes the place of a tracker on processes that do not call it.
+    """Takes the place of a tracker on processes that do not call it, and in a trial run.
 
     Args:
         name: The name of that tracker.

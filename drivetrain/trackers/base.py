@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -168,6 +169,21 @@ class Tracker(ABC):
 
     def _leave_out(self, what: str) -> None:
         logger.warning_once(f"{type(self).__name__} has no place for {what}, which are left out.")
+
+    def _leave_out_value(self, name: str, value: Any) -> None:
+        self._leave_out(f"values such as {name!r}, of type {type(value).__name__}")
+
+    def _without_arrays(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return flat values with numbers for tensors of one element; those of several are left out with a warning."""
+        kept: dict[str, Any] = {}
+        for name, value in flatten(values).items():
+            if not (hasattr(value, "item") and hasattr(value, "ndim")):
+                kept[name] = value
+            elif math.prod(value.shape) == 1:
+                kept[name] = value.item()
+            else:
+                self._leave_out_value(name, value)
+        return kept
 
     def save(self) -> None:
         """Bring everything logged so far to disk, or to the server."""

@@ -89,11 +89,10 @@ class CSVLogger(DirectoryTracker):
     def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
         self.start()
         row: Row = {} if step is None else {"step": step}
-        for key, value in values.items():
-            number = value.item() if hasattr(value, "item") else value
-            row[key if key in _FIRST_COLUMNS else self._prefix + key] = number
+        for key, value in self._without_arrays(values).items():
+            row[key if key in _FIRST_COLUMNS else self._prefix + key] = value
         if self._rows and _same_step(self._rows[-1], row):
-            self._rows[-1].update(row)
+            self._rows[-1].update({**row, "epoch": self._rows[-1]["epoch"]} if "epoch" in self._rows[-1] else row)
             self._last_has_grown = True
             return
         waiting = len(self._rows) >= self._flush_rows or time.monotonic() - self._written_at > _FLUSH_SECONDS
@@ -160,10 +159,13 @@ class CSVLogger(DirectoryTracker):
 
 
 def _same_step(last: Row, new: Row) -> bool:
-    """Whether a row belongs to the last one: the same known step, and no value that would be overwritten."""
+    """Whether a row belongs to the last one: the same known step, and no value that would be overwritten.
+
+    The epoch may differ: what is logged at an epoch's start has the step that ended the epoch before.
+    """
     if "step" not in new or last.get("step") != new["step"]:
         return False
-    return all(last[key] == value for key, value in new.items() if key in last)
+    return all(last[key] == value for key, value in new.items() if key in last and key != "epoch")
 
 
 class _Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -69,6 +70,7 @@ class GeneralTracker(Tracker):
     """
 
     requires_logging_directory: bool
+    log_dir: str | None = None
 
     def __init__(self, _blank: bool = False) -> None:
         missing = [name for name in ("name", "requires_logging_directory") if not hasattr(self, name)]
@@ -80,6 +82,19 @@ class GeneralTracker(Tracker):
                 "(text), `requires_logging_directory` (bool) and `tracker` (a property, the object behind it).",
                 code="DT-120",
             )
+
+    @classmethod
+    def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> GeneralTracker:
+        """Make the tracker as Accelerate does: of the project's name and, where it needs one, a directory.
+
+        Args:
+            save_dir: Where the run writes.
+            project: The name of the project, if the run gave one.
+            **options: Further arguments of the constructor.
+        """
+        places = [os.fspath(save_dir)] if cls.requires_logging_directory else []
+        made: Any = cls
+        return made(project, *places, **options)  # type: ignore[no-any-return]
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Write the hyper-parameters of the run."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from drivetrain.runtime.errors import TrackerError
-from drivetrain.trackers.base import COMPLETED, Tracker, flatten
+from drivetrain.trackers.base import COMPLETED, Tracker
 from drivetrain.trackers.package import PackageLogger, PackageRun
 from drivetrain.trackers.service import check_reachable, source_is_clean
 
@@ -142,8 +142,8 @@ class _SwanLabRun(PackageRun):
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         import swanlab
 
-        kept = {name: swanlab.Text(each) if isinstance(each, str) else each for name, each in flatten(values).items()}
-        self._write(kept, step)
+        kept = self._without_arrays(values)
+        self._write({name: swanlab.Text(each) if isinstance(each, str) else each for name, each in kept.items()}, step)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
         import swanlab

@@ -66,6 +66,7 @@ class TensorBoardLogger(DirectoryTracker):
         self._writer_options = kwargs
         self._writer: SummaryWriter | None = None
         self._unnumbered = 0
+        self._groups: set[str] = set()  # directories of the curves that share a chart
         self._last_step = -1
         self._purge_step: int | None = None
 
@@ -98,6 +99,11 @@ class TensorBoardLogger(DirectoryTracker):
         assert self._writer is not None
         return self._writer
 
+    @property
+    def writer(self) -> SummaryWriter:
+        """The same as `tracker`, under Accelerate's name."""
+        return self.tracker
+
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Write the hyper-parameters to `hparams.yaml` and to TensorBoard's page of them."""
         super().store_init_configuration(values)
@@ -112,7 +118,7 @@ class TensorBoardLogger(DirectoryTracker):
             file_writer.add_summary(summary)
 
     def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
-        """Write values of one step: numbers as curves, text as text.
+        """Write values of one step: numbers as curves, a dict of numbers as curves of one chart, text as text.
 
         Args:
             values: Names and values.
@@ -123,10 +129,24 @@ class TensorBoardLogger(DirectoryTracker):
             step, self._unnumbered = self._unnumbered, self._unnumbered + 1
         self._last_step = max(self._last_step, step)
         for key, value in values.items():
+            name = self._prefix + key
             if isinstance(value, str):
-                writer.add_text(self._prefix + key, value, step)
-            else:
-                writer.add_scalar(self._prefix + key, float(value), step)
+                writer.add_text(name, value, step)
+            elif isinstance(value, Mapping):
+                numbers = {each: self._number(f"{key}/{each}", item) for each, item in flatten(value).items()}
+                known = {each: number for each, number in numbers.items() if number is not None}
+                writer.add_scalars(name, known, step)
+                self._groups |= {f"{name.replace('/', '_')}_{each}" for each in known}
+            elif (number := self._number(key, value)) is not None:
+                writer.add_scalar(name, number, step)
+
+    def _number(self, name: str, value: Any) -> float | None:
+        """Return a value as a number, or None if it has no such form, which is warned of once."""
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            self._leave_out_value(name, value)
+            return None
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
         for name, images in as_images(values).items():
@@ -167,7 +187,7 @@ class TensorBoardLogger(DirectoryTracker):
     def state_dict(self) -> dict[str, Any]:
         return {
             **super().state_dict(),
-            "files": {path.name: path.stat().st_size for path in self._event_files()},
+            "files": {self._name_of(path): path.stat().st_size for path in self._event_files()},
             "last_step": self._last_step,
             "unnumbered": self._unnumbered,
         }
@@ -176,8 +196,9 @@ class TensorBoardLogger(DirectoryTracker):
         files = {name: size for name, size in self._checked(state, "files", dict).items() if isinstance(size, int)}
         self._last_step = self._checked(state, "last_step", int)
         self._unnumbered = self._checked(state, "unnumbered", int)
+        self._groups |= {str(Path(name).parent) for name in files if "/" in name and ".." not in name}
         for path in self._event_files():
-            size = files.get(path.name)
+            size = files.get(self._name_of(path))
             if size is None:
                 path.unlink()
             elif path.stat().st_size > max(0, size):
@@ -186,7 +207,11 @@ class TensorBoardLogger(DirectoryTracker):
         self._purge_step = self._last_step + 1
 
     def _event_files(self) -> list[Path]:
-        return sorted(self._event_directory.glob("events.out.tfevents.*"))
+        directories = [self._event_directory, *(self._event_directory / name for name in sorted(self._groups))]
+        return [path for each in directories for path in sorted(each.glob("events.out.tfevents.*"))]
+
+    def _name_of(self, path: Path) -> str:
+        return path.relative_to(self._event_directory).as_posix()
 
     def finish(self) -> None:
         if self._writer is not None:

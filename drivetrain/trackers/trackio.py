@@ -142,7 +142,7 @@ class _TrackioRun(PackageRun):
         self._configure(_shown(flatten(values)))
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        self._write(flatten(values), step)
+        self._write(self._without_arrays(values), step)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
         import trackio

@@ -27,6 +27,7 @@ from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.capabilities import RepeatableStep, StepInBackward
 from drivetrain.strategies.precision import Precision, overrides
 from drivetrain.trackers import Tracker, TrackerGroup, resolve_trackers
+from drivetrain.trackers.absent import AbsentTracker
 from drivetrain.trainer.options import TrainerOptions
 from drivetrain.trainer.task_checks import described
 
@@ -377,15 +378,18 @@ def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark
 def make_trackers(
     given: str | Tracker | Iterable[str | Tracker] | bool | None, engine: Accelerator, options: TrainerOptions
 ) -> TrackerGroup:
-    """The trackers asked for; else those of an engine that has some, else a `CSVLogger`. None in a quiet run.
+    """The trackers asked for; else those of an engine that has some, else a `CSVLogger`.
 
+    A trial run has one that does nothing in their place, so that hooks which use it run too, and a bare one has none.
     A raw loop over the engine logs to the same ones, unless it has its own.
     """
+    found: list[Tracker]
     if options.is_quiet:
-        given = False
+        found = [] if options.barebones or given is False else [AbsentTracker()]
     elif given is None and engine.trackers:
         return engine.tracking.group
-    found: list[Tracker] = resolve_trackers(True if given is None else given, save_dir=options.default_root_dir)
+    else:
+        found = resolve_trackers(True if given is None else given, save_dir=options.default_root_dir)
     if engine.trackers:
         return TrackerGroup(found, engine.is_main_process)
     return engine.tracking.adopt(found)

@@ -116,7 +116,8 @@ class DataModule(HoldsHyperParameters, DataHooks):
         Raises:
             CheckpointError: There is no complete checkpoint.
         """
-        entries = ("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule", "hooks")
+        kept = ("hyper_parameters", "hparams_name", "hparams_constructor")
+        entries = (*(f"datamodule_{name}" for name in kept), "datamodule", "hooks")
         parts = ("engine/precision", *(f"driver/{name}" for name in entries))
         unpickles = cls.unpickles(weights_only)
         driver = checkpoint.read_shared(checkpoint_path, parts, unpickles)["driver"]

@@ -30,6 +30,11 @@ def build(
     """
     saved = driver.get(entry, {}) if hparams_file is None else hyper_parameters_in(hparams_file)
     whole = driver.get(entry.replace("hyper_parameters", "hparams_name"), driver.get("hparams_name"))
+    constructor = driver.get(entry.replace("hyper_parameters", "hparams_constructor"))
+    if constructor and hparams_file is None and constructor["class"] == kind.__qualname__:
+        values = {**saved, **constructor["values"]}  # a base may have saved another value under the name of an argument
+        given = {name: values[name] for name in constructor["names"] if name in values}
+        return made_of(kind, given, None, overrides, instantiate)
     arguments = arguments_for(kind, saved, whole)
     if whole not in arguments or whole in saved:
         return made_of(kind, saved, whole, overrides, instantiate)

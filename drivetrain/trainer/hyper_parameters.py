@@ -6,7 +6,7 @@ import csv
 import inspect
 import os
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
@@ -49,6 +49,39 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
         Argument names and values, those of `**kwargs` among them.
     """
     found: dict[str, Any] = {}
+    for constructor in _constructor_frames(frame, owner):
+        found.update(_arguments_in(constructor))
+    return found
+
+
+def outermost_arguments(frame: FrameType, owner: Any) -> dict[str, Any] | None:
+    """Return the arguments of the constructor that was called, if its class gives others to those of its bases.
+
+    Args:
+        frame: A frame inside the constructor.
+        owner: The object under construction.
+
+    Returns:
+        Argument names and values; None if only one constructor is running, or if it has got positional arguments
+        without names.
+    """
+    frames = list(_constructor_frames(frame, owner))
+    _, varargs, _, values = inspect.getargvalues(frames[-1]) if frames else (None, None, None, {})
+    if len(frames) < 2 or (varargs and values.get(varargs)):
+        return None
+    return _arguments_in(frames[-1])
+
+
+def _arguments_in(frame: FrameType) -> dict[str, Any]:
+    names, _, keywords, values = inspect.getargvalues(frame)
+    arguments = {name: values[name] for name in names[1:] if name in values}
+    if keywords:
+        arguments.update(values.get(keywords, {}))
+    return arguments
+
+
+def _constructor_frames(frame: FrameType, owner: Any) -> Iterator[FrameType]:
+    """Yield the frames of an object's constructors, from the innermost on."""
     current: FrameType | None = frame
     while current is not None:
         first = current.f_code.co_varnames[:1]
@@ -58,13 +91,8 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
             continue
         if not is_own or current.f_code.co_name != "__init__":
             break
-        names, _, keywords, values = inspect.getargvalues(current)
-        arguments = {name: values[name] for name in names[1:] if name in values}
-        if keywords:
-            arguments.update(values.get(keywords, {}))
-        found.update(arguments)
+        yield current
         current = current.f_back
-    return found
 
 
 def select_hyper_parameters(
@@ -207,6 +235,15 @@ def without_modules(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not isinstance(value, nn.Module)}
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, None, or a list or dict of such values."""
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
 class HoldsHyperParameters:
     """Something that remembers its hyper-parameters, also where its base's constructor has not run yet.
 
@@ -223,6 +260,23 @@ class HoldsHyperParameters:
         """What `save_hyperparameters` kept."""
         found: HyperParameters = self.__dict__.setdefault("_hparams", HyperParameters())
         return found
+
+    @property
+    def constructor_arguments(self) -> dict[str, Any] | None:
+        """What the constructor of a derived class was given, where it has given its base others; None elsewhere.
+
+        The names of its arguments, and the values of those that are not the hyper-parameters of the same names.
+        Arguments that are no hyper-parameters are among them if they are plain values.
+        """
+        given: dict[str, Any] | None = self.__dict__.get("_constructor_arguments")
+        if given is None:
+            return None
+        initial = self.hparams_initial
+        names = [name for name, value in given.items() if name in self.hparams or _is_plain(value)]
+        changed = [name for name in names if name in initial and self.hparams.get(name) is not initial[name]]
+        same = [name for name in names if name in initial and initial[name] is given[name]]
+        other = {name: given[name] for name in names if name not in (*changed, *same)}
+        return {"class": type(self).__qualname__, "names": names, "values": other}
 
     @property
     def hparams_initial(self) -> HyperParameters:
@@ -253,9 +307,13 @@ class HoldsHyperParameters:
             args = (*args, INSTANTIATOR) if args and INSTANTIATOR in given else args
         else:
             arguments = constructor_arguments(frame, self) if frame is not None else {}
+            outermost = outermost_arguments(frame, self) if frame is not None else None
+            if outermost is not None:
+                self.__dict__["_constructor_arguments"] = outermost
         self.hparams.update(select_hyper_parameters(args, arguments, ignore, self.keeps_modules))
         for name in [ignore] if isinstance(ignore, str) else ignore or ():
             self.hparams.pop(name, None)
+            self.__dict__.get("_constructor_arguments", {}).pop(name, None)
         self.__dict__["_log_hyperparams"] = logger
         self.__dict__["_hparams_initial"] = dict(self.hparams)
         if len(args) == 1 and isinstance(args[0], Mapping | Namespace):

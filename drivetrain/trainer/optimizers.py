@@ -16,7 +16,7 @@ from drivetrain.runtime.durations import Duration, Unit, interval_of
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nearest
 
 _ALLOWED = (
-    "an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers); "
+    "an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers), or of a list and one scheduler; "
     "a dict with 'optimizer' and perhaps 'lr_scheduler'; a list of such dicts; a dict of optimizers, or of such dicts, "
     "by name; or None to train without one, or by hand"
 )
@@ -179,6 +179,8 @@ def _parse(configured: Any, config: Callable[..., SchedulerConfig]) -> tuple[lis
             return _from_dicts(items, config)
         if len(items) == 2 and isinstance(items[0], list | tuple) and isinstance(items[1], list | tuple):
             return _checked(list(items[0])), [config(item) for item in items[1]]
+        if len(items) == 2 and isinstance(items[0], list | tuple) and _may_be_scheduler(items[1]):
+            return _checked(list(items[0])), [config(items[1])]
         if len(items) == 2 and isinstance(items[0], Optimizer) and _may_be_scheduler(items[1]):
             return _checked([items[0]]), [config(items[1])]
     raise ConfigurationError(

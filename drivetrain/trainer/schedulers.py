@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.accelerator.scheduler import cover_new_groups
 from drivetrain.callbacks.support.rhythm import StepRhythm
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError, nearest
@@ -78,4 +79,5 @@ def _step(trainer: Trainer, config: SchedulerConfig) -> None:
                 )
             warnings.warn(f"{message} but strict is `False`: the rate stays as it is.", RuntimeWarning, stacklevel=2)
             return
+    cover_new_groups(config.scheduler)
     trainer.task.lr_scheduler_step(config.scheduler, value)

@@ -183,7 +183,10 @@ class Outcome:
             task.configure_model()
         task.load_state_dict(self.weights, strict=task.strict_loading)
         trainer.adopt_callbacks(task.configure_callbacks())
+        trainer.control.adopt(self.ending)
         for callback in trainer.callbacks:
+            if self.ending.reason is not None:
+                trainer.control.take_over(callback)
             state = self.callbacks.get(callback.state_key)
             if state is None:
                 continue
@@ -192,7 +195,6 @@ class Outcome:
             callback.load_state_dict(state)
         trainer.tracker_group.load_state(self.trackers)
         trainer.progress.load_state_dict(self.progress)
-        trainer.control.adopt(self.ending)
         trainer.logged.remember(self.metrics, self.bar)
         trainer.tracker_log.written.update(self.written)
         trainer.finiteness.is_finite = self.is_finite

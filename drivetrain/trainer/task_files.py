@@ -82,7 +82,7 @@ class TaskFiles(nn.Module):
             CheckpointError: There is no complete checkpoint, or it holds another number of models than one.
             ConfigurationError: The task has set `strict_loading`, and `strict` is the opposite.
         """
-        entries = ("progress", "callbacks", "hyper_parameters", "hparams_name", "hooks")
+        entries = ("progress", "callbacks", "hyper_parameters", "hparams_name", "hparams_constructor", "hooks")
         parts = (*EVERY_PLACE_OF_MODELS, *(f"driver/{name}" for name in entries), "hyper_parameters", "hparams_name")
         unpickles = cls.unpickles(weights_only)
         shared = checkpoint.read_shared(checkpoint_path, parts, unpickles)

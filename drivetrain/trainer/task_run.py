@@ -117,6 +117,8 @@ class TaskRun:
         trainer.adopt_callbacks(task.configure_callbacks())
         for callback in trainer.callbacks:
             let_log(callback, task)
+            if stage is Stage.TRAIN:
+                trainer.control.take_over(callback)
         self.hooks = Hooks(trainer, task)
         owners = [owner for owner in (self.datamodule, task) if owner is not None]
         if any(type(owner).prepare_data not in (DataModule.prepare_data, Task.prepare_data) for owner in owners):

@@ -613,13 +613,24 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         elif not self.control.stop_requested:
             self.control.request_stop(f"trainer.should_stop was set in {calling_function()}")
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str, asker: str = "") -> None:
         """Ask for the end of `fit` after this step, on all processes, once `min_epochs` and `min_steps` are reached.
 
         Args:
             reason: Who asks and why, for the line with which the run ends.
+            asker: A name under which `withdraw_stop` takes the request back.
         """
-        self.control.request_stop(reason)
+        self.control.request_stop(reason, asker)
+
+    def withdraw_stop(self, asker: str) -> None:
+        """Take back a request to stop whose reason has passed, if the run continues for `min_epochs` or `min_steps`.
+
+        Call it on all processes. Requests of others hold. `trainer.should_stop = False` takes all of them back.
+
+        Args:
+            asker: The name that `request_stop` was given.
+        """
+        self.control.withdraw_request(asker)
 
     def request_rollback(self, path: str, skip_batches: Collection[tuple[int, int]] = ()) -> None:
         """Go back to a checkpoint after this step, and leave some batches out from then on; call it on all processes.

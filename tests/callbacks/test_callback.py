@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import drivetrain.callbacks as callbacks
-from drivetrain.callbacks import Callback, EarlyStopping, EvaluationGather, ModelCheckpoint
+from drivetrain import ConfigurationError, Trainer
+from drivetrain.callbacks import Callback, EarlyStopping, EvaluationGather, LossSpikeGuard, ModelCheckpoint, Timer
 from drivetrain.callbacks.model_summary import summarize
+from tests.callbacks.tasks import Scripted, fit, numbers
 
 HOOKS = [name for name, _ in inspect.getmembers(Callback, inspect.isfunction) if name.startswith("on_")]
 HOOKS += ["setup", "teardown"]
@@ -71,3 +77,54 @@ def test_the_summary_counts_every_parameter_once() -> None:
     ]
     assert lines[-1] == "2,130 parameters (0.009 MB), 2,120 of them trainable"
     assert summarize(model, max_depth=0).splitlines() == [lines[-1]]
+
+
+FIRST_FOLD, SECOND_FOLD = [1.0, 0.1, 0.5, 0.6, 0.7, 0.8], [1.0, 0.9, 0.8, 0.7, 0.6, 0.5]
+
+
+def stateful(root: Any) -> list[Callback]:
+    return [
+        EarlyStopping("val_loss", patience=2),
+        ModelCheckpoint(root, monitor="val_loss", filename="{epoch}-{val_loss:.1f}"),
+        Timer(duration={"hours": 1}),
+        LossSpikeGuard(),
+    ]
+
+
+@pytest.mark.parametrize("passed_on", [list, copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))])
+def test_callbacks_given_to_another_trainer_begin_as_new_ones(passed_on: Any, tmp_path: Path) -> None:
+    """What a run leaves in them, such as a best value and a checkpoint, is no other run's."""
+    used = stateful(tmp_path)
+    assert fit(Scripted(FIRST_FOLD), tmp_path, 6, used).current_epoch == 4
+    used[3].skipped.append((1, 1))
+    given = passed_on(used)
+    given[2].load_state_dict({"time_elapsed": {"train": 7200.0}})  # as if the first run had taken all of its time
+    trainer = fit(Scripted(SECOND_FOLD), tmp_path, 6, given)
+    stopping, saving, timer, guard = given
+    assert (trainer.current_epoch, stopping.wait_count, stopping.stopping_reason_message) == (6, 0, None)
+    assert Path(saving.best_model_path).name == "epoch=5-val_loss=0.5.ckpt"
+    assert len(saving.best_k_models) == 1
+    assert guard.skipped == []
+    assert timer.time_elapsed() < 7200.0
+
+
+def test_a_second_fit_of_one_trainer_goes_on_with_their_state(tmp_path: Path) -> None:
+    stopping, saving = stateful(tmp_path)[:2]
+    task = Scripted(FIRST_FOLD)
+    trainer = fit(task, tmp_path, 2, [stopping, saving])
+    trainer.max_epochs = 6
+    trainer.fit(task, numbers(8, 4), numbers(4, 4))
+    assert (trainer.current_epoch, float(stopping.best_score)) == (4, pytest.approx(0.1))
+    assert Path(saving.best_model_path).name == "epoch=1-val_loss=0.1.ckpt"
+
+
+def test_the_best_checkpoint_of_another_trainers_run_is_refused(tmp_path: Path) -> None:
+    """A Trainer that has trained takes none of a callback that has served another one since."""
+    saving = stateful(tmp_path)[1]
+    first = fit(Scripted(FIRST_FOLD), tmp_path, 2, [saving])
+    fit(Scripted(SECOND_FOLD), tmp_path, 2, [saving])
+    with pytest.raises(ConfigurationError, match="of another Trainer"):
+        first.validate(dataloaders=numbers(4, 4), ckpt_path="best")
+    only_tests = Trainer(callbacks=saving, logger=False, enable_progress_bar=False, accelerator="cpu")
+    task = Scripted(SECOND_FOLD)
+    assert only_tests.validate(task, numbers(4, 4), ckpt_path="best", verbose=False) == [{"val_loss": 1.0}]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from drivetrain import Callback, Task, Trainer
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.callbacks.early_stopping import EarlyStoppingReason
 from drivetrain.runtime.errors import ConfigurationError
@@ -145,3 +146,60 @@ def test_why_it_stopped_is_kept_and_saved(
     assert restored.stopping_reason is stopping.stopping_reason is reason
     message = restored.stopping_reason_message
     assert message is None if words is None else words in str(message)
+
+
+RECOVERS = [1, 2, 3, 0.9, 0.8, 0.7, 0.6, 0.5]
+NEVER_DOES = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+class Requests(Callback):
+    """Asks for a stop of its own in one epoch."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
+        if trainer.current_epoch == self.epoch and trainer.global_rank == trainer.world_size - 1:
+            trainer.request_stop("enough")
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "epochs"),
+    [
+        (RECOVERS, {"min_epochs": 5}, 8),
+        (RECOVERS, {"min_steps": 9}, 8),
+        (NEVER_DOES, {"min_epochs": 5}, 5),
+        (RECOVERS, {"min_epochs": 3}, 3),
+        (RECOVERS, {"min_epochs": 5, "max_epochs": 6}, 6),
+    ],
+)
+def test_a_stop_before_the_least_asked_for_is_forgotten_once_the_metric_improves(
+    values: list[float], options: dict[str, Any], epochs: int, tmp_path: Path
+) -> None:
+    stopping = EarlyStopping("val_loss", patience=2)
+    epochs_at_most = options.pop("max_epochs", len(values))
+    trainer = fit(Scripted(values), tmp_path, epochs_at_most, [stopping], **options)
+    assert trainer.current_epoch == epochs
+    stopped = epochs < epochs_at_most
+    assert (stopping.stopping_reason is EarlyStoppingReason.NOT_STOPPED) is not stopped
+
+
+def declined_on_processes(root: str) -> list[int]:
+    """Epochs: with EarlyStopping alone, with a request of the last process besides, and of a resumed run."""
+    seen = []
+    for extra in ([], [Requests(3)]):
+        trainer = fit(Scripted(RECOVERS), root, 8, [EarlyStopping("val_loss", patience=2), *extra], min_epochs=5)
+        seen.append(trainer.current_epoch)
+    saved = Path(root, "third")
+    task = Scripted(RECOVERS[:3])
+    fit(task, root, 3, [EarlyStopping("val_loss", patience=2)], min_epochs=5).save_checkpoint(saved)
+    resumed = Scripted(RECOVERS)
+    resumed.seen = list(range(3))
+    options = {"min_epochs": 5, "resume": saved}
+    seen.append(fit(resumed, root, 8, [EarlyStopping("val_loss", patience=2)], **options).current_epoch)
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_others_asked_for_holds_and_a_resumed_run_forgets_too(world_size: int, tmp_path: Path) -> None:
+    assert run_in_processes(declined_on_processes, world_size, [str(tmp_path)]) == [[8, 5, 8]] * world_size

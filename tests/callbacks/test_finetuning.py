@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import lr_scheduler as lrs
 
-from drivetrain.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
+from drivetrain.callbacks import BackboneFinetuning, BaseFinetuning, Callback, ModelCheckpoint
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.gradients import Gradients
 from drivetrain.trainer import Task
@@ -166,3 +168,98 @@ def test_what_joins_later_is_averaged_over_processes(strategy: str) -> None:
     found = run_in_processes(fit_over_processes, 2, (strategy,))[0]
     for name, value in expected.state_dict().items():
         assert torch.allclose(found[name], value, atol=1e-6), name
+
+
+SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
+    "lambda": lambda o: lrs.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "lambdas": lambda o: lrs.LambdaLR(o, [lambda step: 0.9**step]),
+    "multiplicative": lambda o: lrs.MultiplicativeLR(o, lambda step: 0.9),
+    "step": lambda o: lrs.StepLR(o, 2, 0.5),
+    "one cycle": lambda o: lrs.OneCycleLR(o, 0.1, total_steps=40),
+    "cyclic": lambda o: lrs.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "cosine": lambda o: lrs.CosineAnnealingLR(o, 40),
+    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
+    "exponential": lambda o: lrs.ExponentialLR(o, 0.9),
+    "polynomial": lambda o: lrs.PolynomialLR(o, 40),
+    "sequential": lambda o: lrs.SequentialLR(o, [lrs.LinearLR(o, 0.1), lrs.LambdaLR(o, lambda step: 0.9**step)], [5]),
+    "chained": lambda o: lrs.ChainedScheduler([lrs.LinearLR(o), lrs.CosineAnnealingLR(o, 40)]),
+}
+
+
+class Scheduled(Headed):
+    """Keeps the rates of each step; its optimizer has a scheduler."""
+
+    def __init__(self, schedule: str, interval: str) -> None:
+        super().__init__()
+        self.schedule, self.interval = schedule, interval
+        self.steps: list[list[float]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.steps.append([float(group["lr"]) for group in self.optimizers().param_groups])
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = SCHEDULES[self.schedule](optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+
+class AddsATenth(BaseFinetuning):
+    def freeze_before_training(self, task: Task) -> None:
+        self.freeze(task.backbone)
+
+    def finetune_function(self, task: Task, epoch: int, optimizer: Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(task.backbone, optimizer, initial_denom_lr=10)
+
+
+class AddsInAStep(Callback):
+    """As a user does it, within an epoch, without any of these callbacks."""
+
+    def setup(self, trainer: Any, task: Task, stage: str) -> None:
+        task.backbone.requires_grad_(False)
+
+    def on_train_batch_start(self, trainer: Any, task: Task, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 6:
+            task.backbone.requires_grad_(True)
+            optimizer = trainer.optimizers[0]
+            rate = optimizer.param_groups[0]["lr"] / 10
+            optimizer.add_param_group({"params": list(task.backbone.parameters()), "lr": rate})
+
+
+@pytest.mark.parametrize("adds", [AddsATenth, AddsInAStep])
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_group_that_joins_follows_the_schedule_of_the_first(
+    schedule: str, interval: str, adds: Any, tmp_path: Path
+) -> None:
+    task, alone = Scheduled(schedule, interval), Scheduled(schedule, interval)
+    train(task, tmp_path, [adds()], batches=4, epochs=5, enable_checkpointing=False)
+    train(alone, tmp_path, [], batches=4, epochs=5, enable_checkpointing=False)
+    assert [rates[0] for rates in task.steps] == [rates[0] for rates in alone.steps]
+    joined = [rates for rates in task.steps if len(rates) == 2]
+    assert len(joined) in (14, 16)
+    assert [rates[1] for rates in joined] == pytest.approx([rates[0] / 10 for rates in joined])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_backbones_rate_grows_from_epoch_to_epoch_and_follows_the_schedule_within(
+    schedule: str, tmp_path: Path
+) -> None:
+    def fit(resume: Any = None) -> Scheduled:
+        task = Scheduled(schedule, "step")
+        saving = ModelCheckpoint(tmp_path, every_n_train_steps=10, save_top_k=-1, filename="{step}")
+        train(task, tmp_path, [BackboneFinetuning(1), saving], 4, 5, resume, enable_checkpointing=True)
+        return task
+
+    task = fit()
+    told = task.steps[4][0] / 10
+    for epoch in range(1, 5):
+        first = task.steps[4 * epoch]
+        told = first[1] if epoch == 1 else min(2 * told, first[0])
+        assert first[1] == pytest.approx(told)
+        for rates in task.steps[4 * epoch : 4 * epoch + 4]:
+            assert rates[1] == pytest.approx(rates[0] * first[1] / first[0])
+    resumed = fit(tmp_path / "step=10.ckpt")
+    assert resumed.steps == task.steps[10:]
+    assert gap(task, resumed) == 0.0

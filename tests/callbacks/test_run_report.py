@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.callbacks import GradientNorm, ModelCheckpoint, RunReport
+from drivetrain.callbacks import GradientNorm, LearningRateMonitor, ModelCheckpoint, RunReport
 from drivetrain.callbacks.support import report_writer
 from drivetrain.callbacks.support.report_writer import ReportWriter
 from drivetrain.callbacks.support.run_facts import commit_of
@@ -29,6 +29,7 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers.report.lanes import read_lanes
 from drivetrain.trackers.report.listing import list_runs
 from drivetrain.trackers.report.record import read_record
+from drivetrain.trackers.report.values import read_values
 from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.tasks import Scripted, numbers
 from tests.launch.launching import clean_environment
@@ -465,3 +466,38 @@ def test_a_killed_run_leaves_its_last_page(tmp_path: Path) -> None:
     assert "killed" in record["reason"]
     assert page.read_text().endswith("</html>\n")
     assert json.loads((page.parent / "run.json").read_text())["argv"] == [sys.executable, "train.py", str(ROOT)]
+
+
+def test_what_was_run_has_the_seed_and_the_optimizers_rates(tmp_path: Path) -> None:
+    class Decays(Scripted):
+        def configure_optimizers(self) -> Any:
+            groups = [{"params": [self.layer.weight]}, {"params": [self.layer.bias], "weight_decay": 0.0}]
+            optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.3)
+            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.1)]
+
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        trainer_in(tmp_path, seed=7, deterministic=True).fit(Decays([1, 1]), numbers(8, 4), numbers(4, 4))
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    known = read_record(folder_of(tmp_path))["trainer"]
+    expected = {"seed": "7", "deterministic": "True", "optimizer lr": "0.01", "optimizer weight decay": "0.3, 0"}
+    assert expected.items() <= known.items()
+
+
+def test_the_table_of_validations_has_the_epochs_that_ended(tmp_path: Path) -> None:
+    """Though rates are logged at the start of the next epoch, which has the same step."""
+
+    class Steps(Scripted):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    trainer_in(tmp_path, callbacks=LearningRateMonitor(), max_epochs=3).fit(
+        Steps([3, 2, 1]), numbers(8, 4), numbers(4, 4)
+    )
+    values = read_values(folder_of(tmp_path))
+    assert [values.epochs[step] for step in values.curves["val_loss"].steps] == [0, 1, 2]
+    rows = (folder_of(tmp_path) / "metrics.csv").read_text().splitlines()[1:]
+    steps = [row.split(",")[1] for row in rows]
+    assert len(steps) == len(set(steps))

@@ -1,14 +1,25 @@
 from __future__ import annotations
 
+import csv
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
-from drivetrain.trackers import CSVLogger, GeneralTracker, Tracker, TrackerGroup, on_main_process
+from drivetrain.trackers import (
+    CSVLogger,
+    GeneralTracker,
+    TensorBoardLogger,
+    Tracker,
+    TrackerGroup,
+    on_main_process,
+)
 
 
 class Direct(Tracker):
@@ -116,3 +127,48 @@ def test_a_decorated_method_runs_on_the_main_process(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("drivetrain.trackers.general.PartialState.existing", classmethod(lambda cls: None))
     assert Own().rank() is None
+
+
+ODD_VALUES = {
+    "tensor": torch.ones(2),
+    "array": np.ones(2),
+    "empty": torch.ones(0),
+    "list": [1, 2],
+    "object": object(),
+    "none": None,
+    "complex": torch.tensor(1j),
+}
+
+
+def test_a_value_without_a_place_costs_only_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever it is, and wherever it stands among the values of a call; a dict of numbers has a place."""
+    table, board = CSVLogger(tmp_path, "table"), TensorBoardLogger(tmp_path, "board")
+    group = TrackerGroup([table, board], is_main=True)
+    values = {"first": 1.0, **ODD_VALUES, "pair": {"a": 2.0, "b": {"c": 3}}, "last": 4.0}
+    for step in range(2):
+        group.log(values, step)
+    group.finalize()
+    rows = list(csv.DictReader((Path(table.log_dir) / "metrics.csv").open()))
+    numbers = [{"first": "1.0", "pair/a": "2.0", "pair/b/c": "3", "last": "4.0"}.items() <= row.items() for row in rows]
+    assert numbers == [True, True]
+    assert not {"tensor", "array", "empty"} & set(rows[0])
+    read = [EventAccumulator(str(path)).Reload() for path in Path(board.log_dir).rglob("") if path.is_dir()]
+    found = [(tag, [event.value for event in each.Scalars(tag)]) for each in read for tag in each.Tags()["scalars"]]
+    assert sorted(found) == [("first", [1, 1]), ("last", [4, 4]), ("pair", [2, 2]), ("pair", [3, 3])]
+    warnings = [line for line in caplog.messages if "has no place" in line]
+    assert len(warnings) == len(set(warnings)) == 3 + len(ODD_VALUES)
+
+
+def test_curves_that_share_a_chart_end_where_the_resumed_run_begins(tmp_path: Path) -> None:
+    board = TensorBoardLogger(tmp_path)
+    board.log({"pair": {"a": 1.0, "b": 2.0}}, 0)
+    state = board.state_dict()
+    board.log({"pair": {"a": 7.0, "b": 8.0}}, 1)
+    board.finish()
+    resumed = TensorBoardLogger(tmp_path)
+    resumed.load_state_dict(state)
+    resumed.log({"pair": {"a": 3.0, "b": 4.0}}, 1)
+    resumed.finish()
+    for curve, values in (("a", [1, 3]), ("b", [2, 4])):
+        read = EventAccumulator(str(Path(board.log_dir, f"pair_{curve}"))).Reload()
+        assert [event.value for event in read.Scalars("pair")] == values

@@ -129,6 +129,76 @@ def test_a_task_comes_back_with_its_weights_and_hyper_parameters(tmp_path: Path)
         assert torch.equal(loaded.state_dict()[name], value)
 
 
+class Base(Weight):
+    """Saves its own arguments, or a dict that completes them."""
+
+    def __init__(self, width: int, depth: int = 2, complete: bool = False, **more: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(*([{"rate": 0.1, "width": width, **more}] if complete else []))
+        self.built = width, depth, more
+
+
+class Computes(Base):
+    def __init__(self, size: int) -> None:
+        super().__init__(width=2 * size, depth=5)
+
+
+class ComputesAndSaves(Base):
+    def __init__(self, size: int = 3, **options: Any) -> None:
+        super().__init__(width=2 * size, **options)
+        self.save_hyperparameters()
+
+
+class Doubles(Base):
+    """Gives its base another value under the name of its own argument."""
+
+    def __init__(self, width: int, **options: Any) -> None:
+        super().__init__(2 * width, **options)
+
+
+class Ignores(Base):
+    def __init__(self, size: int, unsaved: Any = None, **options: Any) -> None:
+        super().__init__(size, **options)
+        self.save_hyperparameters(ignore=["unsaved"])
+
+
+class Third(ComputesAndSaves):
+    def __init__(self, number: int, *, size: int = 1, **options: Any) -> None:
+        super().__init__(size=size + number, **options)
+
+
+DERIVED: list[Any] = [
+    (Computes, {"size": 3}),
+    (ComputesAndSaves, {"size": 4, "depth": 7}),
+    (ComputesAndSaves, {"size": 4, "complete": True, "seen": "x"}),
+    (Doubles, {"width": 3, "depth": 4}),
+    (Doubles, {"width": 3, "complete": True, "seen": "x"}),
+    (Ignores, {"size": 3, "unsaved": object(), "depth": 9}),
+    (Third, {"number": 2, "depth": 4}),
+    (Third, {"number": 2, "size": 5, "complete": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments"), DERIVED)
+def test_a_derived_task_comes_back_though_it_gives_its_base_other_arguments(
+    kind: type[Base], arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    task = kind(**arguments)
+    saved(task, ones(1), tmp_path / "saved")
+    loaded = kind.load_from_checkpoint(tmp_path / "saved")
+    assert loaded.built == task.built
+    assert dict(loaded.hparams) == dict(task.hparams)
+
+
+def test_a_derived_tasks_changed_hyper_parameters_and_given_arguments_count(tmp_path: Path) -> None:
+    task = ComputesAndSaves(4, depth=7)
+    task.hparams.size = 6
+    saved(task, ones(1), tmp_path / "saved")
+    assert ComputesAndSaves.load_from_checkpoint(tmp_path / "saved").built == (12, 7, {})
+    assert ComputesAndSaves.load_from_checkpoint(tmp_path / "saved", size=1, depth=1).built == (2, 1, {})
+    assert Base.load_from_checkpoint(tmp_path / "saved").built[:2] == (8, 7)
+
+
 def test_arguments_win_over_saved_hyper_parameters(tmp_path: Path) -> None:
     saved(Shuffled(width=6), Shuffled.data(), tmp_path / "saved")
     assert Shuffled.load_from_checkpoint(tmp_path / "saved", lr=0.5).hparams == {"width": 6, "lr": 0.5}

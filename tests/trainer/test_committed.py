@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from drivetrain import Callback, CheckpointError, ModelCheckpoint, Trainer
+from drivetrain import Callback, CheckpointError, EMAWeightAveraging, ModelCheckpoint, Trainer
 from drivetrain.checkpoint import Checkpoint
 from tests.pool import run_in_processes
 from tests.trainer.resume_runs import Broken, Outcome, Traced, run
@@ -100,6 +101,57 @@ def test_a_validation_that_was_saved_in_runs_again_from_its_beginning(moment, in
     )
     assert_same(whole, broken, resumed)
     assert resumed.validated == whole.validated
+
+
+class SignalWithin(Callback):
+    """Sends the last process a signal in the first batch of a validation, and counts the batches from there on."""
+
+    def __init__(self, number: int, epoch: int, sanity: bool) -> None:
+        self.number, self.epoch, self.sanity = number, epoch, sanity
+        self.batches = 0
+
+    def on_validation_batch_end(self, trainer, task, outputs, batch, batch_idx, dataloader_idx=0):
+        if (trainer.current_epoch, trainer.sanity_checking) == (self.epoch, self.sanity):
+            self.batches += 1
+            if self.batches == 1 and trainer.global_rank == trainer.world_size - 1:
+                os.kill(os.getpid(), self.number)
+
+
+def ended_by_signals(folder: str, cases: list[tuple[int, int, bool, int | None]]) -> list[tuple[Outcome, Any, Any]]:
+    """For each case the whole run, the resumed one, and what the signal left: checkpoints, batches after it."""
+    outcomes = []
+    for place, (number, epoch, sanity, interval) in zip(map(str, range(len(cases))), cases, strict=True):
+        broken, same = os.path.join(folder, place), {"task": Drawing, "interval": interval, "epochs": 2}
+        whole = run(os.path.join(folder, f"whole-{place}"), callbacks=[EMAWeightAveraging(decay=0.9)], **same)
+        within = SignalWithin(number, epoch, sanity)
+        saving = ModelCheckpoint(dirpath=broken, every_n_epochs=9)
+        with pytest.raises((SystemExit, KeyboardInterrupt)):
+            run(broken, callbacks=[within, saving, EMAWeightAveraging(decay=0.9)], **same)
+        names = sorted(path.name for path in Path(broken).glob("*.ckpt"))
+        path = os.path.join(broken, names[0])
+        resumed = run(broken, resume=path, callbacks=[EMAWeightAveraging(decay=0.9)], **same)
+        outcomes.append((whole, resumed, (names, within.batches)))
+    return outcomes
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_signal_ends_a_validation_after_its_batch_and_the_resumed_run_validates_from_the_beginning(
+    world_size, tmp_path
+):
+    """At an epoch's end, within an epoch and in the sanity check; of two processes one alone has the signal."""
+    cases = [
+        (signal.SIGTERM, 0, False, None, "preempted", 12 // world_size),
+        (signal.SIGINT, 1, False, None, "interrupted", 24 // world_size),
+        (signal.SIGUSR1, 0, False, 5, "preempted", 5),
+        (signal.SIGINT, 0, True, None, "interrupted", 0),
+        (signal.SIGTERM, 0, True, None, "preempted", 0),
+    ]
+    arguments = (str(tmp_path), [case[:4] for case in cases])
+    for outcomes in run_in_processes(ended_by_signals, world_size, arguments, timeout=120):
+        for (*_, reason, step), (whole, resumed, left) in zip(cases, outcomes, strict=True):
+            assert left == ([f"{reason}-step={step}.ckpt"], 1)
+            assert_same(whole, whole, resumed)
+            assert resumed.validated == whole.validated - (step == 24 // world_size)
 
 
 class Failing(Drawing):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 from torchmetrics.classification import BinaryAUROC
 
-from drivetrain import PartialState, Task
+from drivetrain import ConfigurationError, PartialState, Task
 from tests.pool import run_in_processes
 from tests.trainer.tasks import Kept, Weight, fitted, ones, quiet, rows, stream
 
@@ -80,6 +81,10 @@ class Logging(Weight):
         for name in ("sum", "max", "min"):
             self.log(name, getattr(x, name)(), on_step=False, on_epoch=True, reduce_fx=name)
         self.log("count", x.sum(), on_step=False, on_epoch=True, reduce_fx=torch.numel)
+        self.log("last", x[-1, 0], on_step=False, on_epoch=True, reduce_fx=lambda values: values[-1])
+        quantile = partial(torch.quantile, q=torch.tensor(0.5, dtype=torch.float64))
+        self.log("median", x[0, 0], on_step=False, on_epoch=True, reduce_fx=quantile)
+        self.log("largest", x.max(), on_step=True, on_epoch=True, reduce_fx=max)
         return self.w * x.mean()
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -127,6 +132,17 @@ def test_sums_and_extremes_cover_all_processes_once(logged_epochs: list[list[dic
 def test_a_reduction_of_ones_own_sees_each_real_batch_once(logged_epochs: list[list[dict[str, float]]]) -> None:
     for _, values in logged_epochs:
         assert values["count"] == 5
+        assert (values["last"], values["median"], values["largest_epoch"]) == (18.0, 5.0, 18.0)
+
+
+def test_two_functions_under_one_name_are_refused() -> None:
+    class Two(Weight):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.log("value", 1.0, on_epoch=True, reduce_fx=torch.amax if batch_idx else torch.amin)
+            return self.w * 1.0
+
+    with pytest.raises(ConfigurationError, match="'value' is logged with two meanings"):
+        fitted(Two(), ones(2))
 
 
 class LoggingAtTheEnd(Weight):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain import Callback, Task, Trainer
+from drivetrain import Callback, EarlyStopping, Task, Trainer
 from tests.launch.launching import clean_environment, started, write_script
 from tests.pool import run_in_processes
 from tests.trainer.tasks import Count, Weight, fitted, ones, quiet
@@ -66,6 +66,13 @@ def test_it_saves_and_the_run_can_be_resumed_from_there(tmp_path: Path, capsys: 
     trainer.fit(task, ones(10), resume="auto")
     assert [batch[:2] for batch in task.batches] == [(0, index) for index in range(4, 10)] + [(1, i) for i in range(10)]
     assert trainer.stop_reason == "max_epochs"
+
+
+def test_an_epoch_without_its_validation_is_no_check_of_early_stopping(tmp_path: Path) -> None:
+    stopping = EarlyStopping("val_loss")
+    trainer = quiet([SendAt(3), stopping], enable_checkpointing=True, default_root_dir=tmp_path)
+    assert interrupted_fit(trainer, Weight()).stop_reason == "interrupted"
+    assert stopping.wait_count == 0
 
 
 def test_twice_it_ends_the_run_at_once_and_still_tears_down() -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import drivetrain
 from drivetrain import Callback, CSVLogger, ModelCheckpoint, Task, Trainer
 from tests.pool import run_in_processes
 from tests.trainer.tasks import Count, Weight, fitted, ones, quiet, rows, stream
@@ -325,6 +326,49 @@ def test_the_sanity_check_runs_some_validation_batches_before_training(steps: in
 
     fitted(Noting(), ones(2), ones(5), num_sanity_val_steps=steps)
     assert seen == [(True, False, False)] * batches
+
+
+MONITORS = (
+    "LearningRateMonitor",
+    "SpeedMonitor",
+    "GradientNorm",
+    "DeviceStatsMonitor",
+    "MemoryMonitor",
+    "WeightHistograms",
+    "ThroughputMonitor",
+    "StragglerMonitor",
+)
+
+
+@pytest.mark.parametrize("quiet_by", ["fast_dev_run", "barebones"])
+@pytest.mark.parametrize("name", MONITORS)
+def test_a_monitor_runs_where_nothing_is_logged(name: str, quiet_by: str, tmp_path: Any) -> None:
+    options = {"batch_size_fn": len} if name == "ThroughputMonitor" else {}
+    monitor = getattr(drivetrain, name)(**options)
+    options = {quiet_by: True, "max_epochs": 1, "callbacks": monitor, "default_root_dir": tmp_path}
+    trainer = Trainer(accelerator="cpu", logger=None if quiet_by == "barebones" else "csv", **options)
+    trainer.fit(Weight(), ones(2), ones(1))
+    assert trainer.global_step == (1 if quiet_by == "fast_dev_run" else 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("logger", [None, True, "tensorboard", False])
+def test_a_task_that_uses_its_logger_runs_in_a_trial_run(logger: Any, tmp_path: Any) -> None:
+    """As with the logger that the real run has; without one in a Trainer that has none either."""
+
+    class Logs(Weight):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.logger is not None:
+                self.logger.experiment.add_image("image", batch[0], self.global_step)
+                self.logger.experiment["train/loss"].append(1.0)
+                self.logger.log_metrics({"loss": 1.0})
+            return super().training_step(batch, batch_idx)
+
+    trainer = Trainer(accelerator="cpu", fast_dev_run=2, logger=logger, default_root_dir=tmp_path)
+    trainer.fit(Logs(), ones(3))
+    assert trainer.global_step == 2
+    assert bool(trainer.loggers) is (logger is not False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_barebones_leaves_everything_around_the_loop_out() -> None:

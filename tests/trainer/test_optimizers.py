@@ -54,6 +54,8 @@ SHAPES: list[tuple[str, Callable[[Pair], Any], tuple[float, float]]] = [
     ("a tuple", lambda t: tuple(both(t)), (0.5, 1.0)),
     ("lists", lambda t: (both(t), []), (0.5, 1.0)),
     ("lists with schedulers", lambda t: ((o := both(t)), [ExponentialLR(o[1], 0.5)]), (0.5, 1.0)),
+    ("a list and a scheduler", lambda t: ((o := both(t)), ExponentialLR(o[1], 0.5)), (0.5, 1.0)),
+    ("a list and a dict", lambda t: [(o := both(t)), {"scheduler": ExponentialLR(o[1], 0.5)}], (0.5, 1.0)),
     ("a dict", lambda t: {"optimizer": both(t)[0]}, (0.5, 0.0)),
     ("a dict of None", lambda t: {"optimizer": both(t)[1], "lr_scheduler": None}, (0.0, 1.0)),
     ("dicts", lambda t: [{"optimizer": o, "lr_scheduler": ExponentialLR(o, 0.5)} for o in both(t)], (0.5, 1.0)),

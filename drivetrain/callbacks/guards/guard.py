@@ -101,8 +101,7 @@ class Guard(Callback):
         self.max_rollbacks = max_rollbacks
         self.max_skips = max_skips
         self.every_n_steps = every_n_steps
-        self.rollbacks = 0
-        self.skipped: list[tuple[int, int]] = []  # (epoch, batch index)
+        self.forget_run()
         self._skips_in_a_row = 0
         self._losses: list[Tensor] = []  # of the step under way, weighed so that their sum is the step's loss
         self._batches: list[int] = []  # of the step under way
@@ -110,6 +109,10 @@ class Guard(Callback):
         self._rescales = False
         self._is_manual = False
         self._is_tripped = False  # what is there now is not worth saving
+
+    def forget_run(self) -> None:
+        self.rollbacks = 0
+        self.skipped: list[tuple[int, int]] = []  # (epoch, batch index)
 
     @abstractmethod
     def measure(self, trainer: Trainer, value: Tensor) -> Tensor:

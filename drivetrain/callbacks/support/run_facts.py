@@ -19,6 +19,7 @@ import drivetrain
 from drivetrain.callbacks.support.parameter_counts import count_parameters
 from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.own_process import boot_id, started_at, started_since_boot
+from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.trackers.base import flatten, plain
 from drivetrain.trackers.index import command, words_of_command
 from drivetrain.trackers.report.words import number
@@ -103,6 +104,27 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
         "callbacks": [type(each).__name__ for each in trainer.callbacks],
         "trackers": [type(each).__name__ for each in trainer.loggers],
         "optimizers": [type(each).__name__ for each in trainer.optimizers],
+        **_randomness(),
+        **_of_groups(trainer),
+    }
+
+
+def _randomness() -> dict[str, str]:
+    """The seed, and whether only deterministic algorithms may run."""
+    seed = recorded_seed()
+    found = {} if seed is None else {"seed": str(seed)}
+    return found | ({"deterministic": "True"} if torch.are_deterministic_algorithms_enabled() else {})
+
+
+def _of_groups(trainer: Trainer) -> dict[str, str]:
+    """The optimizers' learning rates before any schedule, and their weight decay."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    values = {
+        "optimizer lr": [group.get("initial_lr", group["lr"]) for group in groups if "lr" in group],
+        "optimizer weight decay": [group["weight_decay"] for group in groups if "weight_decay" in group],
+    }
+    return {
+        name: ", ".join(dict.fromkeys(f"{float(each):g}" for each in found)) for name, found in values.items() if found
     }
 
 

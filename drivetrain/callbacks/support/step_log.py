@@ -29,7 +29,7 @@ class StepLog:
     """
 
     def __init__(self, owner: str, trainer: Trainer, every: int | Duration | None = None) -> None:
-        if not trainer.loggers:
+        if not (trainer.loggers or trainer.barebones):
             raise ConfigurationError(
                 f"Cannot use `{owner}` callback. It has nowhere to log to: the Trainer has no logger. Give it one, "
                 "such as Trainer(logger='csv'), or take this callback out.",

@@ -25,6 +25,23 @@ __all__ = ["Accelerator", "DataLoaderConfiguration", "GradientAccumulationPlugin
 _STRATEGIES = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
+class PreparedList:
+    """An attribute that is one of the run's lists, whose content an assignment replaces.
+
+    Args:
+        name: The name of the list in `Accelerator.prepared`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        return self if owner is None else getattr(owner.prepared, self._name)
+
+    def __set__(self, owner: Any, content: Sequence[Any]) -> None:
+        getattr(owner.prepared, self._name)[:] = content
+
+
 class Accelerator(engine.Accelerator):
     """`drivetrain.Accelerator` as Accelerate's scripts make and read it.
 
@@ -38,6 +55,7 @@ class Accelerator(engine.Accelerator):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.kwargs_handlers: Sequence[Any] = kwargs.get("kwargs_handlers") or []
+        self._log_with = kwargs.get("log_with") or []
         if kwargs.get("gradient_accumulation_plugin") is not None and kwargs.get("gradient_accumulation_steps") == 1:
             del kwargs["gradient_accumulation_steps"]
         _count_as_deepspeed(kwargs)
@@ -167,24 +185,13 @@ class Accelerator(engine.Accelerator):
         return next((each for each in self.kwargs_handlers if isinstance(each, kind)), None)
 
     @property
-    def _models(self) -> list[nn.Module]:
-        return self.prepared.models
+    def log_with(self) -> list[Any]:
+        """What was given under this name, as a list."""
+        return list(self._log_with) if isinstance(self._log_with, list | tuple) else [self._log_with]
 
-    @property
-    def _optimizers(self) -> list[Any]:
-        return self.prepared.optimizers
-
-    @property
-    def _schedulers(self) -> list[Any]:
-        return self.prepared.schedulers
-
-    @property
-    def _dataloaders(self) -> list[Any]:
-        return self.prepared.loaders
-
-    @property
-    def _custom_objects(self) -> list[Any]:
-        return self.prepared.registered
+    _models, _optimizers = PreparedList("models"), PreparedList("optimizers")
+    _schedulers, _dataloaders = PreparedList("schedulers"), PreparedList("loaders")
+    _custom_objects = PreparedList("registered")
 
     def join_uneven_inputs(
         self, joinables: Sequence[nn.Module], even_batches: bool | None = None

@@ -153,7 +153,8 @@ def read_table(path: str | os.PathLike[str]) -> RunValues:
     found, first = RunValues(), {}
     if "epoch" in cells:
         epochs = _curve(steps, _numbers(cells["epoch"]))
-        found.epochs = dict(zip(epochs.steps, epochs.values, strict=True))
+        for step, epoch in zip(epochs.steps, epochs.values, strict=True):
+            found.epochs.setdefault(step, epoch)
     for name in cells.keys() - _NOT_VALUES - {""}:
         curve = _curve(steps, _numbers(cells[name]))
         if len(curve):
@@ -209,7 +210,7 @@ def read_events(place: str | os.PathLike[str]) -> RunValues:
     for name in events.Tags()["scalars"]:
         for event in events.Scalars(name):
             if name == "epoch":
-                found.epochs[float(event.step)] = event.value
+                found.epochs.setdefault(float(event.step), event.value)
             elif name not in _NOT_VALUES:
                 found.add(name, float(event.step), event.value)
     return found.put_in_order()

@@ -17,6 +17,7 @@ from drivetrain.runtime.seeds import RandomState, isolated_random_state
 from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
 from drivetrain.strategies.step_module import StepModule
 from drivetrain.trainer.loops.binding import DataEnded, Feed, as_taken, bind_evaluation_step, muted_logging
+from drivetrain.trainer.loops.interruption import EvaluationWatch
 from drivetrain.trainer.loops.loader_source import LoaderSource, Prepared, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
 from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
@@ -68,6 +69,7 @@ class EvaluationLoop:
         self._step: Callable[..., Any]
         self._feed: Feed
         self._in_step, self._in_epoch = _SCOPES[stage]
+        self._watch: Callable[[], EvaluationWatch] | None = None
 
     def load(self) -> list[Prepared]:
         """Prepare the loaders, the first time they are needed or when they are to be made again."""
@@ -108,7 +110,11 @@ class EvaluationLoop:
             yield
 
     def run(
-        self, at_most: int | None = None, keep: bool = True, on_results: Callable[[], None] | None = None
+        self,
+        at_most: int | None = None,
+        keep: bool = True,
+        on_results: Callable[[], None] | None = None,
+        watch: Callable[[], EvaluationWatch] | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate once.
 
@@ -116,11 +122,16 @@ class EvaluationLoop:
             at_most: Batches of each loader, for a sanity check.
             keep: Whether the results become visible and are written.
             on_results: Called when they are, before the last hooks.
+            watch: Makes what ends the pass over each loader when a signal has come.
 
         Returns:
             For each loader, its logged values by name.
+
+        Raises:
+            EvaluationEnded: A signal has come, and `watch` was given.
         """
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
+        self._watch = watch
         loaders = self.load()
         taken = as_taken(self._task, stage.step_name, lambda: self._feed.following())
         bound = bind_evaluation_step(trainer, self._task, self._model, taken)
@@ -185,15 +196,10 @@ class EvaluationLoop:
         on_start = self._hooks.find_of_batch(self._stage.hook_name("batch_start"), dataloader_idx)
         on_end = self._hooks.find_of_batch(self._stage.hook_name("batch_end"), dataloader_idx)
         loader.set_epoch(trainer.current_epoch)
-        feed = self._feed = Feed(
-            trainer.actions.iterate(
-                f"{self._stage.loader}_dataloader_next",
-                loader.iterate(limit, together=self._strategy.needs_even_batches),
-            ),
-            loader,
-            current,
-            dataloader_idx or 0,
-        )
+        batches = loader.iterate(limit, together=self._strategy.needs_even_batches)
+        watched = trainer.actions.iterate(f"{self._stage.loader}_dataloader_next", batches)
+        feed = self._feed = Feed(watched, loader, current, dataloader_idx or 0)
+        watch = None if self._watch is None else self._watch()
         with suppress(DataEnded), feed:
             for batch in feed:
                 info = current.batch_info
@@ -207,8 +213,12 @@ class EvaluationLoop:
                         hook(outputs, feed.batch, feed.index)
                     if keep:
                         trainer.tracker_log.write_evaluation_step()
+                if watch is not None:
+                    watch.count_batch()
                 if feed.index + 1 >= limit:
                     break
+        if watch is not None:
+            watch.finish()
 
     def _run_padding(self, batch: Any, index: int, extra: tuple[int, ...]) -> None:
         """Run a batch made of padding, so that peers' collectives have their partner; nothing of it counts."""

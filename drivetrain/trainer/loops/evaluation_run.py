@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -17,6 +18,7 @@ from drivetrain.trainer.compiled_task import uncompiled
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
+from drivetrain.trainer.loops.interruption import EvaluationEnded
 from drivetrain.trainer.loops.loader_source import LoaderSource
 from drivetrain.trainer.metrics.results_table import print_results
 from drivetrain.trainer.state.resume import find_checkpoint
@@ -152,6 +154,8 @@ def make_validation(trainer: Trainer, task: Task, model: nn.Module, source: Load
 def run_sanity_check(trainer: Trainer, validation: EvaluationLoop | None) -> None:
     """Try a few batches of the validation before training; nothing of it counts.
 
+    A signal ends it after the batch under way. The training loop then saves before its first step.
+
     Args:
         trainer: The trainer.
         validation: The validation, if there is one.
@@ -159,11 +163,12 @@ def run_sanity_check(trainer: Trainer, validation: EvaluationLoop | None) -> Non
     steps = trainer.num_sanity_val_steps
     if validation is None or steps == 0:
         return
-    with trainer.current.within(Stage.VALIDATE, sanity_checking=True), validation.undone():
+    with trainer.current.within(Stage.VALIDATE, sanity_checking=True), validation.undone(), suppress(EvaluationEnded):
         trainer.logged.start((Stage.VALIDATE,))
         trainer.hooks.call("on_sanity_check_start")
+        at_most = None if steps < 0 else steps
         try:
-            validation.run(at_most=None if steps < 0 else steps, keep=False)
+            validation.run(at_most, keep=False, watch=trainer.control.watch_evaluation)
         except BaseException:
             validation.forget()
             raise

@@ -13,6 +13,7 @@ from drivetrain.trainer.loops.binding import DataEnded
 from drivetrain.trainer.loops.consumption import validation_interval
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loops.health import EpochHealth
+from drivetrain.trainer.loops.interruption import EvaluationEnded
 from drivetrain.trainer.loops.step import EpochSkipped, MicroBatch, PlainStep
 from drivetrain.trainer.loops.training_batches import TrainingBatches
 from drivetrain.trainer.loops.validation_schedule import ValidationSchedule
@@ -64,6 +65,7 @@ class FitLoop:
         self._next_turn = 0
         self._restored: SavedRun | None = None
         self._has_trained = self._is_saved = False
+        self._lacks_validation = False  # a signal came before or within the one that is due
 
     @property
     def loader(self) -> PreparedLoader | CombinedLoader:
@@ -195,6 +197,8 @@ class FitLoop:
             if self._schedule.is_pending:  # the checkpoint was written between a batch and its validation
                 at_end = progress.batches_in_epoch >= self._batches.limit and not self._schedule.follows_a_clock
                 self._validate(at_end)
+            if self._lacks_validation:
+                return False
             if progress.phase is Phase.CLOSING:
                 self._close_epoch()
                 return False
@@ -245,6 +249,9 @@ class FitLoop:
         trainer = self._trainer
         if self._run_validation is None:
             return
+        if self._control.ends_to_be_resumed:
+            self._lacks_validation = True
+            return
         assert trainer.task is not None
         if at_end:
             end_epoch_of_schedulers(trainer)
@@ -253,10 +260,17 @@ class FitLoop:
             trainer.task.on_validation_model_zero_grad()
             trainer.current.batch = None  # nor is a validation to hold the last one's
             with trainer.current.within(Stage.VALIDATE):
-                self._run_validation(on_results=self._schedule.record_validation)
+                try:
+                    watch = self._control.watch_evaluation
+                    self._run_validation(on_results=self._schedule.record_validation, watch=watch)
+                except EvaluationEnded:
+                    self._lacks_validation = True
         self._schedule.restart_clock()
         trainer.logged.enter(TRAIN_STEP)
-        self._agree()
+        if self._lacks_validation:
+            self._save_for_resume()
+        else:
+            self._agree()
 
     def _validate_before_stop(self) -> None:
         if self._schedule.is_this_epoch and self._progress.validated_at != self._progress.total_batches:
@@ -277,10 +291,10 @@ class FitLoop:
             progress.phase = Phase.DRAINED
             if self._schedule.is_at_epoch_end or self._schedule.is_pending:
                 self._validate(at_end=True)
-        if control.ends_to_be_resumed:
+        if control.ends_to_be_resumed and not self._is_saved:
             self._save_for_resume()
-        if control.preempted:
-            return
+        if control.preempted or self._lacks_validation:
+            return  # what follows reads the validation's values
         trainer.logged.enter(TRAIN_EPOCH)
         trainer.tracker_log.finish_epoch(Stage.TRAIN)
         self._call(self._hooks.find_early("on_train_epoch_end"))

@@ -6,16 +6,21 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
 from typing import Any
 
+from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.terminal import print_text
 
 GRACE_SECONDS = 2.0
 """How long a second Ctrl-C leaves the main thread to raise `KeyboardInterrupt`, before the process ends as it is."""
+
+EXCHANGE_SECONDS = 1.0
+"""How often processes exchange whether a signal ends the evaluation under way."""
 
 _END = b"\0"
 _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -103,6 +108,56 @@ class Interruption:
             if interrupts > 1 and not self._raised.wait(GRACE_SECONDS):
                 print_text("Interrupted twice: ended at once, within a step; nothing was saved.", file=sys.stderr)
                 os._exit(128 + signal.SIGINT)
+
+
+class EvaluationEnded(Exception):
+    """A signal has ended an evaluation within `fit` before its last batch."""
+
+
+class EvaluationWatch:
+    """Ends a pass over an evaluation loader once a signal has come, after the same batch on all processes.
+
+    Processes exchange about once a second. One that has fewer batches than others takes part until all are done.
+
+    Args:
+        signals: The signals of this process.
+        world_size: Number of processes.
+        on_signals: Called on every process before `EvaluationEnded` is raised, with whether Ctrl-C and whether a
+            preemption has come to any of them.
+    """
+
+    def __init__(self, signals: Interruption, world_size: int, on_signals: Callable[[bool, bool], None]) -> None:
+        self._signals, self._world_size, self._on_signals = signals, world_size, on_signals
+        self._began = time.monotonic()
+        self._batches, self._next = 0, 1
+
+    def count_batch(self) -> None:
+        """Count a batch, and raise `EvaluationEnded` if it is the last one."""
+        self._batches += 1
+        if self._world_size == 1 or self._batches >= self._next:
+            self._exchange(ended=False)
+
+    def finish(self) -> None:
+        """Take part in what other processes exchange until all have run their last batch."""
+        while not self._exchange(ended=True):
+            pass
+
+    def _exchange(self, ended: bool) -> bool:
+        """Exchange signals. Returns whether all processes have run their last batch."""
+        signals = self._signals
+        everyone: list[tuple[bool, int, bool, bool]]
+        per_batch = (time.monotonic() - self._began) / max(1, self._batches)
+        ahead = max(1, min(1000, int(EXCHANGE_SECONDS / max(per_batch, 1e-6))))
+        everyone = [(ended, ahead, signals.requested, signals.preempted)]
+        if self._world_size > 1:
+            everyone = gather_object(everyone)
+        _, _, requested, preempted = (any(flags) for flags in zip(*everyone, strict=True))
+        if requested or preempted:
+            self._on_signals(requested, preempted)
+            raise EvaluationEnded
+        running = [ahead for has_ended, ahead, *_ in everyone if not has_ended]
+        self._next += running[0] if running else 0
+        return not running
 
 
 _pipes: set[int] = set()  # those that the signals of this process's runs are written to

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
+import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from drivetrain.callbacks import Callback
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.trainer.loops.interruption import Interruption
+from drivetrain.trainer.loops.interruption import EvaluationWatch, Interruption
 from drivetrain.trainer.state.progress import Phase, Progress
 
 if TYPE_CHECKING:
@@ -68,11 +70,13 @@ class Ending(NamedTuple):
         reason: Why; None where none has ended.
         details: The same in words.
         forced: What ended it whatever the least is that was asked for.
+        identity: Which Trainer's run it is.
     """
 
     reason: StopReason | None
     details: str
     forced: frozenset[StopReason]
+    identity: str = ""
 
 
 class RunControl:
@@ -91,12 +95,14 @@ class RunControl:
         batches_to_skip: (epoch, batch index) of this process's batches that are left out.
         reason: Why the last run ended; None while it runs.
         details: The same in words.
+        identity: Distinguishes the runs of this Trainer from those of others, for callbacks that several share.
     """
 
     def __init__(self, progress: Progress, options: TrainerOptions, world_size: int) -> None:
         self._progress, self._world_size = progress, world_size
         self._agreement = StopAgreement(world_size)
         self.options = options
+        self.identity = uuid.uuid4().hex
         self.stop_requested = self.stop_agreed = False
         self.rollback_path: str | None = None
         self.batches_to_skip: set[tuple[int, int]] = set()
@@ -104,6 +110,7 @@ class RunControl:
         self.details = ""
         self._forced: set[StopReason] = set()  # what ends a run whatever the least is that was asked for
         self._requested_by = ""
+        self._requests: dict[str, str] = {}  # who asks this process for a stop, and why
         self._signals = Interruption(self._on_signal)
         self._started = 0.0
         self._has_declined = False
@@ -116,6 +123,7 @@ class RunControl:
         self.reason, self.details = None, ""
         self._forced.clear()
         self._requested_by = ""
+        self._requests.clear()
         self._has_declined = False
         self._signals = Interruption(self._on_signal)
         self.start_clock()
@@ -130,13 +138,13 @@ class RunControl:
     def kept(self) -> Iterator[None]:
         """Forget in the end who has asked for what in the body; signals still end the run."""
         before = self.stop_requested, self.stop_agreed, self.rollback_path, set(self.batches_to_skip)
-        by, self._requested_by = self._requested_by, ""
-        self.stop_requested = self.stop_agreed = False
+        by, requests = self._requested_by, dict(self._requests)
+        self.withdraw_stop()
         try:
             yield
         finally:
             self.stop_requested, self.stop_agreed, self.rollback_path, self.batches_to_skip = before
-            self._requested_by = by
+            self._requested_by, self._requests = by, requests
             self.stop_requested = self.stop_requested or bool(self._forced)
 
     def start_clock(self) -> None:
@@ -180,25 +188,52 @@ class RunControl:
         """Whether a callback or `max_time` ends the run, rather than a count or a signal."""
         return (bool(self._requested_by) or self.out_of_time) and not self.ends_to_be_resumed
 
-    def request_stop(self, by: str) -> None:
+    def request_stop(self, by: str, asker: str = "") -> None:
         """Ask for the end of the run after this step, for all processes; the least that was asked for comes first.
 
         Args:
             by: Who asks, and why.
+            asker: The key under which `withdraw_request` can take it back.
         """
         self.stop_requested = True
-        self._requested_by = by
+        self._requested_by = self._requests[asker] = by
+
+    def withdraw_request(self, asker: str) -> None:
+        """Take back what one asker has requested, on all processes at the same moment; other requests hold.
+
+        Args:
+            asker: The key that `request_stop` was given.
+        """
+        if self._requests.pop(asker, None) is None:
+            return
+        holds = bool(self._forced) or self._has_max_steps or self._has_max_duration
+        self._requested_by = next(iter(self._requests.values()), "")
+        self.stop_requested = holds or bool(self._requests)
+        self.stop_agreed = holds  # a request of another process is agreed on again
+        self._has_declined = False
 
     def withdraw_stop(self) -> None:
         """Take the request back."""
         self.stop_requested = self.stop_agreed = False
         self._requested_by = ""
+        self._requests.clear()
 
-    def resume_stop(self, stopped: bool) -> None:
-        """Take over whether the run that is resumed was stopped by a callback."""
+    @property
+    def stop_askers(self) -> list[str]:
+        """Who asks this process for a stop, for a run that resumes this one."""
+        return list(self._requests)
+
+    def resume_stop(self, stopped: bool, askers: Collection[str]) -> None:
+        """Take over whether the run that is resumed was stopped by a callback.
+
+        Args:
+            stopped: Whether it was.
+            askers: What `stop_askers` was; none in checkpoints of earlier versions.
+        """
         self.withdraw_stop()
         if stopped:
-            self.request_stop(_RESUMED)
+            for asker in askers or [""]:
+                self.request_stop(_RESUMED, asker)
             self.stop_agreed = True
 
     def record_exception(self, error: BaseException) -> None:
@@ -212,7 +247,7 @@ class RunControl:
 
     def ending(self) -> Ending:
         """Why the last run ended, for a Trainer in another process to adopt."""
-        return Ending(self.reason, self.details, frozenset(self._forced))
+        return Ending(self.reason, self.details, frozenset(self._forced), self.identity)
 
     def adopt(self, ending: Ending) -> None:
         """Take over why a run has ended that was driven by a Trainer in another process.
@@ -222,6 +257,19 @@ class RunControl:
         """
         self.reason, self.details = ending.reason, ending.details
         self._forced = set(ending.forced)
+        self.identity = ending.identity
+
+    def take_over(self, callback: Callback) -> None:
+        """Let a callback forget the runs of other Trainers, before a `fit` of this one.
+
+        Args:
+            callback: The callback; one without `forget_run` of its own is left alone.
+        """
+        if type(callback).forget_run is Callback.forget_run or self.options.fast_dev_run:
+            return
+        if callback.run_identity not in (None, self.identity):
+            callback.forget_run()
+        callback.run_identity = self.identity
 
     def _conclude(self, reason: StopReason, details: str) -> None:
         self.reason, self.details = reason, details
@@ -299,6 +347,15 @@ class RunControl:
         if lost and not self.preempted:
             raise_lost_save(saves)
         return tuple(others)
+
+    def watch_evaluation(self) -> EvaluationWatch:
+        """Return what ends a pass over an evaluation loader within `fit` when a signal has come."""
+        return EvaluationWatch(self._signals, self._world_size, self._end_by_signal)
+
+    def _end_by_signal(self, interrupted: bool, preempted: bool) -> None:
+        self._forced |= {StopReason.INTERRUPTED} if interrupted else set()
+        self._forced |= {StopReason.PREEMPTED} if preempted else set()
+        self.stop_requested = self.stop_agreed = True
 
     def check_counts(self) -> None:
         """Stop where `max_steps` or `max_duration` is reached; all processes count the same."""
@@ -392,13 +449,8 @@ class RunControl:
 
     def _on_signal(self) -> None:
         """Stop after this step; several processes first agree on which."""
-        if self._world_size > 1:
-            return
-        self.stop_requested = True
-        if self._signals.requested:
-            self._forced.add(StopReason.INTERRUPTED)
-        if self._signals.preempted:
-            self._forced.add(StopReason.PREEMPTED)
+        if self._world_size == 1:
+            self._end_by_signal(self._signals.requested, self._signals.preempted)
 
 
 def calling_function() -> str:

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from drivetrain.trainer.metrics.metric_sync import compute_over_processes
 from drivetrain.trainer.metrics.reductions import reduced, reduction_of
 from drivetrain.trainer.metrics.step_sync import combined, entries_to_sync, latest_of
 
-_METRIC_PATH = 7  # among the arguments
+_REDUCE, _METRIC_PATH = 4, 7  # among the arguments
 Call = tuple[str, Any, Arguments, "float | None"]
 _RESTORED: Arguments = ("restored from a checkpoint",)
 
@@ -155,7 +156,7 @@ class LoggedValues:
         """
         entry = self._current.get(name)
         if entry is None or entry.arguments != arguments or entry.scope is not self.scope:
-            entry = self._register(name, value, arguments)
+            entry = self._with_new_function(entry, arguments) or self._register(name, value, arguments)
         if self.skips:
             return
         if isinstance(value, Tensor):
@@ -208,6 +209,18 @@ class LoggedValues:
             if metric is not None:
                 metric._forward_cache = value
             self.log(name, value if metric is None else metric, arguments, weight)
+
+    def _with_new_function(self, entry: LoggedValue | None, arguments: Arguments) -> LoggedValue | None:
+        """Return the entry if nothing but the object of its `reduce_fx` is new, as that of a lambda in a step is."""
+        if entry is None or entry.scope is not self.scope or not _is_same_function(entry.reduction, arguments[_REDUCE]):
+            return None
+        if (
+            entry.arguments[:_REDUCE] != arguments[:_REDUCE]
+            or entry.arguments[_REDUCE + 1 :] != arguments[_REDUCE + 1 :]
+        ):
+            return None
+        entry.arguments, entry.reduction = arguments, arguments[_REDUCE]
+        return entry
 
     def _register(self, name: str, value: Any, arguments: Arguments) -> LoggedValue:
         scope = self.scope
@@ -526,3 +539,13 @@ def _number(name: str, value: Any) -> float:
         "tensor or a torchmetrics object.",
         code="DT-090",
     )
+
+
+def _is_same_function(one: Any, other: Any) -> bool:
+    """Whether two functions have been made by the same place of the source; of `partial`, those inside."""
+    if isinstance(one, partial) and isinstance(other, partial):
+        return _is_same_function(one.func, other.func)
+    if not (callable(one) and callable(other)) or type(one) is not type(other):
+        return False
+    names = [(each.__module__, getattr(each, "__qualname__", None)) for each in (one, other)]
+    return names[0] == names[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ def reduced(entry: LoggedValue | None, local: dict[str, Any] | None, everyone: l
     if first["reduction"] is None:
         if entry is None or not callable(entry.reduction):
             return None
-        stacked = torch.tensor([value for part in parts for value in part["total"]], dtype=torch.float64)
+        # In turn, as the batches came: a function may ask for the last value.
+        turns = zip_longest(*(part["total"] for part in parts))
+        stacked = torch.tensor([value for turn in turns for value in turn if value is not None], dtype=torch.float64)
         return torch.as_tensor(entry.reduction(stacked))
     totals = [part["total"] for part in parts]
     if first["reduction"] == "mean":

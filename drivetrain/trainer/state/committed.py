@@ -60,7 +60,12 @@ class Committed:
         self._random = RandomState.capture()
         self._logged_mark = self._logged.mark()
         self._metric_states = metric_states(self._metrics)
-        self._buffer_values = [buffer.detach().clone() for buffer in self._kept_buffers]
+        self.mark_buffers()
+
+    def mark_buffers(self) -> None:
+        """Remember the buffers again, after a callback has exchanged them together with the weights."""
+        if self.is_open:
+            self._buffer_values = [buffer.detach().clone() for buffer in self._kept_buffers]
 
     def release(self) -> None:
         """Forget the mark: the present state is that of a finished step."""

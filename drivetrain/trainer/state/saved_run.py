@@ -15,7 +15,7 @@ from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.trackers.base import plain
 from drivetrain.trainer.hooks import is_overridden
-from drivetrain.trainer.hyper_parameters import without_modules
+from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, without_modules
 from drivetrain.trainer.metrics.metric_states import restore_metric_states
 from drivetrain.trainer.state.committed import Committed
 from drivetrain.trainer.state.hook_view import ENTRIES, for_hooks, state_of, take_back
@@ -85,10 +85,17 @@ def _watched(trainer: Trainer, data: DataModule, name: str) -> Callable[..., Any
 def _entries(trainer: Trainer, task: Task, weights_only: bool, keeps_objects: bool) -> dict[str, Any]:
     """The Trainer's own entries, by name."""
     data, secrets = trainer.datamodule, trainer.tracker_group.secrets
+
+    def constructor_of(owner: HoldsHyperParameters) -> dict[str, Any] | None:
+        found = owner.constructor_arguments
+        values = {} if found is None else secrets.drop(plain(without_modules(found["values"]), keeps_objects))
+        return None if found is None else found | {"values": values}
+
     entries: dict[str, Any] = {
         "progress": trainer.progress.state_dict(),
         "hyper_parameters": secrets.drop(plain(without_modules(task.hparams), keeps_objects)),
         "hparams_name": task.__dict__.get("_hparams_name"),
+        "hparams_constructor": constructor_of(task),
         LOSS_IS_FINITE: trainer.is_finite,  # marks the manifest, too: the last choice for a resume
     }
     if weights_only:
@@ -99,8 +106,10 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool, keeps_objects: bo
         "trackers": trainer.tracker_group.state(),
         # A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
         "should_stop": trainer.control.stops_for_good,
+        "stop_askers": trainer.control.stop_askers,
         "datamodule": _watched(trainer, data, "state_dict")() if data is not None else {},
         "datamodule_hyper_parameters": secrets.drop(plain(of_data, keeps_objects)),
+        "datamodule_hparams_constructor": None if data is None else constructor_of(data),
         "datamodule_hparams_name": None if data is None else data.__dict__.get("_hparams_name"),
         "combined_loader": None if trainer.loop is None else trainer.loop.batches.combined_position(),
     }
@@ -208,7 +217,8 @@ class SavedRun:
         if not self._is_ours:
             positions = saved.engine["loaders"]
             trainer.progress.begin_epoch(positions[0]["epoch"] if positions else 0)
-        trainer.control.resume_stop(self._is_ours and bool(entries["should_stop"]))
+        stopped = self._is_ours and bool(entries["should_stop"])
+        trainer.control.resume_stop(stopped, entries.get("stop_askers", ()))
         trainer.tracker_group.load_state(entries.get("trackers", ()))
 
     def restore_loader(self, loader: PreparedLoader | CombinedLoader) -> None:

@@ -47,6 +47,10 @@ def from_environment(init: Callable[..., None]) -> Callable[..., None]:
         found = {name: os.environ[f"PL_TRAINER_{name.upper()}"] for name in names if _is_set(name)}
         init(self, **{**{name: _value(text) for name, text in found.items()}, **given})
 
+    # Programs make options of the arguments that they find in the signature.
+    known = {**inspect.signature(CoreTrainer.__init__).parameters, **inspect.signature(init).parameters}
+    named = [each for each in known.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    vars(wrapped)["__signature__"] = inspect.Signature(named)
     return wrapped
 
 
