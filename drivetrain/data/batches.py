@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import count, islice
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, count, islice
 from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, SequentialSampler
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position
-from drivetrain.data.randomness import EpochStart, find_generators
+from drivetrain.data.randomness import (
+    EpochStart,
+    SeparateDraws,
+    find_generators,
+    generator_state,
+    set_generator_state,
+    several_processes,
+)
 from drivetrain.data.reading import Opened, do_nothing, least, up_to
 from drivetrain.data.rows import row_count, share_of_batches
 from drivetrain.data.sharding import Layout, Share, grouped, plan_share, with_last
 from drivetrain.runtime.errors import DataError
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.nested import batch_size_or_none
+
+logger = get_logger(__name__)
 
 Pair = tuple[Any, BatchInfo]
 
 
 class ReadyBatchesReader:
-    """Shares ready batches: a list of them, or a loader that is not torch's own.
+    """Shares ready batches: a list of them, or a loader with an iteration of its own.
 
-    Every process iterates all of them and keeps its own.
+    Every process iterates all of them and keeps its own. An epoch that is resumed begins with the loader's own state,
+    if the loader has `state_dict` and `load_state_dict`, and else by reading what comes before in the random state that
+    the epoch began with.
 
     Args:
         batches: Anything that gives batches again at each iteration.
@@ -47,46 +64,161 @@ class ReadyBatchesReader:
         return self.layout.steps(len(self._batches))  # type: ignore[arg-type]
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Begin an iteration; what comes before the position is read and left out."""
-        start = EpochStart.capture(find_generators(self._batches))
+        """Begin an iteration at a position; on all processes together if they share the batches."""
+        generators = find_generators(self._batches, getattr(self._batches, "dataset", None))
+        start = position.start or EpochStart.capture(generators)
+        shared = self.layout.shard.count > 1
+        together = shared and several_processes() and not isinstance(self._batches, list | tuple)
+        if together:
+            start = start.agreed()
         try:
             length: int | None = len(self._batches)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             length = None
         length = least(length, limit)
-        batches = up_to(iter(self._batches), limit)
-        if self.layout.shard.count == 1 and not self._counted:
-            return Opened(_uncounted(batches, position.batches, length), start, do_nothing)
-        pairs = self._pairs(batches, position.batches, length)
-        if self.layout.shard.count == 1:
-            return Opened(pairs, start, do_nothing)
-        return Opened(own_pairs(share_pairs(pairs, self.layout), self.layout.shard.index), start, do_nothing)
+        own = _OwnStates(self._batches, 2 * self.layout.group_size if length is None else 0)
+        counted = shared or self._counted
+        consumed: int | None = 0 if counted else None
+        close: Callable[[], None] = do_nothing
+        if not together and position.start is None:
+            batches, consumed = _after(own.noted(iter(self._batches)), position.batches, consumed)
+        else:
+            now = [generator_state(each) for each in generators]
+            for generator, state in zip(generators, start.own, strict=False):
+                set_generator_state(generator, state)
+            separate = SeparateDraws(start.shared)
+            with separate.drawing():
+                # Where each process reads a part of its own, the state that rank 0 has saved is not that of the others.
+                alike = counted or not several_processes()
+                if alike and own.load(position.own, position.batches):
+                    batches, consumed = own.noted(iter(self._batches)), position.samples if counted else None
+                    # Making the iterator may have drawn from generators in another order than at the start.
+                    for generator, state in zip(generators, now, strict=True):
+                        set_generator_state(generator, state)
+                else:
+                    batches, consumed = _after(own.noted(iter(self._batches)), position.batches, consumed)
+                    if not position.batches or length is None:  # the interrupted run had read the next one too
+                        batches = chain(list(islice(batches, 1)), batches)
+            if together:
+                batches, close = separate.iterate(batches), separate.settle
+            separate.settle()
+        pairs = _described(up_to(batches, limit, position.batches), position.batches, consumed, length, counted)
+        if shared:
+            pairs = own_pairs(share_pairs(pairs, self.layout), self.layout.shard.index)
+        return Opened(pairs, start, close, own.after)
 
     def restart(self) -> None:
         """Nothing: the batches' own iterator is all that there is."""
 
-    def _pairs(self, batches: Iterator[Any], skipped: int, length: int | None) -> Iterator[Pair]:
-        """All batches, each with what is known about it."""
-        consumed: int | None = 0
 
-        def describe(given: tuple[Any, bool], number: int) -> Pair:
-            nonlocal consumed
-            batch, last = given
-            rows = batch_size_or_none(batch)
-            consumed = None if rows is None or consumed is None else consumed + rows
-            return batch, BatchInfo(number, rows, 0, rows, last, consumed)
+class _OwnStates:
+    """The state that a loader keeps of itself, after the batches that it has given.
 
-        return islice(map(describe, with_last(batches, length), count()), skipped, None)
+    Args:
+        loader: The loader, which may keep none.
+        ahead: How many batches may be read ahead; for so many the states are kept.
+    """
+
+    def __init__(self, loader: Any, ahead: int) -> None:
+        methods = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
+        self._loader = loader if all(map(callable, methods)) else None
+        self._workers = getattr(loader, "num_workers", 0)
+        self._ahead = ahead
+        self._given = 0
+        self._kept: dict[int, Any] = {}
+
+    def noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches, counted."""
+        return map(self._note, batches)
+
+    def _note(self, batch: Any) -> Any:
+        self._given += 1
+        if self._loader is not None and self._ahead:
+            self._kept[self._given] = self._state()
+            self._kept.pop(self._given - self._ahead - 1, None)
+        return batch
+
+    def _state(self) -> dict[str, Any] | None:
+        """What to save of the loader, or None if it holds what no checkpoint can."""
+        assert self._loader is not None
+        state = copy.deepcopy(self._loader.state_dict())
+        if not _is_plain(state):
+            logger.warning_once(
+                "The state_dict of a %s holds other things than numbers, text, tensors and lists and dicts of them, so "
+                "it is not saved. A resumed run reads the epoch's batches up to where it stopped.",
+                type(self._loader).__name__,
+            )
+            return None
+        return {"num_workers": self._workers, "state": state}
+
+    def after(self, batches: int) -> dict[str, Any] | None:
+        """Return the loader's state after its first `batches` batches, or None if it is not known."""
+        if self._loader is None:
+            return None
+        return self._kept.get(batches) or (self._state() if self._given == batches else None)
+
+    def load(self, saved: Mapping[str, Any] | None, batches: int) -> bool:
+        """Let the loader continue where a state was taken. Returns False if it has to be read up to there.
+
+        torchdata's states hold the workers' parts, so they fit the same number of workers only.
+        """
+        if self._loader is None or not saved or saved["num_workers"] != self._workers:
+            return False
+        if not _draws_when_begun(self._loader):
+            return False
+        self._loader.load_state_dict(copy.deepcopy(saved["state"]))
+        self._given = batches
+        return True
 
 
-def _uncounted(batches: Iterator[Any], skipped: int, length: int | None) -> Iterator[Pair]:
-    """All batches, for one process alone: nothing is padded, so their rows need not be counted."""
+def _draws_when_begun(loader: Any) -> bool:
+    """Whether an iterator of the loader has drawn its order from the global generators before its first batch.
+
+    Torch's samplers draw with the first index, which then must be read in the random state of the epoch's start.
+    """
+    sampler = getattr(loader, "sampler", None)
+    draws_later = not isinstance(sampler, SequentialSampler) and getattr(sampler, "generator", None) is None
+    return not (isinstance(loader, DataLoader) and loader.num_workers == 0 and draws_later)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a checkpoint can hold a value."""
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(_is_plain(each) for pair in value.items() for each in pair)
+    if type(value) in (list, tuple, set):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str, bytes, torch.Tensor, np.ndarray)
+
+
+def _after(batches: Iterator[Any], skipped: int, consumed: int | None) -> tuple[Iterator[Any], int | None]:
+    """Read `skipped` batches. Returns the rest and how many rows were read, or None if they are not counted."""
+    for batch in islice(batches, skipped):
+        rows = None if consumed is None else batch_size_or_none(batch)
+        consumed = None if rows is None or consumed is None else consumed + rows
+    return batches, consumed
+
+
+def _described(
+    batches: Iterator[Any], skipped: int, consumed: int | None, length: int | None, counted: bool
+) -> Iterator[Pair]:
+    """The batches after the first `skipped` ones, each with what is known about it.
+
+    Args:
+        batches: The batches.
+        skipped: How many came before them.
+        consumed: The rows of those; None if they are not known.
+        length: The batches of the whole epoch; None if unknown.
+        counted: Whether rows are counted. For one process alone nothing is padded, so they need not be.
+    """
 
     def describe(given: tuple[Any, bool], number: int) -> Pair:
+        nonlocal consumed
         batch, last = given
-        return batch, BatchInfo(number, None, 0, None, last, None)
+        rows = batch_size_or_none(batch) if counted else None
+        consumed = None if rows is None or consumed is None else consumed + rows
+        return batch, BatchInfo(number, rows, 0, rows, last, consumed)
 
-    return islice(map(describe, with_last(batches, length), count()), skipped, None)
+    return map(describe, with_last(batches, None if length is None else length - skipped), count(skipped))
 
 
 def own_pairs(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:

@@ -66,7 +66,7 @@ class DispatchReader:
         if not dist.is_initialized():  # no process to send to: a shard that is used by itself
             opened = self._own_reader().open(epoch, position, limit)
             pairs = own_pairs(share_pairs(opened.pairs, self.layout), self.layout.shard.index)
-            return Opened(pairs, opened.start, opened.close)
+            return opened._replace(pairs=pairs)
         exchange = _Exchange(self.layout)
         if dist.get_rank() != 0:
             return Opened(exchange.receive(), EpochStart.capture([]), do_nothing)
@@ -76,7 +76,7 @@ class DispatchReader:
             exchange.fail(error)
             raise
         steps = share_pairs(opened.pairs, self.layout)
-        return Opened(exchange.send(steps), opened.start, opened.close)
+        return opened._replace(pairs=exchange.send(steps))
 
     def restart(self) -> None:
         """Let the next iteration be as the first one."""

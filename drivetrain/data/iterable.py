@@ -58,7 +58,7 @@ class BatchedStream(IterableDataset[Record]):
         batch_size: Samples of a batch; None to collate each sample by itself.
         drop_last: Leave out a last batch that is not full.
         seed: The seed that samples' random states derive from, by their positions in the stream; None to leave them.
-        shared: Keep the epoch in shared memory, where workers that stay see it change.
+        workers: How many workers read; they see the epoch change in shared memory.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class BatchedStream(IterableDataset[Record]):
         batch_size: int | None,
         drop_last: bool,
         seed: int | None,
-        shared: bool,
+        workers: int,
     ) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
@@ -78,8 +78,10 @@ class BatchedStream(IterableDataset[Record]):
         self.drop_last = drop_last
         self.seed = seed
         self.epoch = torch.zeros((), dtype=torch.int64)
-        if shared:
+        self.dropped = torch.zeros(max(1, workers), dtype=torch.int64)  # batches that each worker leaves out first
+        if workers:
             self.epoch.share_memory_()  # type: ignore[no-untyped-call]
+            self.dropped.share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[Record]:
         worker = get_worker_info()
@@ -99,7 +101,9 @@ class BatchedStream(IterableDataset[Record]):
             samples = _seeded(samples, seed)
         size = self.batch_size or 1
         held: list[Any] = []  # nothing while this waits to be asked for the next
-        chunks = _chunks(samples, size, self.drop_last)
+        worker = get_worker_info()
+        dropped = int(self.dropped[0 if worker is None else worker.id])
+        chunks = islice(_chunks(samples, size, self.drop_last), dropped, None)
         digest = ""
         if self.layout.shard.count > 1:
             first = list(islice(chunks, 1))
@@ -196,7 +200,7 @@ class StreamReader:
             )
         self._seeded = seed is not None
         self._dataset = BatchedStream(
-            loader.dataset, loader.collate_fn, self.layout, size, loader.drop_last, seed, loader.num_workers > 0
+            loader.dataset, loader.collate_fn, self.layout, size, loader.drop_last, seed, loader.num_workers
         )
         self._inner = self._make_inner()
 
@@ -237,6 +241,7 @@ class StreamReader:
             start = start.agreed()
         close: Callable[[], None] = do_nothing
         self._dataset.epoch.fill_(epoch)
+        skipped = self._drop(position)
         records: Iterator[Record]
         if not self._sharded and position.start is None:
             self._inner.generator = self._loader.generator
@@ -251,11 +256,15 @@ class StreamReader:
             if self._sharded and not self._seeded and self._loader.num_workers == 0:
                 records = separate.iterate(records)
                 close = separate.settle
+            elif not self._seeded and self._loader.num_workers == 0:
+                # The interrupted run had drawn what comes before, and the one that it had read ahead, from `start`.
+                with separate.drawing():
+                    records = chain(list(islice(records, skipped + 1)), records)
             separate.settle()
         if together:
             records = self._read_by_all(records)
-        steps = position.batches // self.layout.group_size
-        pairs = self._pairs(up_to(records, None if limit is None else limit // self.layout.group_size), steps)
+        limit = None if limit is None else limit // self.layout.group_size
+        pairs = self._pairs(records, position, skipped, limit)
         return Opened(with_rows_found(pairs, alone=not self._sharded) if self.finds_rows else pairs, start, close)
 
     def _read_by_all(self, records: Iterator[Record]) -> Iterator[Record]:
@@ -271,12 +280,29 @@ class StreamReader:
             )
         return chain(first, records)
 
-    def _pairs(self, records: Iterator[Record], skipped: int) -> Iterator[tuple[Any, BatchInfo]]:
+    def _drop(self, position: Position) -> int:
+        """Let the streams leave out what is no whole step. Returns how many steps are then to be left out."""
+        dropped, group = self._dataset.dropped, self.layout.group_size
+        dropped.zero_()
+        before = position.batches
+        if not self._loader.num_workers:
+            dropped[0] = before % group
+        elif position.group not in (None, group):
+            # The batches of a step are all of one worker, so steps of another size were of other batches.
+            for number in range(before):
+                dropped[number // position.group % len(dropped)] += 1
+            return 0
+        return before // group
+
+    def _pairs(
+        self, records: Iterator[Record], position: Position, skipped: int, limit: int | None
+    ) -> Iterator[tuple[Any, BatchInfo]]:
         """The batches, each with its record; one is read ahead, to recognise the last."""
-        consumed = sum(record.global_rows for record in islice(records, skipped))
-        index = skipped
+        consumed = int(self._dataset.dropped.sum()) * (self.layout.batch_size or 1)
+        consumed += sum(record.global_rows for record in islice(records, skipped))
+        index = position.batches // self.layout.group_size
         held: list[Any] = []  # nothing while this waits to be asked for the next
-        for (batch, rows, padding, global_rows, _), last in with_last(records):
+        for (batch, rows, padding, global_rows, _), last in with_last(up_to(records, limit, index)):
             held.append(batch)
             del batch
             consumed += global_rows

@@ -22,7 +22,7 @@ from drivetrain.data.randomness import (
     set_generator_state,
     several_processes,
 )
-from drivetrain.data.reading import Opened, Reader
+from drivetrain.data.reading import Opened, Reader, no_state
 from drivetrain.data.sharding import Layout
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.state import PartialState
@@ -74,6 +74,8 @@ class PreparedLoader(DataLoader[Any]):
         self._reached: BatchInfo | None = None  # the last batch of an iteration that was left early
         self._resume: Position | None = None
         self._start: EpochStart | None = None
+        self._own_state: Callable[[int], Mapping[str, Any] | None] = no_state
+        self._offset = 0  # batches before the first step, beyond a whole number of steps
         self._forwarded: list[tuple[Any, int]] = []  # the epochs that were given to samplers
         self._forwarded_epoch: int | None = None
 
@@ -127,6 +129,7 @@ class PreparedLoader(DataLoader[Any]):
         self._resume = self._reached = None
         self._exhausted = False
         layout = self._layout
+        self._offset = position.batches % layout.group_size
         opened = self._reader.open(self._epoch, position, self._user_batches(limit))
         if together and several_processes():
             pairs = opened.pairs
@@ -137,7 +140,7 @@ class PreparedLoader(DataLoader[Any]):
             opened = opened._replace(pairs=pairs)
         if self._fill:
             opened = opened._replace(pairs=filled(opened.pairs, getattr(self.loader, "batch_size", None)))
-        self._start = opened.start
+        self._start, self._own_state = opened.start, opened.own_state
         return self._batches(opened, pend)
 
     @contextmanager
@@ -147,12 +150,14 @@ class PreparedLoader(DataLoader[Any]):
         Generators that the loader, its samplers and its dataset hold are put back, and workers that stay are ended. The
         global generators are not put back, nor what a dataset remembers otherwise.
         """
-        before = self._epoch, self._begun, self._exhausted, self._reached, self._resume, self._start
+        names = ("_epoch", "_begun", "_exhausted", "_reached", "_resume", "_start", "_own_state", "_offset")
+        before = [getattr(self, name) for name in names]
         with kept_generators(self.loader, getattr(self.loader, "dataset", None)):
             try:
                 yield
             finally:
-                self._epoch, self._begun, self._exhausted, self._reached, self._resume, self._start = before
+                for name, value in zip(names, before, strict=True):
+                    setattr(self, name, value)
                 self._reader.restart()
 
     def _user_batches(self, limit: float | None) -> int | None:
@@ -337,15 +342,19 @@ class PreparedLoader(DataLoader[Any]):
             "consumed": 0,
             "batches": 0,
             "start": None,
+            "own": None,
+            "group": self._layout.group_size,
             "generators": [generator_state(each) for each in find_generators(self.loader)],
         }
         if self._resume is not None:
             samples, start = self._resume.samples, self._resume.start
             state.update(consumed=samples, batches=self._resume.batches, start=start and start.state_dict())
+            state["own"] = self._resume.own
         elif self._begun and not self._exhausted and self._start is not None:
-            batches = 0 if reached is None else (reached.index + 1) * self._layout.group_size
+            batches = 0 if reached is None else (reached.index + 1) * self._layout.group_size + self._offset
             consumed = 0 if reached is None else reached.consumed
             state.update(consumed=consumed, batches=batches, start=self._start.state_dict())
+            state["own"] = self._own_state(batches) if batches else None
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -368,7 +377,9 @@ class PreparedLoader(DataLoader[Any]):
         for generator, value in zip(find_generators(self.loader), state["generators"], strict=False):
             set_generator_state(generator, value)
         start = None if state["start"] is None else EpochStart.from_state_dict(state["start"])
-        position = Position(self._batches_before(state["consumed"], int(state["batches"])), state["consumed"], start)
+        batches = self._batches_before(state["consumed"], int(state["batches"]))
+        own = state.get("own") if batches == int(state["batches"]) else None
+        position = Position(batches, state["consumed"], start, own, state.get("group"))
         self._resume = position if position.batches or position.samples or start else None
 
     def _batches_before(self, samples: int | None, batches: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -68,11 +68,15 @@ class Position:
         batches: Batches of the user's loader that come before.
         samples: Samples that come before; None where only the batches are known.
         start: The random state that the epoch began with; None to draw the order from the present one.
+        own: What a loader with a state of its own has saved there; None if it has none.
+        group: How many batches all processes together took in a step of the run that was there; None if unknown.
     """
 
     batches: int = 0
     samples: int | None = None
     start: EpochStart | None = None
+    own: Mapping[str, Any] | None = None
+    group: int | None = None
 
 
 class IndexOrder:

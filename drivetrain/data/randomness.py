@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Sampler
 
 from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.seeds import RandomState
@@ -19,6 +20,7 @@ Item = TypeVar("Item")
 
 _END: Any = object()
 _NESTED = ("batch_sampler", "sampler", "base_sampler")
+_WRAPPED = (DataLoader, Sampler)
 
 
 def several_processes() -> bool:
@@ -51,6 +53,8 @@ def find_generators(*owners: Any) -> list[Any]:
                 seen.add(id(value))
                 found.append(value)
         waiting.extend(attributes[name] for name in _NESTED if attributes.get(name) is not None)
+        # What a loader or a sampler is wrapped in may hold it under any name.
+        waiting.extend(attributes[name] for name in sorted(attributes) if isinstance(attributes[name], _WRAPPED))
     return found
 
 

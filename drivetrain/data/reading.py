@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -21,6 +21,10 @@ logger = get_logger(__name__)
 Item = TypeVar("Item")
 
 
+def no_state(batches: int) -> None:
+    """Return None: the state of loaders that keep none of their own."""
+
+
 class Opened(NamedTuple):
     """One iteration over a loader.
 
@@ -28,11 +32,13 @@ class Opened(NamedTuple):
         pairs: This process's batches, each with what is known about it.
         start: The random state that the epoch's order is drawn from.
         close: Called when the iteration is over or left.
+        own_state: Returns what the user's loader has saved of itself after so many of its batches, or None.
     """
 
     pairs: Iterator[tuple[Any, BatchInfo]]
     start: EpochStart
     close: Callable[[], None]
+    own_state: Callable[[int], Mapping[str, Any] | None] = no_state
 
 
 class Reader(Protocol):
