@@ -265,8 +265,9 @@ class Preparation:
         return prepared
 
     def forget_loader(self, loader: Any) -> None:
-        """Release a prepared loader, so that the run's state no longer includes it."""
+        """Release a prepared loader, so that the run's state no longer includes it, and end its workers."""
         for inner in getattr(loader, "loaders", [loader]):
+            inner.end_workers()
             self._prepared.loaders[:] = [known for known in self._prepared.loaders if known is not inner]
 
     def default_placement(self) -> Callable[[Any], Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -81,7 +82,7 @@ class SavedEngine:
             )
         process = None if own is None else process_in_schema(own)
         self.own: dict[str, Any] | None = None if process is None else process["driver"]
-        self.random: Any = None if process is None else process["engine"]["random"]
+        self._random: Any = None if process is None else process["engine"]["random"]
 
     def _read(
         self, into: dict[str, Any] | None = None, only: Sequence[str] | None = None
@@ -239,6 +240,19 @@ class SavedEngine:
             loader.load_state_dict(position)
             if not loader.stateful:
                 loader.rewind()
+
+    @property
+    def random(self) -> Any:
+        """The random state that was kept for this process; None if there is none.
+
+        Of a run on another number of processes it is the state of the same rank, and those come again for more ranks.
+        """
+        if self._random is None:
+            with suppress(CheckpointError):  # a file of another tool has none
+                world_size, own = checkpoint.read_processes(self.directory)
+                process = process_in_schema(own(self._state.process_index % world_size))
+                self._random = process["engine"]["random"]
+        return self._random
 
     def restore_random(self) -> None:
         """Give this process the random state that was kept for it, if there is one."""

@@ -149,12 +149,17 @@ class TQDMProgressBar(Callback):
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         names = (getattr(callback, "monitor", None) for callback in trainer.callbacks)
         self._monitored = [name for name in dict.fromkeys(names) if isinstance(name, str)]
-        self._began = (perf_counter(), share_done(trainer, 0.0))
+        batches = trainer.num_training_batches
+        of_epoch = trainer.progress.batches_in_epoch / batches if batches else 0.0
+        self._began = (perf_counter(), share_done(trainer, of_epoch))
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
         last = trainer.max_epochs
         of = f"/{last - 1}" if last is not None and last > 0 else ""
-        epoch = Stage(f"Epoch {trainer.current_epoch}{of}", [trainer.num_training_batches], is_epoch=True)
+        before = trainer.progress.batches_in_epoch
+        epoch = Stage(
+            f"Epoch {trainer.current_epoch}{of}", [trainer.num_training_batches], is_epoch=True, before=before
+        )
         if self._stages and not self.leave:
             epoch.bar = self._stages.pop().bar  # continues in its place
         else:

@@ -131,10 +131,17 @@ class RichDisplay:
             self._progress.start()
         if stage.bar is None:
             self._open += 1
-            stage.bar = _Row(self._progress.add_task(stage.title, total=stage.total, speed="", values=""))
+            stage.bar = _Row(
+                self._progress.add_task(stage.title, total=stage.total, completed=stage.before, speed="", values="")
+            )
         else:
             self._progress.reset(
-                stage.bar.number, description=stage.title, total=stage.total, completed=0, speed="", values=""
+                stage.bar.number,
+                description=stage.title,
+                total=stage.total,
+                completed=stage.before,
+                speed="",
+                values="",
             )
         self._progress.refresh()
 
@@ -142,7 +149,7 @@ class RichDisplay:
         if self._progress is None:
             return
         elapsed = stage.elapsed
-        speed = f"{stage.all_done / elapsed:.2f} it/s" if elapsed > 0 else ""
+        speed = f"{stage.rate:.2f} it/s" if elapsed > 0 else ""
         speed = ", ".join([*filter(None, [speed]), *stage.left_in_all])
         self._progress.update(stage.bar.number, completed=stage.all_done, speed=speed, values=self._shown(values))
         self._progress.refresh()

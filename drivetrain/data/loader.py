@@ -143,6 +143,10 @@ class PreparedLoader(DataLoader[Any]):
         self._start, self._own_state = opened.start, opened.own_state
         return self._batches(opened, pend)
 
+    def end_workers(self) -> None:
+        """End workers that wait for the next iteration, which then starts new ones."""
+        self._reader.restart()
+
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo in the end what the body's iterations did to the loader: it draws next what it would have drawn first.

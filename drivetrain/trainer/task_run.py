@@ -163,7 +163,7 @@ class TaskRun:
             trainer.tracker_log.end_run(error, stage is Stage.TRAIN)
             engine.run_state.moment = Moment
             if trainer.loop is not None:
-                engine.forget_loader(trainer.loop.loader)
+                trainer.loop.forget_loaders()
             trainer.current.leave_stage()
             trainer.actions.finish(stage)
 

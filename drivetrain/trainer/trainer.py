@@ -43,7 +43,7 @@ from drivetrain.trainer.loops.health import EpochHealth, Finiteness
 from drivetrain.trainer.loops.loader_source import LoaderSource, are_several
 from drivetrain.trainer.loops.prediction_loop import PredictionLoop
 from drivetrain.trainer.loops.run_control import RunControl, calling_function
-from drivetrain.trainer.loops.training_batches import TrainingBatches, estimate_steps
+from drivetrain.trainer.loops.training_batches import TrainingBatches, epoch_length, estimate_steps
 from drivetrain.trainer.metrics.log_scopes import SAVING
 from drivetrain.trainer.metrics.logged_values import LoggedValues
 from drivetrain.trainer.metrics.tracker_log import TrackerLog
@@ -582,7 +582,9 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         training = self.task_run.sources.get(Stage.TRAIN)
         if training is None:
             raise ConfigurationError("estimated_stepping_batches is known within fit() only.", code="DT-017")
-        return estimate_steps(self, training.prepare_training())
+        loader = training.prepare_training()
+        self.current.training_batches = epoch_length(self, loader)
+        return estimate_steps(self, loader)
 
     def resolve_duration(self, duration: Duration, name: str = "duration") -> Duration:
         """A duration in steps, epochs, samples, tokens or seconds; a part of the run in what its end is given in.

@@ -25,6 +25,7 @@ class Stage:
         title: What is shown before the numbers.
         sizes: How many batches each of its loaders has; infinite where that is not known.
         done: Batches done of the current loader.
+        before: Batches of an epoch that the run had done before it was resumed, which rates leave out.
         loader: The number of the current loader.
         passing: Whether it is shown only while it runs, as a part of something larger.
         is_epoch: Whether it is a training epoch, which values are logged in.
@@ -32,15 +33,30 @@ class Stage:
         left: Seconds until the whole run ends, where that can be estimated.
     """
 
-    __slots__ = ("bar", "depth", "done", "is_epoch", "left", "loader", "passing", "paused", "sizes", "started", "title")
+    __slots__ = (
+        "bar",
+        "before",
+        "depth",
+        "done",
+        "is_epoch",
+        "left",
+        "loader",
+        "passing",
+        "paused",
+        "sizes",
+        "started",
+        "title",
+    )
 
-    def __init__(self, title: str, sizes: Sequence[float] = (), passing: bool = False, is_epoch: bool = False) -> None:
+    def __init__(
+        self, title: str, sizes: Sequence[float] = (), passing: bool = False, is_epoch: bool = False, before: int = 0
+    ) -> None:
         self.title = title
         self.sizes = sizes
         self.passing = passing
         self.is_epoch = is_epoch
         self.depth = 0
-        self.done = 0
+        self.done = self.before = before
         self.loader = 0
         self.started = time.perf_counter()
         self.paused = 0.0
@@ -68,6 +84,12 @@ class Stage:
     def elapsed(self) -> float:
         """Seconds spent in this stage, without those in stages within it."""
         return time.perf_counter() - self.started - self.paused
+
+    @property
+    def rate(self) -> float:
+        """Batches a second since this run began the stage; 0.0 before the first."""
+        elapsed = self.elapsed
+        return (self.all_done - self.before) / elapsed if elapsed > 0 else 0.0
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was spent in a stage within this one."""
@@ -116,10 +138,12 @@ class BarDisplay:
             stage.bar.set_description(stage.title, refresh=False)
             stage.bar.set_postfix_str("", refresh=False)
             stage.bar.reset(stage.total)
+            stage.bar.initial = stage.bar.n = stage.before
             return
         stage.bar = self._bar_type(
             desc=stage.title,
             total=stage.total,
+            initial=stage.before,
             leave=not stage.passing,
             position=self._position + stage.depth,
             **self._width(),
@@ -175,8 +199,7 @@ class LineDisplay:
     def draw(self, stage: Stage, values: Mapping[str, float]) -> None:
         if time.perf_counter() - self._last_line < self.refresh_seconds:
             return
-        done, total, elapsed = stage.all_done, stage.total, stage.elapsed
-        rate = done / elapsed if elapsed > 0 else 0.0
+        done, total, rate = stage.all_done, stage.total, stage.rate
         parts = [f"{done}/{total} batches" if total else f"{done} batches", f"{rate:.4g} it/s"]
         if total and rate:
             parts.append(f"{_duration((total - done) / rate)} left")
@@ -187,7 +210,7 @@ class LineDisplay:
             return
         done, total, elapsed = stage.all_done, stage.total, stage.elapsed
         counted = f"{done} batches" if done == total or not total else f"{done}/{total} batches"
-        rate = f" ({done / elapsed:.4g} it/s)" if elapsed > 0 else ""
+        rate = f" ({stage.rate:.4g} it/s)" if elapsed > 0 else ""
         self._print(stage.title, [f"{counted} in {_duration(elapsed)}{rate}", *stage.left_in_all], values)
 
     def close(self, stage: Stage) -> None:

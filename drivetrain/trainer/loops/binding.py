@@ -121,9 +121,13 @@ class Feed:
             return batch, self.index, self._position
         return None
 
-    def leave(self) -> None:
-        """Let the last batch go, and record that none is under way."""
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let the last batch go, record that none is under way, and end the workers of a pass that is left early."""
         self.batch = None
+        self._batches = iter(())
         self._current.leave_batch()
 
 

@@ -168,9 +168,10 @@ class EvaluationLoop:
         if self._limit == 0:
             self._trainer.current.evaluation_batches.pop(self._stage, None)
             return []
-        results = self.run()
-        self.forget()
-        return results
+        try:
+            return self.run()
+        finally:
+            self.forget()
 
     def forget(self) -> None:
         """Let the engine forget the loaders."""
@@ -184,10 +185,16 @@ class EvaluationLoop:
         on_start = self._hooks.find_of_batch(self._stage.hook_name("batch_start"), dataloader_idx)
         on_end = self._hooks.find_of_batch(self._stage.hook_name("batch_end"), dataloader_idx)
         loader.set_epoch(trainer.current_epoch)
-        batches = loader.iterate(limit, together=self._strategy.needs_even_batches)
-        watched = trainer.actions.iterate(f"{self._stage.loader}_dataloader_next", batches)
-        feed = self._feed = Feed(watched, loader, current, dataloader_idx or 0)
-        with suppress(DataEnded):
+        feed = self._feed = Feed(
+            trainer.actions.iterate(
+                f"{self._stage.loader}_dataloader_next",
+                loader.iterate(limit, together=self._strategy.needs_even_batches),
+            ),
+            loader,
+            current,
+            dataloader_idx or 0,
+        )
+        with suppress(DataEnded), feed:
             for batch in feed:
                 info = current.batch_info
                 if info is not None and info.real_rows == 0:
@@ -202,7 +209,6 @@ class EvaluationLoop:
                         trainer.tracker_log.write_evaluation_step()
                 if feed.index + 1 >= limit:
                     break
-        feed.leave()
 
     def _run_padding(self, batch: Any, index: int, extra: tuple[int, ...]) -> None:
         """Run a batch made of padding, so that peers' collectives have their partner; nothing of it counts."""

@@ -162,5 +162,9 @@ def run_sanity_check(trainer: Trainer, validation: EvaluationLoop | None) -> Non
     with trainer.current.within(Stage.VALIDATE, sanity_checking=True), validation.undone():
         trainer.logged.start((Stage.VALIDATE,))
         trainer.hooks.call("on_sanity_check_start")
-        validation.run(at_most=None if steps < 0 else steps, keep=False)
+        try:
+            validation.run(at_most=None if steps < 0 else steps, keep=False)
+        except BaseException:
+            validation.forget()
+            raise
         trainer.hooks.call("on_sanity_check_end")

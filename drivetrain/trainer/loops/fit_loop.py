@@ -48,7 +48,7 @@ class FitLoop:
         validation: EvaluationLoop | None,
         health: EpochHealth,
     ) -> None:
-        self._trainer, self._batches, self._health = trainer, batches, health
+        self._trainer, self._batches, self._validation, self._health = trainer, batches, validation, health
         self._hooks, self._progress, self._control = trainer.hooks, trainer.progress, trainer.control
         self._timing = trainer.timing
         self._schedule = ValidationSchedule(
@@ -89,6 +89,12 @@ class FitLoop:
     def batches(self) -> TrainingBatches:
         """The training batches, which hold where in the data the run is."""
         return self._batches
+
+    def forget_loaders(self) -> None:
+        """Let the engine forget the loaders of training and validation, which ends their workers."""
+        self._trainer.accelerator.forget_loader(self.loader)
+        if self._validation is not None:
+            self._validation.forget()
 
     def resume_from(self, saved: SavedRun) -> None:
         """Let the first epoch begin where a checkpoint left it."""

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import CombinedLoader, PreparedLoader, TailPolicy
+from drivetrain.data.randomness import kept_generators
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError, InvalidLoaderError
 from drivetrain.runtime.nested import honor_type
+from drivetrain.runtime.seeds import isolated_random_state, seed_all_generators
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import is_overridden, is_redefined
 from drivetrain.trainer.metrics.log_scopes import TRANSFER
@@ -109,7 +121,7 @@ class LoaderSource:
     def _prepare_training(self) -> Prepared:
         raw = self.raw()
         if self._trainer.overfit_batches:
-            raw = without_shuffle(raw, self._stage)
+            raw = with_same_batches(raw, self._stage, self._most_batches())
         self._trainer.current.loaders[self._stage] = raw
         if raw is None:
             raise InvalidLoaderError(
@@ -122,6 +134,11 @@ class LoaderSource:
             return self._shared(raw).map(lambda loader: self._prepare(loader, 0, TailPolicy.WHOLE))
         return self._prepare(raw, 0, TailPolicy.WHOLE)
 
+    def _most_batches(self) -> int | None:
+        """How many batches all processes together read of a loader that is overfitted; None if it is a share of it."""
+        limit = self._trainer.overfit_batches
+        return limit * self._trainer.world_size if isinstance(limit, int) else None
+
     def prepare_evaluation(self) -> list[Prepared]:
         """The prepared loaders for validation, test or prediction, each run on its own.
 
@@ -132,7 +149,7 @@ class LoaderSource:
         """
         raw = self.raw()
         if self._trainer.overfit_batches and self._trainer.task_run.stage is Stage.TRAIN:
-            raw = without_shuffle(raw, self._stage)
+            raw = with_same_batches(raw, self._stage, self._most_batches())
         self._trainer.current.loaders[self._stage] = raw
         self.is_stale = False
         if raw is None and self._trainer.task_run.stage is not Stage.TRAIN:
@@ -310,38 +327,64 @@ def own_batches(loaders: Sequence[Any], limits: Sequence[float]) -> list[float]:
     return [limit if length is None else min(length, limit) for length, limit in zip(lengths, limits, strict=True)]
 
 
-def without_shuffle(loader: Any, stage: Stage) -> Any:
-    """The same loader, or structure of loaders, in the dataset's order; a batch sampler of its own stays.
+class _SameOrder(Sampler[Any]):
+    """Gives at each iteration the indices that the user's sampler gives at the first one.
+
+    The random state that they are drawn from is the same on all processes and in a resumed run.
+    """
+
+    def __init__(self, sampler: Iterable[Any], most: int | None) -> None:
+        self._sampler, self._most = sampler, most
+        self._indices: list[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._indices is None:
+            with isolated_random_state(), kept_generators(self._sampler):
+                seed_all_generators(0)
+                self._indices = list(islice(self._sampler, self._most))
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]
+
+
+def with_same_batches(loader: Any, stage: Stage, most: int | None = None) -> Any:
+    """Return a loader, or structure of loaders, that gives the same batches in each epoch.
+
+    The order of a shuffling loader becomes that of the data. What another sampler gives first is kept; a batch sampler
+    and an iterable dataset stay as they are.
 
     Args:
         loader: The loader or the structure.
         stage: What it is for.
+        most: Batches that are read at most; None if that depends on the loader's length.
     """
     if isinstance(loader, CombinedLoader):
-        return loader.map(lambda each: without_shuffle(each, stage))
+        return loader.map(lambda each: with_same_batches(each, stage, most))
     if isinstance(loader, Mapping):
-        return {name: without_shuffle(each, stage) for name, each in loader.items()}
+        return {name: with_same_batches(each, stage, most) for name, each in loader.items()}
     if isinstance(loader, list | tuple) and _are_loaders(loader):
-        return honor_type(loader, (without_shuffle(each, stage) for each in loader))
+        return honor_type(loader, (with_same_batches(each, stage, most) for each in loader))
     if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
         return loader
-    if isinstance(loader.sampler, SequentialSampler):
+    if isinstance(loader, PreparedLoader) or type(loader.sampler) is SequentialSampler:
         return loader
-    warnings.warn(
-        f"You requested to overfit but enabled {stage.loader} dataloader shuffling, or another order than that of the "
-        "data: overfit_batches takes the same batches in each epoch, so shuffling is off for them.",
-        stacklevel=2,
-    )
-    return DataLoader(
-        loader.dataset,
-        batch_size=loader.batch_size,
-        sampler=SequentialSampler(loader.dataset),  # type: ignore[arg-type]
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        drop_last=loader.drop_last,
-        worker_init_fn=loader.worker_init_fn,
-    )
+    sampler: Sampler[Any]
+    if isinstance(loader.sampler, RandomSampler | DistributedSampler):
+        warnings.warn(
+            f"You requested to overfit but enabled {stage.loader} dataloader shuffling: overfit_batches takes the same "
+            "batches in each epoch, so shuffling is off for them.",
+            stacklevel=2,
+        )
+        samples: Any = loader.sampler.data_source if isinstance(loader.sampler, RandomSampler) else loader.dataset
+        sampler = SequentialSampler(samples)
+    else:
+        sampler = _SameOrder(loader.sampler, None if most is None else most * loader.batch_size)
+    # A copy, since a subclass may take other arguments than torch's loader, which guards these two attributes.
+    same = copy.copy(loader)
+    object.__setattr__(same, "sampler", sampler)
+    object.__setattr__(same, "batch_sampler", BatchSampler(sampler, loader.batch_size, loader.drop_last))
+    return same
 
 
 def are_several(raw: Any) -> bool:

@@ -109,10 +109,15 @@ class PredictionLoop:
         on_end = hooks.find_of_batch("on_predict_batch_end", dataloader_idx)
         outputs: list[Any] = []
         leaving = HostBlocks(PartialState())
-        batches = loader.iterate(limit, together=self._strategy.needs_even_batches)
-        watched = trainer.actions.iterate("predict_dataloader_next", batches)
-        feed = self._feed = Feed(watched, loader, current, dataloader_idx or 0)
-        with suppress(DataEnded):
+        feed = self._feed = Feed(
+            trainer.actions.iterate(
+                "predict_dataloader_next", loader.iterate(limit, together=self._strategy.needs_even_batches)
+            ),
+            loader,
+            current,
+            dataloader_idx or 0,
+        )
+        with suppress(DataEnded), feed:
             for batch in feed:
                 for hook in on_start:
                     hook(batch, feed.index)
@@ -126,7 +131,6 @@ class PredictionLoop:
                     outputs += leaving.add(output, partial(_real_rows, current.batch_info))
                 if feed.index + 1 >= limit:
                     break
-        feed.leave()
         outputs += leaving.take()
         if trainer.world_size == 1 or not self._keep:
             return outputs

@@ -20,7 +20,7 @@ def layout_of(strategy: Strategy) -> list[Any]:
     return [topology.data_shard.count, None if topology.value_ranks is None else list(topology.value_ranks)]
 
 
-def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> tuple[dict[str, Any], Any]:
+def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
     """This process's part of what the processes of a run of another size or layout had kept.
 
     Every one of theirs is taken over by exactly one process, so that sums over an epoch stay whole.
@@ -31,25 +31,22 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> tuple[dic
         task: The task, whose metrics define how their states combine.
 
     Returns:
-        Entries like those of one process, and the random state of the first process taken over, if any. No entries
-        where the processes had kept nothing.
+        Entries like those of one process; none where the processes had kept nothing.
     """
     world_size, own = checkpoint.read_processes(directory)
     first = process_in_schema(own(0))["driver"]
     if "logged" not in first:
-        return {}, None
+        return {}
     _, ranks = first.get("layout", [None, None])
     there = range(world_size) if ranks is None else ranks
     position, count = strategy.topology.value_place
-    entries = [process_in_schema(own(each)) for each in there[position::count]]
-    if not entries:
-        return {"logged": {**first["logged"], "train": []}, "metrics": {}}, None
-    states = [entry["driver"] for entry in entries]
-    taken = {
+    states = [process_in_schema(own(each))["driver"] for each in there[position::count]]
+    if not states:
+        return {"logged": {**first["logged"], "train": []}, "metrics": {}}
+    return {
         "logged": {**states[0]["logged"], "train": _merged([state["logged"]["train"] for state in states])},
         "metrics": merged_metric_states(task, [state["metrics"] for state in states]),
     }
-    return taken, entries[0]["engine"]["random"]
 
 
 def _merged(tables: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

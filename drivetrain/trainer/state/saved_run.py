@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain import checkpoint
 from drivetrain.accelerator.run_state import Moment
-from drivetrain.accelerator.saved_engine import restore_random
 from drivetrain.callbacks import Callback
 from drivetrain.checkpoint.schema import LOSS_IS_FINITE
 from drivetrain.data import CombinedLoader, PreparedLoader
@@ -253,11 +252,11 @@ class SavedRun:
 
     def restore_process(self) -> None:
         """Give this process what it had logged and its random state; nothing may come between this and training."""
-        trainer, own, random = self._trainer, self._own, self._saved.random
+        trainer, own = self._trainer, self._own
         assert trainer.task is not None
         if self._is_ours:
             if own is None:
-                own, random = taken_over(self._directory, trainer.strategy, trainer.task)
+                own = taken_over(self._directory, trainer.strategy, trainer.task)
             if "logged" not in own:  # a file of Lightning's, also one that was imported
                 trainer.print(
                     f"{self._directory} is of Lightning, which saves no random state and no open means: "
@@ -266,7 +265,7 @@ class SavedRun:
                 return
             trainer.logged.load_state_dict(own["logged"], trainer.strategy.topology.device)
             restore_metric_states(trainer.task, own["metrics"])
-        restore_random(random)
+        self._saved.restore_random()
 
 
 def moment_of(trainer: Trainer) -> Moment:
