@@ -188,12 +188,68 @@ ITERABLE_WITH_WORKERS: dict[str, Make] = {
     "stream, workers that stay": lambda: DataLoader(Stream(), batch_size=4, num_workers=1, persistent_workers=True),
 }
 
+
+class Watched(DataLoader[Any]):
+    """A loader with an iteration of its own, as those that count or move batches."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        yield from super().__iter__()
+
+
+class Around:
+    """An object around a loader, with a length or without."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.wrapped = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.wrapped)
+
+
+class SizedAround(Around):
+    def __len__(self) -> int:
+        return len(self.wrapped)
+
+
+class Remembering(SizedAround):
+    """A loader that keeps its order and its place by itself, as streaming loaders do; a fresh one has another order."""
+
+    def __init__(self) -> None:
+        super().__init__(DataLoader(Numbers(), batch_size=4))
+        self.order, self.place = torch.randperm(SAMPLES).tolist(), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < SAMPLES:
+            start, self.place = self.place, self.place + 4
+            yield torch.tensor(self.order[start : start + 4])
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.place = state["order"], state["place"]
+
+
+OWN_ITERATION: dict[str, Make] = {
+    "subclass, shuffled": lambda: Watched(Numbers(), batch_size=4, shuffle=True),
+    "subclass, shuffled, own generator": lambda: Watched(
+        Numbers(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(torch.initial_seed())
+    ),
+    "subclass, two workers": lambda: Watched(Numbers(), batch_size=4, shuffle=True, num_workers=2),
+    "object around a loader": lambda: SizedAround(DataLoader(Numbers(), batch_size=4, shuffle=True)),
+    "object around a loader, no length": lambda: Around(DataLoader(Numbers(), batch_size=4, shuffle=True)),
+    "object around a loader with a generator": lambda: SizedAround(
+        DataLoader(Numbers(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(torch.initial_seed()))
+    ),
+}
+
 READY: dict[str, Make] = {
     "list of batches": lambda: [torch.arange(start, min(start + 4, SAMPLES)) for start in range(0, SAMPLES, 4)],
     "batches of strings": lambda: [{"n": torch.arange(3), "s": ["a", "b", "c"]}, {"n": torch.tensor([3]), "s": ["d"]}],
 }
 
-KINDS = {**MAP_STYLE, **ITERABLE, **ITERABLE_WITH_WORKERS, **READY}
+KINDS = {**MAP_STYLE, **ITERABLE, **ITERABLE_WITH_WORKERS, **READY, **OWN_ITERATION}
 
 
 def seed_everything(seed: int) -> None:

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, TensorDataset
 
-from drivetrain.data import DataShard, PermutationSampler, PreparedLoader, prepare_loader, skip_first_batches
+from drivetrain.data import (
+    DataLoaderConfiguration,
+    DataShard,
+    PermutationSampler,
+    PreparedLoader,
+    TailPolicy,
+    prepare_loader,
+    skip_first_batches,
+)
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.state import PartialState
-from tests.data.kinds import ITERABLE, KINDS, READY, Episodes, Numbers, Stream, rows_of, seed_everything
+from tests.data.kinds import (
+    ITERABLE,
+    KINDS,
+    OWN_ITERATION,
+    READY,
+    Episodes,
+    Numbers,
+    Remembering,
+    Stream,
+    rows_of,
+    seed_everything,
+)
 from tests.pool import run_in_processes
 
 # Streams that draw from the global generators are read anew from wherever these stand.
@@ -188,7 +208,10 @@ def test_a_batch_that_was_begun_is_finished_with_its_rest() -> None:
 
 # on other numbers of processes
 
-MOVABLE = ["shuffled", "shuffled, own generator", "permutation", "custom sampler drawing from python", "weighted"]
+MOVABLE = [
+    *("shuffled", "shuffled, own generator", "permutation", "custom sampler drawing from python", "weighted"),
+    *(kind for kind in OWN_ITERATION if "workers" not in kind),
+]
 
 
 def begin(kinds: list[str], steps: int) -> list[Any]:
@@ -274,6 +297,55 @@ def test_a_sampler_that_draws_late_goes_on_with_the_restored_random_state() -> N
         again.append(rows_of(batch))
         torch.rand(4)
     assert again == rest
+
+
+def test_a_loader_with_a_state_of_its_own_continues_from_it() -> None:
+    for loaded in (prepare_loader(Remembering(), shard=DataShard()) for _ in range(2)):
+        loader = prepare_loader(Remembering(), shard=DataShard())
+        iterator = iter(loader)
+        next(iterator), next(iterator)
+        loaded.load_state_dict(loader.state_dict())
+        assert loaded.loader.place == 0  # nothing is loaded before the iteration begins
+        assert rest_of(loaded) == rest_of(iterator)
+        assert rest_of(loaded) == rest_of(loader)
+
+
+def streams(steps: int, state: Any, batch_size: int | None, workers: int) -> tuple[list[list[int]], Any]:
+    """Read some steps of a stream that every process reads whole, or the rest of it where `steps` is negative."""
+    rank, count = PartialState().process_index, PartialState().num_processes
+    config = DataLoaderConfiguration(dispatch_batches=False)
+    stream = DataLoader(Stream(), batch_size=batch_size, num_workers=workers)
+    loader = prepare_loader(stream, shard=DataShard(rank, count), config=config, tail=TailPolicy.UNEVEN)
+    if state is not None:
+        loader.load_state_dict(state)
+    iterator, batches = iter(loader), []
+    for batch in iterator:
+        batches.append(rows_of(batch))
+        if len(batches) == steps:
+            break
+    state = loader.state_dict()
+    iterator.close()  # type: ignore[attr-defined]
+    return batches, state
+
+
+def test_a_stream_that_all_processes_read_moves_to_any_number_of_them() -> None:
+    worlds = [(3, 2, 3), (3, 1, 2), (1, 2, 1)]  # on 1, 2 and 3 processes, and the others
+    for batch_size, (first, second, third) in itertools.product((3, 1, None), worlds):
+        state, done = None, []
+        for world, steps in ((first, 1), (second, 1), (third, -1)):
+            ranks = run_in_processes(streams, world_size=world, args=(steps, state, batch_size, 0))
+            state = ranks[0][1]
+            done += interleaved([batches for batches, _ in ranks])
+        assert done == list(range(22)), (batch_size, first, second, third)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_stream_that_workers_read_repeats_and_leaves_out_nothing_on_another_number_of_processes(
+    before: int, after: int
+) -> None:
+    ranks = run_in_processes(streams, world_size=before, args=(3, None, 2, 2))
+    rest = run_in_processes(streams, world_size=after, args=(-1, ranks[0][1], 2, 2))
+    assert sorted(row for batches, _ in (*ranks, *rest) for batch in batches for row in batch) == list(range(22))
 
 
 def test_a_stream_is_read_up_to_the_position() -> None:

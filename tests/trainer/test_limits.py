@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, SequentialSampler, WeightedRandomSampler
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from drivetrain import Callback, CSVLogger, ModelCheckpoint, Task, Trainer
 from tests.pool import run_in_processes
@@ -233,12 +244,62 @@ def test_overfit_batches_takes_the_same_batches_unshuffled_in_each_epoch() -> No
     assert [batch[2] for batch in task.batches] == [0.0, 2.0] * 3
 
 
-def test_overfit_batches_takes_no_sampler_that_draws() -> None:
+class Queries(Sampler[dict[str, int]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        return iter([{"index": index} for index in torch.randperm(8).tolist()])
+
+
+class ByQuery(Dataset[Tensor]):
+    def __getitem__(self, query: dict[str, int]) -> Tensor:
+        return torch.tensor([float(query["index"])])
+
+
+class Renamed(DataLoader[Any]):
+    """A subclass that takes other arguments than torch's loader."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(rows(range(8)).dataset, size, shuffle=True, timeout=30, num_workers=1, prefetch_factor=7)
+
+
+@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize("name", ["subset", "weighted", "queries", "part of the data"])
+def test_overfit_batches_takes_what_the_sampler_gives_first_in_each_epoch(name: str, own_generator: bool) -> None:
+    generator = torch.Generator().manual_seed(2) if own_generator else None
     data = rows(range(8)).dataset
-    drawn = DataLoader(data, sampler=WeightedRandomSampler([1.0] * 8, 8))
+    samplers = {
+        "subset": SubsetRandomSampler(range(4, 8), generator),
+        "weighted": WeightedRandomSampler([0.0] * 4 + [1.0] * 4, 8, generator=generator),
+        "queries": Queries(),
+        "part of the data": RandomSampler(range(4), generator=generator),
+    }
+    loader = DataLoader(ByQuery() if name == "queries" else data, batch_size=2, sampler=samplers[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seen = [batch[2] for batch in drawn_by(loader).batches]
+        assert [batch[2] for batch in drawn_by(loader).batches] == seen
+    assert seen == seen[:2] * 3
+    lowest = {"subset": 4.0, "weighted": 4.0}.get(name, 0.0)
+    assert all(lowest <= value < (4.0 if name == "part of the data" else 8.0) for value in seen)
+
+
+def drawn_by(loader: DataLoader[Any]) -> Weight:
+    task = Weight()
+    fitted(task, loader, overfit_batches=2, max_epochs=3, limit_val_batches=0)
+    return task
+
+
+def test_overfit_batches_keeps_the_loaders_class_and_options() -> None:
+    given = Renamed(2)
     with pytest.warns(UserWarning, match="requested to overfit but enabled train dataloader shuffling"):
-        trainer = fitted(Weight(), drawn, overfit_batches=2, max_epochs=1, limit_val_batches=0)
-    assert isinstance(trainer.train_dataloader.sampler, SequentialSampler)
+        trainer = fitted(Weight(), given, overfit_batches=2, max_epochs=1, limit_val_batches=0)
+    used = trainer.train_dataloader
+    assert type(used) is Renamed
+    assert (used.timeout, used.num_workers, used.prefetch_factor) == (30, 1, 7)
+    assert isinstance(used.sampler, SequentialSampler)
+    assert isinstance(given.sampler, RandomSampler)  # the user's own loader is as it was
 
 
 def test_overfit_batches_validates_on_the_same_batches_in_each_epoch() -> None:
