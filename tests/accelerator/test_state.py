@@ -19,6 +19,7 @@ from drivetrain import (
     DataLoaderConfiguration,
     PartialState,
     ProjectConfiguration,
+    set_seed,
 )
 from tests.pool import run_in_processes
 
@@ -194,6 +195,27 @@ def test_another_number_of_processes_takes_up_weights_and_position(tmp_path):
     rest = one["seen"][10:]
     assert len(rest) == 20
     assert not set(rest) & {index for each in two for index in each["seen"]}
+
+
+def random_states(folder: str, save: bool) -> list[float]:
+    """Save after drawing from states that differ by rank, or load; return what is drawn next by all generators."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    set_seed(30 + accelerator.process_index if save else 90 + accelerator.process_index)
+    if save:
+        accelerator.save_state(folder)
+    else:
+        accelerator.load_state(folder)
+    return [torch.rand(()).item(), float(np.random.rand()), random.random()]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+def test_another_number_of_processes_takes_up_the_random_states(tmp_path, before, after):
+    folder = str(tmp_path / "state")
+    saved = run_in_processes(random_states, before, args=(folder, True))
+    loaded = run_in_processes(random_states, after, args=(folder, False))
+    assert loaded == [saved[rank % before] for rank in range(after)]
 
 
 def project(tmp_path: Path, **options: Any) -> Accelerator:

@@ -136,6 +136,34 @@ def test_a_long_epoch_in_a_file_has_a_line_every_so_often(
     assert capsys.readouterr().out == "Epoch 0: 20/100 batches, 2 it/s, 40 s left, loss=0.250\n"
 
 
+def test_what_was_done_before_a_resume_makes_no_rate(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.perf_counter()
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    display = LineDisplay(refresh_seconds=0.0)
+    stage = Stage("Epoch 0", [100], before=60)
+    stage.started -= 10
+    stage.done = 80
+    display.draw(stage, {})
+    stage.done = 100
+    display.finish(stage, {})
+    assert capsys.readouterr().out == (
+        "Epoch 0: 80/100 batches, 2 it/s, 10 s left\nEpoch 0: 100 batches in 10 s (4 it/s)\n"
+    )
+
+
+def test_the_bar_of_an_epoch_that_is_resumed_begins_where_the_run_was() -> None:
+    bar, trainer = TQDMProgressBar(refresh_seconds=0.0), Run()
+    trainer.progress.batches_in_epoch = 7_500
+    with Terminal() as terminal:
+        bar.setup(trainer, None, "fit")  # type: ignore[arg-type]
+        bar.on_train_epoch_start(trainer, None)  # type: ignore[arg-type]
+        bar.teardown(trainer, None, "fit")  # type: ignore[arg-type]
+    assert "75%" in terminal.shown
+    assert "7500/10000" in terminal.shown
+
+
 def test_on_a_terminal_the_bar_ends_with_all_batches_and_their_values(tmp_path: Path) -> None:
     with Terminal() as terminal:
         run(tmp_path, TQDMProgressBar(leave=True), num_sanity_val_steps=1)

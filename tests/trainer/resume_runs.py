@@ -143,6 +143,50 @@ class Outcome:
     validated: int = 0
 
 
+class Watched(DataLoader):
+    """A loader with an iteration of its own."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+class Around:
+    """An object around a loader."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.wrapped = loader
+
+    def __iter__(self) -> Any:
+        return iter(self.wrapped)
+
+    def __len__(self) -> int:
+        return len(self.wrapped)
+
+
+class Stateful(Around):
+    """Keeps by itself where it is; what it has given cannot be read again."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        super().__init__(loader)
+        self.place = 0
+
+    def __iter__(self) -> Any:
+        size = self.wrapped.batch_size
+        while self.place < SAMPLES:
+            self.place += size
+            yield self.wrapped.collate_fn([self.wrapped.dataset[n] for n in range(self.place - size, self.place)])
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+OWN_ITERATION = {"around": Around, "stateful": Stateful}
+
+
 def make_loader(kind: str, rows: int) -> Any:
     """The training data of one kind."""
     name, _, workers = kind.partition("-workers")
@@ -159,7 +203,9 @@ def make_loader(kind: str, rows: int) -> Any:
         return DataLoader(Augmented(), sampler=PermutationSampler(SAMPLES, seed=3), **options)
     if name == "generator":
         return DataLoader(Augmented(), shuffle=True, generator=torch.Generator().manual_seed(5), **options)
-    return many
+    if name == "subclass":
+        return Watched(Augmented(), shuffle=True, **options)
+    return OWN_ITERATION.get(name, lambda loader: loader)(many)
 
 
 def run(

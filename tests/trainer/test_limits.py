@@ -356,6 +356,7 @@ def test_the_steps_to_come_are_known_where_schedules_are_built(options, steps):
 
         def configure_optimizers(self):
             self.announced = self.trainer.estimated_stepping_batches
+            self.epoch_length = self.trainer.num_training_batches
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     task = Scheduled()
@@ -369,3 +370,4 @@ def test_the_steps_to_come_are_known_where_schedules_are_built(options, steps):
     )
     trainer.fit(task, torch.utils.data.DataLoader(torch.ones(8, 1), batch_size=2))
     assert task.announced == trainer.global_step == steps
+    assert task.epoch_length == trainer.num_training_batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from typing import Any
 
@@ -375,6 +376,83 @@ def test_the_workers_of_an_epoch_that_is_broken_off_end_with_it() -> None:
     with pytest.raises(ZeroDivisionError):
         quiet().fit(Breaks(), loader)
     assert multiprocessing.active_children() == []
+
+
+class Watching(Weight):
+    """Counts the workers that are there in each training epoch, and may fail or stop in a step of one of the loops."""
+
+    def __init__(self, ends: str) -> None:
+        super().__init__()
+        self.ends, self.workers = ends, set[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.workers.add(len(multiprocessing.active_children()))
+        if self.current_epoch and self.ends == "failing step":
+            raise ZeroDivisionError
+        if self.current_epoch and self.ends == "stop":
+            self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.ends == f"failing {'sanity check' if self.trainer.sanity_checking else 'validation'}":
+            raise ZeroDivisionError
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch
+
+
+def workers_left(ends: str, stay: bool) -> tuple[set[int], int]:
+    def loader(size: int) -> DataLoader[Any]:
+        return DataLoader(torch.ones(size, 1), num_workers=1, persistent_workers=stay)  # type: ignore[arg-type]
+
+    task, trainer = Watching(ends), quiet(max_epochs=2, limit_val_batches=2, limit_test_batches=2)
+    gc.collect()
+    gc.disable()  # what nothing but the collector ends is found
+    try:
+        if ends in ("validate", "test", "predict"):
+            getattr(trainer, ends)(task, loader(8))
+        else:
+            trainer.fit(task, loader(4), loader(8))
+    except ZeroDivisionError:
+        pass
+    finally:
+        gc.enable()
+    return task.workers, len(multiprocessing.active_children())
+
+
+@pytest.mark.parametrize("stay", [False, True])
+def test_workers_end_with_the_run_and_those_of_a_validation_with_it_unless_they_stay(stay: bool) -> None:
+    ends = ["end", "stop", "failing step", "failing validation", "failing sanity check", "validate", "test", "predict"]
+    for name in ends:
+        [(workers, left)] = run_in_processes(workers_left, 1, args=(name, stay))
+        assert left == 0, name
+        assert stay or workers <= {0, 1}, name  # of training alone
+
+
+def rank_draws() -> list[float]:
+    class Noisy(Weight):
+        def on_fit_start(self) -> None:
+            torch.manual_seed(100 + self.global_rank)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            drawn.append(torch.randn(()).item())
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    drawn: list[float] = []
+    loaders = [rows(range(8), 2, shuffle=True) for _ in range(2)]
+    fitted(Noisy(), *loaders, max_epochs=3, num_sanity_val_steps=1, val_check_interval=0.5, strategy="ddp")
+    return drawn
+
+
+def test_a_random_state_that_is_a_ranks_own_stays_so_through_validation() -> None:
+    _, drawn = run_in_processes(rank_draws, 2)
+    torch.manual_seed(101)
+    assert drawn == [torch.randn(()).item() for _ in range(6)]
 
 
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])

@@ -32,6 +32,10 @@ KINDS = [
     "min_size",
     "max_size_cycle",
     "sequential",
+    "subclass",
+    "subclass-workers2",
+    "around",
+    "stateful",
 ]
 
 
