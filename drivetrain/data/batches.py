@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import TailPolicy
@@ -19,13 +19,14 @@ from drivetrain.data.randomness import (
     SeparateDraws,
     find_generators,
     generator_state,
+    kept_generators,
     set_generator_state,
     several_processes,
 )
 from drivetrain.data.reading import Opened, do_nothing, least, up_to
 from drivetrain.data.rows import row_count, share_of_batches
 from drivetrain.data.sharding import Layout, Share, grouped, plan_share, with_last
-from drivetrain.runtime.errors import DataError
+from drivetrain.runtime.errors import CheckpointError, DataError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.nested import batch_size_or_none
 
@@ -57,6 +58,7 @@ class ReadyBatchesReader:
     def __init__(self, batches: Iterable[Any], layout: Layout, counted: bool = False) -> None:
         self._batches = batches
         self._counted = counted
+        self._has_begun = False
         self.layout = layout
         layout.check()
 
@@ -66,7 +68,8 @@ class ReadyBatchesReader:
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
         """Begin an iteration at a position; on all processes together if they share the batches."""
         generators = find_generators(self._batches, getattr(self._batches, "dataset", None))
-        start = position.start or EpochStart.capture(generators)
+        stay = getattr(self._batches, "persistent_workers", False)
+        start = position.start or EpochStart.capture(generators, not (stay and self._has_begun))
         shared = self.layout.shard.count > 1
         together = shared and several_processes() and not isinstance(self._batches, list | tuple)
         if together:
@@ -96,12 +99,16 @@ class ReadyBatchesReader:
                     for generator, state in zip(generators, now, strict=True):
                         set_generator_state(generator, state)
                 else:
+                    if stay and not start.new_workers and not self._has_begun:
+                        with SeparateDraws(start.shared).drawing(), kept_generators(self._batches):
+                            next(iter(self._batches), None)  # starts the workers, which draw a seed then
                     batches, consumed = _after(own.noted(iter(self._batches)), position.batches, consumed)
                     if not position.batches or length is None:  # the interrupted run had read the next one too
                         batches = chain(list(islice(batches, 1)), batches)
             if together:
                 batches, close = separate.iterate(batches), separate.settle
             separate.settle()
+        self._has_begun = True
         pairs = _described(up_to(batches, limit, position.batches), position.batches, consumed, length, counted)
         if shared:
             pairs = own_pairs(share_pairs(pairs, self.layout), self.layout.shard.index)
@@ -162,23 +169,37 @@ class _OwnStates:
 
         torchdata's states hold the workers' parts, so they fit the same number of workers only.
         """
-        if self._loader is None or not saved or saved["num_workers"] != self._workers:
+        if self._loader is None or not saved:
             return False
-        if not _draws_when_begun(self._loader):
+        before = saved["num_workers"]
+        if bool(before) != bool(self._workers) and _is_of_torchdata(getattr(self._loader, "sampler", None)):
+            raise CheckpointError(
+                f"This position within an epoch is that of a {type(self._loader).__name__} with num_workers={before}, "
+                f"which shuffles otherwise with num_workers={self._workers}, so the rest of the epoch is not known. "
+                f"Resume with num_workers={before}; the number can change from 0, or to 0, between two epochs."
+            )
+        if before != self._workers or not _restores_order(self._loader):
             return False
         self._loader.load_state_dict(copy.deepcopy(saved["state"]))
         self._given = batches
         return True
 
 
-def _draws_when_begun(loader: Any) -> bool:
-    """Whether an iterator of the loader has drawn its order from the global generators before its first batch.
+def _restores_order(loader: Any) -> bool:
+    """Whether the state of a loader holds the order of its epoch.
 
-    Torch's samplers draw with the first index, which then must be read in the random state of the epoch's start.
+    torchdata saves a sampler's place, and its order only if the sampler is its own or has a state.
     """
     sampler = getattr(loader, "sampler", None)
-    draws_later = not isinstance(sampler, SequentialSampler) and getattr(sampler, "generator", None) is None
-    return not (isinstance(loader, DataLoader) and loader.num_workers == 0 and draws_later)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return True
+    if isinstance(sampler, SequentialSampler) or callable(getattr(sampler, "state_dict", None)):
+        return True
+    return _is_of_torchdata(sampler)
+
+
+def _is_of_torchdata(sampler: Any) -> bool:
+    return type(sampler).__module__.partition(".")[0] == "torchdata"
 
 
 def _is_plain(value: Any) -> bool:

@@ -101,15 +101,14 @@ class BatchedStream(IterableDataset[Record]):
             samples = _seeded(samples, seed)
         size = self.batch_size or 1
         held: list[Any] = []  # nothing while this waits to be asked for the next
-        chunks = _chunks(samples, size, self.drop_last)
+        worker = get_worker_info()
+        dropped = int(self.dropped[0 if worker is None else worker.id])
+        chunks = islice(_chunks(samples, size, self.drop_last), dropped, None)
         digest = ""
         if self.layout.shard.count > 1:
             first = list(islice(chunks, 1))
             digest, chunks = digest_of(first), chain(first, chunks)
             del first
-        worker = get_worker_info()
-        dropped = int(self.dropped[0 if worker is None else worker.id])
-        chunks = islice(chunks, dropped, None)
         for chunk, info in shard_batches(chunks, self.layout, streaming=True):
             if seed is not None:
                 seed_all_generators(collate_seed(seed, 0, info.consumed or 0))
@@ -268,6 +267,19 @@ class StreamReader:
         pairs = self._pairs(records, position, skipped, limit)
         return Opened(with_rows_found(pairs, alone=not self._sharded) if self.finds_rows else pairs, start, close)
 
+    def _read_by_all(self, records: Iterator[Record]) -> Iterator[Record]:
+        """Give the same records, once all processes are known to read the same stream."""
+        first = list(islice(records, 1))
+        digests = gather_object([record.begins_with for record in first])
+        if len(set(digests)) > 1:
+            raise DataError(
+                f"{type(self._loader.dataset).__name__} gives each process other samples, and would be shared out once "
+                "more, so that most would be lost. If each process reads its own part, set use_distributed_sampler="
+                "False, of the Trainer or of DataLoaderConfiguration. Else let all read the same, or set "
+                "dispatch_batches=True, so that rank 0 alone reads."
+            )
+        return chain(first, records)
+
     def _drop(self, position: Position) -> int:
         """Let the streams leave out what is no whole step. Returns how many steps are then to be left out."""
         dropped, group = self._dataset.dropped, self.layout.group_size
@@ -281,19 +293,6 @@ class StreamReader:
                 dropped[number // position.group % len(dropped)] += 1
             return 0
         return before // group
-
-    def _read_by_all(self, records: Iterator[Record]) -> Iterator[Record]:
-        """Give the same records, once all processes are known to read the same stream."""
-        first = list(islice(records, 1))
-        digests = gather_object([record.begins_with for record in first])
-        if len(set(digests)) > 1:
-            raise DataError(
-                f"{type(self._loader.dataset).__name__} gives each process other samples, and would be shared out once "
-                "more, so that most would be lost. If each process reads its own part, set use_distributed_sampler="
-                "False, of the Trainer or of DataLoaderConfiguration. Else let all read the same, or set "
-                "dispatch_batches=True, so that rank 0 alone reads."
-            )
-        return chain(first, records)
 
     def _pairs(
         self, records: Iterator[Record], position: Position, skipped: int, limit: int | None
