@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader
 from drivetrain.data import ActiveLoaders, PreparedLoader, SkippingLoader
 from drivetrain.runtime import collectives
 from drivetrain.runtime.errors import DataError
-from drivetrain.runtime.nested import honor_type, recursively_apply
+from drivetrain.runtime.nested import field_names, honor_type, recursively_apply, with_fields
 from drivetrain.strategies.topology import Topology
 
 
@@ -72,9 +71,9 @@ def _gather(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topolog
     if isinstance(data, Mapping):
         values = {key: _gather(value, source, topology) for key, value in data.items()}
         return values if type(data) is dict else type(data)(values)  # type: ignore[call-arg]
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        parts = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
-        return dataclasses.replace(data, **{k: _gather(v, source, topology) for k, v in parts.items()})
+    names = field_names(data)
+    if names is not None:
+        return with_fields(data, [_gather(getattr(data, name), source, topology) for name in names])
     if isinstance(data, list | tuple) and _is_structure(data):
         return honor_type(data, [_gather(value, source, topology) for value in data])
     return _gather_objects(data, source, topology)
@@ -95,9 +94,8 @@ def _holds_tensors_only(data: Any) -> bool:
         return bool(data) and all(map(_holds_tensors_only, data.values()))
     if isinstance(data, list | tuple):
         return bool(data) and all(map(_holds_tensors_only, data))
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        return all(_holds_tensors_only(getattr(data, field.name)) for field in dataclasses.fields(data))
-    return False
+    names = field_names(data)
+    return names is not None and all(_holds_tensors_only(getattr(data, name)) for name in names)
 
 
 def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topology) -> Any:

@@ -16,16 +16,20 @@ from drivetrain.callbacks.support.sample_store import (
     Part,
     SampleGather,
     Samples,
+    has_rows,
     real_rows,
     write_samples,
     writer_for,
 )
 from drivetrain.runtime.errors import ConfigurationError, DataError, nearest
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
 
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
 
 Select = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -47,7 +51,8 @@ class EvaluationGather(Callback):
         metrics: Names and what is logged under them: torchmetrics objects, or functions of all predictions and
             all targets that return a number. A `MetricCollection` logs under its own names.
         path: The file to write; its extension chooses the format: `.pt`, `.npz`, `.csv` or `.jsonl`. A relative
-            path is taken from the Trainer's `log_dir` or `default_root_dir`.
+            path is taken from the Trainer's `log_dir` or `default_root_dir`. What else a step's dict holds for each
+            sample, such as an id, is a column under its key.
         select: A function of a step's outputs and its batch that returns predictions and targets, for tasks
             that return neither.
         stages: In which runs to gather: `"validate"` (in fit as well), `"test"` and `"predict"`.
@@ -182,7 +187,23 @@ class EvaluationGather(Callback):
             None if targets is None else real_rows(targets, rows, keep, "targets"),
         )
         shard = trainer.strategy.topology.data_shard.index
-        self._gather.add(Part(dataloader_idx, batch_idx, shard, kept))
+        self._gather.add(Part(dataloader_idx, batch_idx, shard, kept, self._others(outputs, predictions, keep)))
+
+    def _others(self, outputs: Any, predictions: Any, keep: int | None) -> dict[str, Any]:
+        """Return the real rows of the other values in a step's dict, for the file."""
+        if self.path is None or self.select is not None or not isinstance(outputs, Mapping):
+            return {}
+        others: dict[str, Any] = {}
+        for key, values in outputs.items():
+            if key in (self.predictions, self.targets):
+                continue
+            if has_rows(values, len(predictions)):
+                others[str(key)] = real_rows(values, len(predictions), keep, str(key))
+            elif key != "loss":
+                logger.warning_once(
+                    "EvaluationGather leaves %r out of the file: it does not hold one row for each sample.", key
+                )
+        return others
 
     def _pick(self, outputs: Any, batch: Any, stage: str) -> tuple[Any, Any]:
         """Return predictions and targets out of what a step returned."""

@@ -23,8 +23,8 @@ from drivetrain.data.randomness import (
     set_generator_state,
     several_processes,
 )
-from drivetrain.data.reading import Opened, do_nothing, least, up_to
-from drivetrain.data.rows import row_count, share_of_batches
+from drivetrain.data.reading import Opened, do_nothing, last_rows, least, up_to
+from drivetrain.data.rows import share_of_batches
 from drivetrain.data.sharding import Layout, Share, grouped, plan_share, with_last
 from drivetrain.runtime.errors import CheckpointError, DataError
 from drivetrain.runtime.logging import get_logger
@@ -63,7 +63,7 @@ class ReadyBatchesReader:
         layout.check()
 
     def __len__(self) -> int:
-        return self.layout.steps(len(self._batches))  # type: ignore[arg-type]
+        return self.layout.steps(len(self._batches), last_rows(self._batches))  # type: ignore[arg-type]
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
         """Begin an iteration at a position; on all processes together if they share the batches."""
@@ -286,6 +286,7 @@ def _steps(pairs: Iterator[Pair], layout: Layout) -> Iterator[list[Pair | None]]
     """The batches of all processes, step by step."""
     group_size = layout.group_size
     head: list[Any] = []
+    head_sizes: list[int] = []
     index = None
     groups = grouped(pairs, layout)
     for group, final in with_last(groups) if layout.drop_last else ((each, False) for each in groups):
@@ -294,7 +295,7 @@ def _steps(pairs: Iterator[Pair], layout: Layout) -> Iterator[list[Pair | None]]
         if index is None:
             index = infos[0].index // group_size
         if not head:
-            head = batches
+            head, head_sizes = batches, [info.rows or 1 for info in infos]
             if layout.batch_size is None:
                 layout = layout._replace(batch_size=infos[0].rows)
         sizes = [info.rows for info in infos]
@@ -315,11 +316,11 @@ def _steps(pairs: Iterator[Pair], layout: Layout) -> Iterator[list[Pair | None]]
         total = sum(counts) if known else None
         step: list[Pair | None] = []
         for member in range(layout.shard.count):
-            share = plan_share(counts, plan, first_batch=row_count(head[0]), final=last, index=member)
+            share = plan_share(counts, plan, first_batch=head_sizes[0], final=last, index=member)
             if share is None:
                 step.append(None)
                 continue
-            batch = share_of_batches(batches, counts, share, head)
+            batch = share_of_batches(batches, counts, share, head, head_sizes)
             rows = share.stop - share.start + share.padding
             info = BatchInfo(index, _rows(rows, share, known), share.padding, total, last, consumed)
             if not known:

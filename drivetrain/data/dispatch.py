@@ -14,7 +14,7 @@ from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.batches import Pair, own_pairs, share_pairs, whole_batches
 from drivetrain.data.order import Position
 from drivetrain.data.randomness import EpochStart
-from drivetrain.data.reading import Opened, Reader, do_nothing
+from drivetrain.data.reading import Opened, Reader, do_nothing, last_rows
 from drivetrain.data.sharding import Layout
 from drivetrain.runtime.collectives import broadcast, broadcast_object_list
 from drivetrain.runtime.errors import DataError
@@ -45,21 +45,21 @@ class DispatchReader:
     Args:
         make_reader: Makes the reader of a world of one; called on rank 0 only.
         layout: How the batches are shared.
-        batches: How many batches there are; called for the length.
+        loader: The user's loader, for the length.
     """
 
     finds_rows = reads_ahead = False
     ends_alike = True
 
-    def __init__(self, make_reader: Callable[[], Reader], layout: Layout, batches: Callable[[], int]) -> None:
+    def __init__(self, make_reader: Callable[[], Reader], layout: Layout, loader: Any) -> None:
         self.layout = layout
         layout.check()
         self._make_reader = make_reader
-        self._batches = batches
+        self._loader = loader
         self._reader: Reader | None = None
 
     def __len__(self) -> int:
-        return self.layout.steps(self._batches())
+        return self.layout.steps(len(self._loader), last_rows(self._loader))
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
         """Begin an iteration over an epoch; on all processes together."""

@@ -20,7 +20,7 @@ from drivetrain.data.randomness import (
     set_generator_state,
     several_processes,
 )
-from drivetrain.data.reading import Opened, do_nothing, rebuilt, up_to, with_rows_found
+from drivetrain.data.reading import Opened, do_nothing, last_rows, rebuilt, up_to, with_rows_found
 from drivetrain.data.seeding import ShowUsersDataset, as_is, collate_seed
 from drivetrain.data.sharding import Layout, shard_batches, with_last
 from drivetrain.runtime.collectives import gather_object
@@ -226,7 +226,7 @@ class StreamReader:
             self._inner = self._make_inner()
 
     def __len__(self) -> int:
-        return self.layout.steps(len(self._loader))
+        return self.layout.steps(len(self._loader), last_rows(self._loader))
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
         """Begin an iteration over an epoch; what comes before the position is read and left out."""

@@ -22,7 +22,7 @@ from drivetrain.data.randomness import (
     set_generator_state,
     several_processes,
 )
-from drivetrain.data.reading import Opened, do_nothing, least, rebuilt, up_to, with_rows_found
+from drivetrain.data.reading import Opened, do_nothing, last_rows, least, rebuilt, up_to, with_rows_found
 from drivetrain.data.seeding import (
     SeededBatches,
     ShowUsersDataset,
@@ -146,7 +146,7 @@ class MapReader:
             self._inner, self._workers_are_there = self._make_inner(self._stream, self._workers), False
 
     def __len__(self) -> int:
-        return self.layout.steps(len(self.order))
+        return self.layout.steps(len(self.order), last_rows(self._loader))
 
     @property
     def reads_ahead(self) -> bool:

@@ -217,7 +217,7 @@ def _make_reader(
         return make(layout, alone=False)
     size = loader.batch_size if plain else None
     alone_layout = layout._replace(shard=DataShard(), split=False)
-    return DispatchReader(lambda: make(alone_layout, alone=True), layout._replace(batch_size=size), lambda: len(loader))
+    return DispatchReader(lambda: make(alone_layout, alone=True), layout._replace(batch_size=size), loader)
 
 
 def _sample_seed_of(config: DataLoaderConfiguration, seed: int | None) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.order import Position
@@ -117,6 +117,23 @@ def up_to(items: Iterator[Item], limit: int | None, skipped: int = 0) -> Iterato
 def least(*lengths: int | None) -> int | None:
     """The smallest of some lengths, of which those that are None are unknown."""
     return min((length for length in lengths if length is not None), default=None)
+
+
+def last_rows(loader: Any) -> int | None:
+    """Return the rows of the last batch of a loader or list of batches; None if no length or list has that number."""
+    if isinstance(loader, (list, tuple)):
+        return batch_size_or_none(loader[-1]) if loader else None
+    batches = getattr(loader, "batch_sampler", None)
+    if isinstance(batches, (list, tuple)):
+        return len(batches[-1]) if batches else None
+    if type(batches) is not BatchSampler or batches.drop_last:
+        return None
+    try:
+        # The sampler of an iterable dataset has no end.
+        samples: Any = loader.dataset if isinstance(loader.dataset, IterableDataset) else batches.sampler
+        return (len(samples) - 1) % batches.batch_size + 1 if len(samples) else None
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def do_nothing() -> None:

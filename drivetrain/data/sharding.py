@@ -74,8 +74,15 @@ class Layout(NamedTuple):
                 code="DT-042",
             )
 
-    def steps(self, batches: int) -> int:
-        """How many batches this process gets out of so many of the user's."""
+    def steps(self, batches: int, last_rows: int | None = None) -> int:
+        """Return how many batches this process gets in an epoch.
+
+        Args:
+            batches: The batches of the user's loader.
+            last_rows: Rows of the last one; None if unknown.
+        """
+        if self.split and self.tail is TailPolicy.UNEVEN and last_rows is not None:
+            return batches - (self.shard.index >= last_rows)
         if self.split or self.shard.count == 1:
             return batches
         if self.drop_last:

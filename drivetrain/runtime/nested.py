@@ -1,8 +1,8 @@
 """Operations over nested structures of tensors: what a batch is made of.
 
-A structure is a tensor, or a `dict` or any other mapping, a list, a tuple, a named tuple or a dataclass
-instance of structures. Every function here gives back the same types it was given. What is neither a tensor
-nor a container (a string, a number, `None`) is a leaf that passes through unchanged.
+A structure is a tensor, or a `dict` or any other mapping, a list, a tuple, a named tuple, or an instance of a
+dataclass or attrs class, of structures. Every function here gives back the same types it was given. What is neither
+a tensor nor a container (a string, a number, `None`) is a leaf that passes through unchanged.
 """
 
 from __future__ import annotations
@@ -45,6 +45,25 @@ def is_leaf(value: object) -> bool:
 def is_namedtuple(value: object) -> bool:
     """Whether `value` is an instance of a named tuple."""
     return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make")
+
+
+def field_names(data: Any) -> list[str] | None:
+    """Return the names of the fields of an instance of a dataclass or attrs class; None for any other value."""
+    if isinstance(data, (type, TensorInformation)):
+        return None
+    if dataclasses.is_dataclass(data):
+        return [field.name for field in dataclasses.fields(data)]
+    fields = getattr(type(data), "__attrs_attrs__", None)  # what attrs.has checks
+    return None if fields is None else [field.name for field in fields]
+
+
+def with_fields(data: Any, values: Iterable[Any]) -> Any:
+    """Return a copy of an instance that has fields, with these values in the order of `field_names`."""
+    # dataclasses.replace would run __post_init__ again and refuses fields with init=False.
+    clone = copy.copy(data)
+    for name, value in zip(field_names(data) or (), values, strict=True):
+        object.__setattr__(clone, name, value)
+    return clone
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
@@ -240,9 +259,8 @@ def _children(data: Any) -> list[Any] | None:
         return list(data)
     if isinstance(data, Mapping):
         return list(data.values())
-    if dataclasses.is_dataclass(data) and not isinstance(data, (type, TensorInformation)):
-        return [getattr(data, field.name) for field in dataclasses.fields(data)]
-    return None
+    names = field_names(data)
+    return None if names is None else [getattr(data, name) for name in names]
 
 
 def _with_children(data: Any, children: Sequence[Any]) -> Any:
@@ -260,11 +278,7 @@ def _with_children(data: Any, children: Sequence[Any]) -> Any:
         return clone
     if isinstance(data, Mapping):
         return kind(dict(zip(data, children, strict=True)))
-    # dataclasses.replace would run __post_init__ again and refuses fields with init=False.
-    clone = copy.copy(data)
-    for field, child in zip(dataclasses.fields(data), children, strict=True):
-        object.__setattr__(clone, field.name, child)
-    return clone
+    return with_fields(data, children)
 
 
 def _leaves(data: Any) -> Iterable[Any]:

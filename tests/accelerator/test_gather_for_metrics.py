@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -98,6 +98,10 @@ Pair = namedtuple("Pair", ["first", "second"])
 class Outputs:
     logits: torch.Tensor
     names: list[str]
+    made: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.made += 1
 
 
 def structures() -> dict[str, Any]:
@@ -154,6 +158,7 @@ def test_any_structure():
         assert found["dict with strings"]["rank"] == [0, 1]
         assert found["dataclass"].logits.tolist() == six
         assert found["dataclass"].names == names
+        assert found["dataclass"].made == [1, 1]  # it is not made again
         assert [each["name"] for each in found["one dict a sample"]] == names
         assert [len(each) for each in found["tensors of different sizes"]] == [1, 2, 3, 1, 2, 3]
         assert [int(each) for each in found["tensor as objects"]] == six

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -130,6 +132,42 @@ def test_predictions_can_be_written_without_targets(world_size: int, tmp_path: P
     run_in_processes(predict, world_size, args=(str(tmp_path),))
     assert torch.load(tmp_path / "predict.pt", weights_only=True).keys() == {"predictions"}
     assert torch.load(tmp_path / "predict.pt", weights_only=True)["predictions"].tolist() == [2 * n for n in range(11)]
+
+
+def predict_with_ids(root: str) -> None:
+    class Named(Doubling):
+        def predict_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Any]:
+            x = batch[0][:, 0]
+            ids = [f"id {int(each)}" for each in x]
+            pair = torch.stack([x, -x], dim=1)
+            return {"predictions": 2 * x, "id": ids, "pair": pair, "index": x + 100, "loss": x.mean(), "note": "x"}
+
+    for extension in ("csv", "jsonl", "npz", "pt"):
+        gather = EvaluationGather(path=f"{{stage}}.{extension}")
+        evaluator(root, gather).predict(Named(), numbers(11, 2))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_else_a_step_returns_for_each_sample_is_in_the_file(
+    world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_in_processes(predict_with_ids, world_size, args=(str(tmp_path),))
+    assert "leaves 'note' out of the file" in "".join(capsys.readouterr())
+    with (tmp_path / "predict.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert list(table[0]) == ["index", "prediction", "id", "pair_0", "pair_1", "output_index"]
+    assert [(row["id"], float(row["pair_1"]), float(row["output_index"])) for row in table] == [
+        (f"id {n}", -n, n + 100) for n in range(11)
+    ]
+    lines = [json.loads(line) for line in (tmp_path / "predict.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(line["index"], line["prediction"], line["pair"]) for line in lines] == [
+        (n, 2 * n, [n, -n]) for n in range(11)
+    ]
+    tensors = torch.load(tmp_path / "predict.pt", weights_only=True)
+    assert tensors.keys() == {"predictions", "id", "pair", "output_index"}
+    assert tensors["pair"].shape == (11, 2)
+    with np.load(tmp_path / "predict.npz") as arrays:
+        assert arrays["id"].tolist() == [f"id {n}" for n in range(11)]
 
 
 def test_test_results_are_named_after_the_stage_and_other_stages_can_be_left_out(tmp_path: Path) -> None:

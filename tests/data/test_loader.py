@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import namedtuple
+from itertools import zip_longest
 from typing import Any
 
+import attrs
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterDataPipe, RandomSampler
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import BatchSampler, DataLoader, IterDataPipe, RandomSampler
 
 from drivetrain.data import DataLoaderConfiguration, DataShard, PreparedLoader, TailPolicy, prepare_loader
 from drivetrain.runtime.errors import ConfigurationError
@@ -136,3 +141,100 @@ def test_batches_without_rows_are_dealt_out_whole() -> None:
 
 def test_the_loader_says_what_it_is() -> None:
     assert repr(part(DataLoader(Stream()), 1, 2)) == "PreparedLoader(DataLoader, part 1 of 2, epoch 0)"
+
+
+def sentences(samples: list[int]) -> torch.Tensor:
+    """Texts of 1, 2, 3, ... tokens, padded to the longest of their batch."""
+    return pad_sequence([torch.full((number + 1,), number) for number in samples], batch_first=True)
+
+
+def images(samples: list[int]) -> tuple[Any, ...]:
+    """Images of 3 channels in different sizes with their targets, as detection models take them."""
+    pairs = [(torch.full((3, 4 + number, 5), number), {"boxes": torch.zeros(number + 1, 4)}) for number in samples]
+    return tuple(zip(*pairs, strict=True))
+
+
+def numbers_of(batch: Any) -> list[int]:
+    if isinstance(batch, torch.Tensor):
+        return batch[:, 0].tolist()  # type: ignore[no-any-return]
+    assert [len(target["boxes"]) for target in batch[1]] == [int(image.max()) + 1 for image in batch[0]]
+    return [int(image.max()) for image in batch[0]]
+
+
+@pytest.mark.parametrize("collate", [sentences, images])
+@pytest.mark.parametrize("dataset", [Numbers, Stream])
+@pytest.mark.parametrize(("size", "count"), [(7, 2), (6, 2), (7, 3), (8, 3), (3, 3), (1, 2), (11, 2)])
+@pytest.mark.parametrize("options", [{}, {"even_batches": False}, {"split_batches": True}])
+def test_dispatched_batches_of_other_widths_and_lists_of_images_arrive(
+    collate: Any, dataset: Any, size: int, count: int, options: dict[str, Any]
+) -> None:
+    config = DataLoaderConfiguration(dispatch_batches=True, **options)
+    seen: list[list[Any]] = []
+    for index in range(count):
+        loader = part(DataLoader(dataset(size), 2 * count, collate_fn=collate), index, count, config=config)
+        seen.append([])
+        for batch in loader:
+            info = loader.current
+            assert info is not None
+            assert info.rows == len(numbers_of(batch))
+            seen[-1].append(numbers_of(batch)[: info.real_rows])
+    in_turn = [row for step in zip_longest(*seen, fillvalue=()) for batch in step for row in batch]
+    assert in_turn == list(range(size))
+    if "even_batches" not in options:
+        assert len({len(each) for each in seen}) == 1
+
+
+def test_ready_batches_of_other_widths_are_completed_with_their_own_rows() -> None:
+    ready = [torch.zeros(2, 3), torch.ones(2, 5), torch.full((1, 7), 2.0)]
+    loader = part(ready)
+    assert [(batch.shape, loader.current and loader.current.padding) for batch in loader] == [((2, 3), 0), ((2, 7), 1)]
+    assert [batch.shape for batch in part(ready, 1)] == [(2, 5), (2, 3)]
+
+
+@dataclasses.dataclass
+class Checked:
+    """A batch that refuses to be made twice, with a field that its constructor does not take."""
+
+    x: torch.Tensor
+    names: list[str]
+    checked: bool = dataclasses.field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        assert not self.checked
+        self.checked = True
+
+
+@attrs.frozen
+class Frozen:
+    x: torch.Tensor
+    names: list[str]
+
+
+@pytest.mark.parametrize("kind", [Checked, Frozen, namedtuple("Named", ["x", "names"])])
+def test_batches_of_classes_with_fields_have_rows_and_are_completed(kind: Any) -> None:
+    ready = [kind(torch.arange(first, min(first + 2, 5)), ["n"] * min(2, 5 - first)) for first in (0, 2, 4)]
+    first, second = part(ready), part(ready, 1)
+    assert [(batch.x.tolist(), len(batch.names)) for batch in first] == [([0, 1], 2), ([4, 0], 2)]
+    assert [second.current and second.current.padding for _ in second] == [0, 2]
+    assert all(type(batch) is kind for batch in first)
+
+
+@pytest.mark.parametrize("size", [5, 6, 7, 8, 9, 10, 12])
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("dispatch", [True, False])
+def test_the_length_of_split_batches_is_the_number_that_this_process_gets(
+    size: int, even: bool, dispatch: bool
+) -> None:
+    config = DataLoaderConfiguration(split_batches=True, even_batches=even, dispatch_batches=dispatch)
+    batches = BatchSampler(range(size), 6, drop_last=False)
+    for make in (
+        lambda: DataLoader(Numbers(size), batch_size=6),
+        lambda: DataLoader(Numbers(size), batch_size=6, drop_last=True),
+        lambda: DataLoader(Numbers(size), batch_sampler=batches),
+        lambda: DataLoader(Numbers(size), batch_sampler=list(batches)),
+        lambda: DataLoader(Stream(size), batch_size=6),
+        lambda: [torch.tensor(batch) for batch in batches],
+    ):
+        for index in range(3):
+            loader = part(make(), index, 3, config=config)
+            assert len(loader) == len(list(loader))

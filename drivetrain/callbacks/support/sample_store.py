@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from torch import Tensor
 from drivetrain.runtime.block_gather import BlockGather
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.runtime.host_blocks import HostBlocks
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.state import PartialState
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,14 @@ class Part:
         step: The number of the batch in its loader, on this process.
         shard: Which of the data's shards this process has; several processes may have the same.
         values: Predictions and targets of the batch's real rows; targets may be None.
+        others: The same rows of what else the step returned, by key.
     """
 
     loader: int
     step: int
     shard: int
     values: tuple[Any, Any]
+    others: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -44,10 +49,12 @@ class Samples:
     Attributes:
         predictions: A tensor with a row for each sample, or a list with an item for each.
         targets: The same for targets; None where there are none.
+        others: The same for what else the steps returned, by key.
     """
 
     predictions: Any
     targets: Any
+    others: Mapping[str, Any] = field(default_factory=dict)
 
 
 def real_rows(values: Any, rows: int | None, keep: int | None, what: str) -> Any:
@@ -87,6 +94,13 @@ def real_rows(values: Any, rows: int | None, keep: int | None, what: str) -> Any
     return recursively_apply(lambda leaf: leaf.detach(), list(kept))
 
 
+def has_rows(values: Any, rows: int) -> bool:
+    """Return whether values hold one row, or one item, for each of so many samples."""
+    if hasattr(values, "__array__") or isinstance(values, Tensor):
+        return len(values.shape) > 0 and len(values) == rows
+    return isinstance(values, (list, tuple)) and len(values) == rows
+
+
 class SampleGather:
     """Brings the parts of all processes to the main process, while they compute further batches.
 
@@ -118,23 +132,30 @@ class SampleGather:
         block = self._leaving.take()
         if block:
             self._gather.add(block)
-        kept: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+        kept: dict[tuple[int, int, int], Part] = {}
         parts: list[Part] = [part for block in self._gather.finish() for part in block]
         for part in parts:
             # Processes that share a shard have the same samples: one of them counts.
-            kept.setdefault((part.loader, part.step, part.shard), part.values)
+            kept.setdefault((part.loader, part.step, part.shard), part)
         # Batch by batch the shards took turns in the order of the data set.
-        loaders: dict[int, list[tuple[Any, Any]]] = {}
+        loaders: dict[int, list[Part]] = {}
         for key in sorted(kept):
             loaders.setdefault(key[0], []).append(kept[key])
-        return [
-            Samples(_joined([predictions for predictions, _ in values]), _joined([targets for _, targets in values]))
-            for values in loaders.values()
-        ]
+        return [_samples_of(parts) for parts in loaders.values()]
 
     def abandon(self) -> None:
         """Leave without waiting, after an error."""
         self._gather.abandon()
+
+
+def _samples_of(parts: Sequence[Part]) -> Samples:
+    """Join the parts of one loader; a key that some of them lack is left out."""
+    every = dict.fromkeys(name for part in parts for name in part.others)
+    names = [name for name in every if all(name in part.others for part in parts)]
+    if missing := [name for name in every if name not in names]:
+        logger.warning("EvaluationGather leaves %s out of the file: not every batch has them.", missing)
+    others = {name: _joined([part.others[name] for part in parts]) for name in names}
+    return Samples(_joined([part.values[0] for part in parts]), _joined([part.values[1] for part in parts]), others)
 
 
 def _joined(values: Sequence[Any]) -> Any:
@@ -182,9 +203,13 @@ def writer_for(path: str | os.PathLike[str]) -> Callable[[Samples, Path], None]:
     return _WRITERS[extension]
 
 
-def _named(samples: Samples) -> dict[str, Any]:
-    named = {"predictions": samples.predictions, "targets": samples.targets}
-    return {name: values for name, values in named.items() if values is not None}
+def _named(samples: Samples, *names: str) -> dict[str, Any]:
+    """Return the columns of a file by name: those of predictions and targets, whose names are given, and the others."""
+    prediction, target = names or ("predictions", "targets")
+    named = {prediction: samples.predictions, target: samples.targets}
+    named = {name: values for name, values in named.items() if values is not None}
+    taken = {"index", prediction, target}
+    return named | {f"output_{name}" if name in taken else name: values for name, values in samples.others.items()}
 
 
 def _write_pt(samples: Samples, path: Path) -> None:
@@ -207,9 +232,7 @@ def _write_npz(samples: Samples, path: Path) -> None:
 def _write_csv(samples: Samples, path: Path) -> None:
     columns: list[str] = ["index"]
     cells: list[list[Any]] = []
-    for name, values in (("prediction", samples.predictions), ("target", samples.targets)):
-        if values is None:
-            continue
+    for name, values in _named(samples, "prediction", "target").items():
         rows = [_flat(row) for row in _rows(values)]
         width = max((len(row) for row in rows), default=1)
         columns += [name] if width == 1 else [f"{name}_{number}" for number in range(width)]
@@ -221,14 +244,11 @@ def _write_csv(samples: Samples, path: Path) -> None:
 
 
 def _write_jsonl(samples: Samples, path: Path) -> None:
-    predictions = list(_rows(samples.predictions))
-    targets = list(_rows(samples.targets)) if samples.targets is not None else None
+    columns = {name: _rows(values) for name, values in _named(samples, "prediction", "target").items()}
     with path.open("w", encoding="utf-8") as file:
-        for index, prediction in enumerate(predictions):
-            row = {"index": index, "prediction": prediction}
-            if targets is not None:
-                row["target"] = targets[index]
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        for index, row in enumerate(zip(*columns.values(), strict=True)):
+            cells = {"index": index, **dict(zip(columns, row, strict=True))}
+            file.write(json.dumps(cells, ensure_ascii=False) + "\n")
 
 
 _WRITERS: dict[str, Callable[[Samples, Path], None]] = {
