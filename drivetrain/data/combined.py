@@ -317,7 +317,8 @@ class CountedBatches(Sampler[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any], count: int) -> None:
-        self.batches, self.count, self.generator = loader.batch_sampler, count, loader.generator
+        self.batches: Any = loader.batch_sampler
+        self.count, self.generator = count, loader.generator
 
     def __iter__(self) -> Iterator[Any]:
         left = self.count

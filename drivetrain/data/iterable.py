@@ -103,7 +103,7 @@ class BatchedStream(IterableDataset[Record]):
         held: list[Any] = []  # nothing while this waits to be asked for the next
         worker = get_worker_info()
         dropped = int(self.dropped[0 if worker is None else worker.id])
-        chunks = islice(_chunks(samples, size, self.drop_last), dropped, None)
+        chunks: Iterator[Sequence[Any]] = islice(_chunks(samples, size, self.drop_last), dropped, None)
         digest = ""
         if self.layout.shard.count > 1:
             first = list(islice(chunks, 1))
