@@ -69,12 +69,16 @@ class DispatchReader:
             return opened._replace(pairs=pairs)
         exchange = _Exchange(self.layout)
         if dist.get_rank() != 0:
-            return Opened(exchange.receive(), EpochStart.capture([]), do_nothing)
+            # Any process may write the position, which is that of rank 0.
+            start = broadcast_object_list([None])[0] or EpochStart.capture([])
+            return Opened(exchange.receive(), start, do_nothing)
         try:
             opened = self._own_reader().open(epoch, position, limit)
         except Exception as error:
+            broadcast_object_list([None])
             exchange.fail(error)
             raise
+        broadcast_object_list([opened.start])
         steps = share_pairs(opened.pairs, self.layout)
         return opened._replace(pairs=exchange.send(steps))
 

@@ -59,9 +59,12 @@ def find_generators(*owners: Any) -> list[Any]:
 
 
 def generator_state(generator: Any) -> Any:
-    """The state of a generator that `find_generators` found: a tensor, or lists and dicts of numbers and strings."""
+    """The state of a generator that `find_generators` found: bytes, or lists and dicts of numbers and strings.
+
+    No tensor: any process may write those of a checkpoint, and if rank 0 reads for all, only its state counts.
+    """
     if isinstance(generator, torch.Generator):
-        return generator.get_state()
+        return generator.get_state().numpy().tobytes()
     if isinstance(generator, np.random.Generator):
         return _plain(generator.bit_generator.state)
     if isinstance(generator, np.random.RandomState):
@@ -73,6 +76,7 @@ def generator_state(generator: Any) -> Any:
 def set_generator_state(generator: Any, state: Any) -> None:
     """Put a generator where `generator_state` found it."""
     if isinstance(generator, torch.Generator):
+        state = torch.frombuffer(bytearray(state), dtype=torch.uint8) if isinstance(state, bytes) else state
         generator.set_state(torch.as_tensor(state, dtype=torch.uint8))
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = _arrays(state)

@@ -404,3 +404,25 @@ def test_processes_that_read_parts_of_their_own_are_left_to_it_or_refused() -> N
     for error, rows, _ in run_in_processes(read_parts, 2, ({"dispatch_batches": False},)):
         assert "OwnPart gives each process other samples" in error
         assert not rows
+
+
+def positions(epochs: int) -> list[Any]:
+    rank = PartialState().process_index
+    config = DataLoaderConfiguration(dispatch_batches=True)
+    found: list[Any] = []
+    for kind in ("shuffled", "shuffled, own generator", "subset"):
+        seed_everything(SEED)
+        loader = prepare_loader(KINDS[kind](), shard=DataShard(rank, 2), config=config)
+        for _ in range(epochs):
+            for _ in loader:
+                pass
+        iterator = iter(loader)
+        next(iterator)
+        start = loader.state_dict()["start"]
+        found.append({"torch": start["shared"]["torch"].tolist(), "own": start["own"]})
+    return found
+
+
+def test_the_position_of_a_dispatched_loader_is_that_of_rank_0_on_every_process() -> None:
+    first, second = run_in_processes(positions, args=(1,))
+    assert second == first
