@@ -104,6 +104,7 @@ class RunControl:
         self.details = ""
         self._forced: set[StopReason] = set()  # what ends a run whatever the least is that was asked for
         self._requested_by = ""
+        self._stops_for_good = False
         self._signals = Interruption(self._on_signal)
         self._started = 0.0
         self._has_declined = False
@@ -115,7 +116,7 @@ class RunControl:
         self.batches_to_skip.clear()
         self.reason, self.details = None, ""
         self._forced.clear()
-        self._requested_by = ""
+        self._requested_by, self._stops_for_good = "", False
         self._has_declined = False
         self._signals = Interruption(self._on_signal)
         self.start_clock()
@@ -131,12 +132,13 @@ class RunControl:
         """Forget in the end who has asked for what in the body; signals still end the run."""
         before = self.stop_requested, self.stop_agreed, self.rollback_path, set(self.batches_to_skip)
         by, self._requested_by = self._requested_by, ""
+        for_good = self._stops_for_good
         self.stop_requested = self.stop_agreed = False
         try:
             yield
         finally:
             self.stop_requested, self.stop_agreed, self.rollback_path, self.batches_to_skip = before
-            self._requested_by = by
+            self._requested_by, self._stops_for_good = by, for_good
             self.stop_requested = self.stop_requested or bool(self._forced)
 
     def start_clock(self) -> None:
@@ -173,25 +175,27 @@ class RunControl:
     @property
     def stops_for_good(self) -> bool:
         """Whether a run that resumes this one is over too: a callback ended it, not a limit or a signal."""
-        return self.stop_agreed and bool(self._requested_by) and not (self.preempted or self.interrupted)
+        return self.stop_requested and self._stops_for_good and not self.ends_to_be_resumed
 
     @property
     def stops_by_request(self) -> bool:
         """Whether a callback or `max_time` ends the run, rather than a count or a signal."""
         return (bool(self._requested_by) or self.out_of_time) and not self.ends_to_be_resumed
 
-    def request_stop(self, by: str) -> None:
+    def request_stop(self, by: str, for_good: bool = True) -> None:
         """Ask for the end of the run after this step, for all processes; the least that was asked for comes first.
 
         Args:
             by: Who asks, and why.
+            for_good: Whether a run that resumes this one is to be over too; not where a limit is reached.
         """
         self.stop_requested = True
         self._requested_by = by
+        self._stops_for_good = self._stops_for_good or for_good
 
     def withdraw_stop(self) -> None:
         """Take the request back."""
-        self.stop_requested = self.stop_agreed = False
+        self.stop_requested = self.stop_agreed = self._stops_for_good = False
         self._requested_by = ""
 
     def resume_stop(self, stopped: bool) -> None:

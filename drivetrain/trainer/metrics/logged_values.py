@@ -425,7 +425,7 @@ class LoggedValues:
                 results.append(EpochValue(first["name"], first["epoch_name"], *shown, value, first["loader"]))
         for entry in entries:
             if entry.metric is not None and entry.fresh and not entry.on_epoch:
-                entry.metric.reset()
+                self._finished.append(entry.metric)
                 entry.fresh = False
             if entry.step_name in steps:
                 entry.last = entry.synced = steps[entry.step_name]
