@@ -33,6 +33,7 @@ from drivetrain.trainer import building, task_checks
 from drivetrain.trainer.compiled_task import uncompiled
 from drivetrain.trainer.compiling import compilations_watched, compile_plugin
 from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.hyper_parameters import storable, without_modules
 from drivetrain.trainer.init_module import init_module
 from drivetrain.trainer.loops.choose_step import choose_step
 from drivetrain.trainer.loops.consumption import duration_in_run
@@ -306,6 +307,9 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         """Fit, in the order of hooks that the documentation promises."""
         self.task_run.set_up(task, Stage.TRAIN)
         task_checks.check_hooks(self, task, self.datamodule)
+        if self.checkpoint_callbacks:
+            for owner in filter(None, (task, self.datamodule)):
+                storable(without_modules(owner.hparams), self.pickles)  # raises here rather than at the first save
         guarded = any(callback.guards_values for callback in self.callbacks)
         self.finiteness = Finiteness(is_watched=not (guarded or self.barebones))
         with self.accelerator.precision.init_context(), self.strategy.init_context():

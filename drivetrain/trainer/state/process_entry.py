@@ -48,6 +48,7 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> tuple[dic
     taken = {
         "logged": {**states[0]["logged"], "train": _merged([state["logged"]["train"] for state in states])},
         "metrics": merged_metric_states(task, [state["metrics"] for state in states]),
+        "finished_metrics": states[0].get("finished_metrics", []),
     }
     return taken, entries[0]["engine"]["random"]
 

@@ -16,9 +16,8 @@ from drivetrain.data import CombinedLoader, PreparedLoader
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.trackers.base import plain
 from drivetrain.trainer.hooks import is_overridden
-from drivetrain.trainer.hyper_parameters import without_modules
+from drivetrain.trainer.hyper_parameters import storable, without_modules
 from drivetrain.trainer.metrics.metric_states import restore_metric_states
 from drivetrain.trainer.state.committed import Committed
 from drivetrain.trainer.state.hook_view import ENTRIES, for_hooks, state_of, take_back
@@ -95,7 +94,7 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool, keeps_objects: bo
     data, secrets = trainer.datamodule, trainer.tracker_group.secrets
     entries: dict[str, Any] = {
         "progress": trainer.progress.state_dict(),
-        "hyper_parameters": secrets.drop(plain(without_modules(task.hparams), keeps_objects)),
+        "hyper_parameters": secrets.drop(storable(without_modules(task.hparams), keeps_objects)),
         "hparams_name": task.__dict__.get("_hparams_name"),
         LOSS_IS_FINITE: trainer.is_finite,  # marks the manifest, too: the last choice for a resume
     }
@@ -108,7 +107,7 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool, keeps_objects: bo
         # A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
         "should_stop": any(gather_object([trainer.control.stops_for_good])),
         "datamodule": _watched(trainer, data, "state_dict")() if data is not None else {},
-        "datamodule_hyper_parameters": secrets.drop(plain(of_data, keeps_objects)),
+        "datamodule_hyper_parameters": secrets.drop(storable(of_data, keeps_objects)),
         "datamodule_hparams_name": None if data is None else data.__dict__.get("_hparams_name"),
         "combined_loader": None if trainer.loop is None else trainer.loop.batches.combined_position(),
     }
@@ -290,6 +289,7 @@ class SavedRun:
                 return
             trainer.logged.load_state_dict(own["logged"], trainer.strategy.topology.device)
             restore_metric_states(trainer.task, own["metrics"])
+            trainer.logged.resume_finished(trainer.task, own.get("finished_metrics", ()))
         restore_random(random)
 
 
