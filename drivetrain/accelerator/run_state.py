@@ -119,6 +119,11 @@ class RunState:
             "classes": classes,
         }
 
+    def engine_of(self, model: nn.Module) -> dict[str, Any]:
+        """Collect the state of one placed model that was not prepared for training, as `engine` lays it out."""
+        name = self.strategy.state.original_type(self.strategy.unwrap(model)).__name__
+        return {"models": [self.strategy.state.model(model)], "classes": {"models": [name]}}
+
     def classes(self) -> dict[str, list[str | None]]:
         """The names of the classes of what is prepared and registered, as the user chose them; None if unknown."""
         bare = [self.strategy.unwrap(model) for model in self.prepared.models]

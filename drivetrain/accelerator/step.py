@@ -73,6 +73,7 @@ class OptimizerStep:
         weights: What the losses of the window weigh, where that was given.
         timing: What the thread spends its time with; a driver begins it.
         steps_taken: Steps of single optimizers since a driver set this to 0; one skipped on overflow is none.
+        is_open: Whether a driver is within a step, which ends with `close`.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class OptimizerStep:
         self.weights = WeightedMean(strategy)
         self.timing = Timing()
         self.steps_taken = 0
+        self.is_open = self._half_done = False
         self._strategy, self._precision, self._prepared = strategy, precision, prepared
         self._scale = precision.scale if overrides(precision, "scale") else None
         self._unscale = precision.unscale if overrides(precision, "unscale") else None
@@ -91,8 +93,12 @@ class OptimizerStep:
 
     @property
     def is_torn(self) -> bool:
-        """Whether a backward has stepped some parameters and not yet the others."""
-        return self._hooks.in_backward is not None and self._hooks.in_backward.is_torn
+        """Whether some parameters have taken the step under way and others have not."""
+        return self._half_done or (self._hooks.in_backward is not None and self._hooks.in_backward.is_torn)
+
+    def close(self) -> None:
+        """Record that a driver's step is over: nothing of it is left to change parameters."""
+        self.is_open = self._half_done = False
 
     def drive(self, hooks: StepHooks) -> None:
         """Run a driver's hooks in every step from now on; `StepHooks()` ends that."""
@@ -242,10 +248,12 @@ class OptimizerStep:
             optimizer = prepared.optimizer
             if self._prepares:
                 self.prepare_step(optimizer)
+            self._half_done = True
             done = self._step_one(optimizer)
             prepared.step_was_skipped = not done
             prepared.spent = True
             stepped = stepped and done
+        self._half_done = False
         if outer is not None:
             timing.enter(outer)
         return stepped
@@ -267,6 +275,7 @@ class OptimizerStep:
         result: Any = None
         outer = timing.enter(OPTIMIZER) if timing.on else None
         if closure is not None and prepared.needs_closure:
+            self._half_done = True
             done = self._step_one(optimizer, closure=self._prepared_closure(optimizer, closure))
         else:
             if closure is not None:
@@ -276,7 +285,9 @@ class OptimizerStep:
                 self.finish_gradients()
             if self._prepares:
                 self.prepare_step(optimizer)
+            self._half_done = True
             done = self._step_one(optimizer)
+        self._half_done = self.is_open
         prepared.step_was_skipped = not done
         prepared.spent = True
         prepared.holds_abandoned = False

@@ -79,6 +79,10 @@ class Callback(KnownKeywords):
     """Whether a hook that runs within a step (`on_train_batch_start`, `on_before_backward`, `on_exception`, ...) may
     save a checkpoint. If one is overridden, the Trainer remembers where each step began, which takes some 50 µs."""
 
+    further_weights: str | None = None
+    """The entry of a checkpoint in which this callback keeps a second state dict of the model, such as an average.
+    `Task.on_load_checkpoint` is called for it too, as the `"state_dict"` of a copy of the checkpoint."""
+
     # the state of a callback
 
     @property

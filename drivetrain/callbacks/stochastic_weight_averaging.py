@@ -69,6 +69,7 @@ class StochasticWeightAveraging(Callback):
     """
 
     saves_within_steps = False
+    further_weights = AVERAGE
 
     def __init__(
         self,

@@ -169,7 +169,8 @@ class Timer(Callback):
     def _stop(self, trainer: Trainer) -> None:
         self._end = None
         # The loop agrees with the other processes about the step.
-        trainer.request_stop(f"Timer: the time is over after {self.time_elapsed():.0f} s of training")
+        reason = f"Timer: the time is over after {self.time_elapsed():.0f} s of training"
+        trainer.control.request_stop(reason, for_good=False)
         if self.verbose:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
             logger.info(f"Time limit reached. Elapsed time is {elapsed}. Signaling Trainer to stop.")

@@ -59,6 +59,7 @@ class WeightAveraging(Callback):
     """
 
     saves_within_steps = False
+    further_weights = OWN_STATE
 
     def __init__(
         self,

@@ -6,13 +6,18 @@ import csv
 import inspect
 import os
 from argparse import Namespace
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 
+import torch
 from torch import nn
 
+from drivetrain.checkpoint import packed
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.keywords import refuse_unknown
 from drivetrain.runtime.logging import get_logger
@@ -242,6 +247,79 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
+
+
+_KEPT = (dict, OrderedDict, defaultdict, HyperParameters)
+
+
+def storable(values: Mapping[str, Any], keeps_objects: bool = False) -> dict[str, Any]:
+    """Return hyper-parameters as a checkpoint holds them: with their types, but without objects of classes.
+
+    Enums become their names; dataclasses, namespaces, pydantic models and other mappings become dicts, with a warning.
+
+    Args:
+        values: Names and values.
+        keeps_objects: Whether objects stay as they are, to be pickled.
+
+    Raises:
+        CheckpointError: A value is an object of another class; its place and type are named.
+    """
+    changed: list[str] = []
+    found: dict[str, Any] = _storable({**values}, "", changed, keeps_objects)
+    if changed:
+        logger.warning_once(
+            f"Hyper-parameters come back from a checkpoint as plain values: {', '.join(changed)}. Convert them in the "
+            "constructor, or give the objects again to load_from_checkpoint."
+        )
+    return found
+
+
+def _storable(value: Any, place: str, changed: list[str], keeps_objects: bool) -> Any:
+    def inside(item: Any, key: Any) -> Any:
+        return _storable(item, f"{place}.{key}" if place else str(key), changed, keeps_objects)
+
+    kind = type(value)
+    if kind in _KEPT:
+        keys = {key: key if keeps_objects else _storable(key, place, changed, False) for key in value}
+        return {kept: inside(value[key], key) for key, kept in keys.items()}
+    if kind in (list, tuple, set, frozenset):
+        return kind(inside(item, index) for index, item in enumerate(value))
+    if keeps_objects:
+        return value
+    content = _content_of(value)
+    if content is not None:
+        changed.append(f"{place} ({kind.__name__})")
+        return _storable(content, place, changed, keeps_objects)
+    for base in (bool, int, float, str):
+        if isinstance(value, base):
+            return base(value)
+    try:
+        packed({place: value})
+    except CheckpointError:
+        name = place.split(".")[0]
+        raise CheckpointError(
+            f"The hyper-parameter {place!r} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "
+            f"hold: it takes tensors, numbers, text, and lists, tuples, sets and dicts of them. Leave it out, "
+            f"save_hyperparameters(ignore=[{name!r}]), and give it again to load_from_checkpoint({name}=...)."
+        ) from None
+    return value
+
+
+def _content_of(value: Any) -> Any:
+    """Return the plain content of an enum, a dataclass, a namespace, a pydantic model or a mapping; else None."""
+    if isinstance(value, Enum):
+        return value.name
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Namespace | SimpleNamespace):
+        return dict(vars(value))
+    if callable(getattr(value, "model_dump", None)) and not isinstance(value, type):
+        return value.model_dump()
+    if isinstance(value, Mapping):
+        return {key: value[key] for key in value}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | torch.Size):
+        return tuple(value) if isinstance(value, tuple) else list(value)
+    return None
 
 
 class HoldsHyperParameters:

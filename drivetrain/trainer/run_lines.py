@@ -64,6 +64,8 @@ def last_line(trainer: Trainer) -> str:
     first = _DONE if control.reason is None else _FIRST_WORDS.get(control.reason, _DONE)
     parts = [f"{first.format(taken=taken)}: {control.details}."]
     if control.reason is StopReason.NOTHING_TO_DO:
+        if control.stops_for_good:
+            return f"{parts[0]} Start a new run from its weights to train more."
         return f"{parts[0]} Raise that limit to train more."
     saved = newest_checkpoint(trainer)
     if trainer.loggers and trainer.log_dir is not None:

@@ -33,6 +33,7 @@ from drivetrain.trainer import building, task_checks
 from drivetrain.trainer.compiled_task import uncompiled
 from drivetrain.trainer.compiling import compilations_watched, compile_plugin
 from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.hyper_parameters import storable, without_modules
 from drivetrain.trainer.init_module import init_module
 from drivetrain.trainer.loops.choose_step import choose_step
 from drivetrain.trainer.loops.consumption import duration_in_run
@@ -110,7 +111,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         gradient_clip_algorithm: `"norm"` or `"value"`.
         deterministic: Whether only deterministic algorithms may run; `"warn"` warns instead.
         benchmark: Let cuDNN try algorithms.
-        inference_mode: Evaluate under `torch.inference_mode` rather than `torch.no_grad`.
+        inference_mode: Run `validate`, `test` and `predict` under `torch.inference_mode` rather than `torch.no_grad`;
+            a validation within `fit` always runs under `torch.no_grad`.
         use_distributed_sampler: Whether loaders are sharded over processes; else each process takes all of its own.
         num_workers: `"auto"` measures each loader and the step in the first 50 batches, and settles on a number of
             workers in place of the loader's own, with the same batches. None keeps that of each loader.
@@ -306,6 +308,9 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         """Fit, in the order of hooks that the documentation promises."""
         self.task_run.set_up(task, Stage.TRAIN)
         task_checks.check_hooks(self, task, self.datamodule)
+        if self.checkpoint_callbacks:
+            for owner in filter(None, (task, self.datamodule)):
+                storable(without_modules(owner.hparams), self.pickles)  # raises here rather than at the first save
         guarded = any(callback.guards_values for callback in self.callbacks)
         self.finiteness = Finiteness(is_watched=not (guarded or self.barebones))
         with self.accelerator.precision.init_context(), self.strategy.init_context():
@@ -552,8 +557,9 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         refuse_unknown(_unknown, self.save_checkpoint)
         if self.accelerator.step.is_torn:
             raise CheckpointError(
-                "This run ended within a backward that steps parameters (optimizer_in_backward=True): some of them are "
-                "stepped and others are not, which is no state to save. Resume from the last checkpoint."
+                "No checkpoint is written within a step that has begun to change parameters: between the steps of two "
+                "optimizers, in the closure of an optimizer such as L-BFGS, or in a backward that steps parameters. "
+                "Save in on_train_batch_end, or resume from the last checkpoint."
             )
         if self.loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
             self.tracker_log.write_due_values()

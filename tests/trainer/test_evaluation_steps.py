@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 
 from tests.pool import run_in_processes
 from tests.trainer.tasks import Kept, Weight, fitted, ones, quiet, rows
@@ -224,3 +224,96 @@ def test_a_task_within_a_task_logs_through_its_trainer() -> None:
     task, tracker = Outer(), Kept()
     fitted(task, ones(2), logger=tracker, log_every_n_steps=1)
     assert [value["inner"] for _, value in by_step(tracker, "inner")] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("on_epoch", [True, False])
+def test_metrics_that_are_logged_by_step_last_until_the_hooks_of_the_epochs_end(on_epoch: bool) -> None:
+    class BySteps(Weight):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trained, self.validated = MeanMetric(), MeanMetric()
+            self.by_hand: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.trained(batch[0].mean())
+            self.log("trained", self.trained, on_step=True, on_epoch=on_epoch)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.validated(batch[0].mean())
+            self.log("validated", self.validated, on_step=True, on_epoch=on_epoch)
+
+        def on_train_epoch_end(self) -> None:
+            self.by_hand.append(float(self.trained.compute()))
+            self.log("train_again", self.trained)
+
+        def on_validation_epoch_end(self) -> None:
+            self.by_hand.append(float(self.validated.compute()))
+            self.log("validate_again", self.validated)
+
+    task = BySteps()
+    trainer = fitted(task, rows([1.0, 3.0]), rows([1.0, 4.0]), max_epochs=2, num_sanity_val_steps=0)
+    assert task.by_hand == [2.5, 2.0] * 2
+    again = [float(trainer.callback_metrics[name]) for name in ("train_again", "validate_again")]
+    assert again == [2.0, 2.5]
+    assert not task.trained.update_called
+
+
+class Odd(SumMetric):
+    """Computes whatever it was made with."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def compute(self) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, None), (1.5, 1.5), (2, 2.0)])
+def test_a_metric_may_compute_a_number_or_nothing(value: Any, expected: float | None) -> None:
+    class Logs(Weight):
+        def __init__(self) -> None:
+            super().__init__()
+            self.odd = Odd(value)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.odd.update(1.0)
+            self.log("odd", self.odd)
+
+    trainer = fitted(Logs(), ones(1), ones(1), num_sanity_val_steps=0)
+    assert trainer.callback_metrics.get("odd") == expected
+
+
+def test_a_checkpoints_values_are_written_at_its_step(tmp_path: Path) -> None:
+    fitted(Stepwise(), ones(3)).save_checkpoint(tmp_path / "saved")
+    tracker = Kept()
+    quiet(logger=tracker).validate(Stepwise(), rows([1.0]), ckpt_path=tmp_path / "saved")
+    assert [step for step, _ in by_step(tracker, "whole")] == [3]
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_a_tensor_of_a_validation_within_fit_can_be_trained_with(inference_mode: bool) -> None:
+    class Keeps(Weight):
+        kept: Any = None
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.kept = batch[0] * 2
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return (super().training_step(batch, batch_idx) * self.kept).mean()
+
+    fitted(Keeps(), ones(2), ones(1), inference_mode=inference_mode, num_sanity_val_steps=1)
+
+
+@pytest.mark.parametrize("verb", ["predict", "test", "validate"])
+def test_after_an_evaluation_the_weights_can_be_saved(verb: str, tmp_path: Path) -> None:
+    class All(Stepwise):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch[0] * self.weight
+
+    task, trainer = All(), quiet()
+    getattr(trainer, verb)(task, rows([1.0]))
+    trainer.save_checkpoint(tmp_path / "saved")
+    loaded = All.load_from_checkpoint(tmp_path / "saved")
+    assert all(torch.equal(one, other) for one, other in zip(loaded.parameters(), task.parameters(), strict=True))

@@ -167,7 +167,9 @@ class CheckpointWriter:
             self.settle()
         else:
             # They agree on the step to stop at, and raise when training is over.
-            trainer.request_stop("ModelCheckpoint: a checkpoint could not be written in the background")
+            trainer.control.request_stop(
+                "ModelCheckpoint: a checkpoint could not be written in the background", for_good=False
+            )
 
     def settle(self, forgive: bool = False) -> None:
         """Wait until what is being written is done.

@@ -141,7 +141,9 @@ class EvaluationLoop:
             for loader in () if keep else loaders:
                 stack.enter_context(loader.undone())
             trainer.logged.enter(self._in_epoch)
-            with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
+            # A task may keep a tensor of a validation within fit and train with it.
+            inference = trainer.inference_mode and trainer.task_run.stage is not Stage.TRAIN
+            with evaluation_context(self._strategy.capability(PlainEvaluation), inference):
                 hooks.call(stage.hook_name("start"))
                 hooks.call(stage.hook_name("epoch_start"))
                 if self._source.is_stale:  # a hook has changed what they are made of

@@ -74,7 +74,9 @@ def evaluate(
         placed = task_run.place_for_evaluation(task)
         if ckpt_path is not None:
             path = task_run.checkpoint_path = find_checkpoint(trainer, ckpt_path) or ""
-            SavedRun(trainer, path).restore_for_evaluation()
+            saved = SavedRun(trainer, path)
+            saved.restore_for_evaluation()
+            trainer.tracker_log.evaluated_step = saved.step
         trainer.on_task_placed(task)
         trainer.current.stage = stage
         return run(task, placed, source)
@@ -83,6 +85,7 @@ def evaluate(
         raise
     finally:
         task_run.tear_down(task, stage)
+        trainer.tracker_log.evaluated_step = None
 
 
 def _best_of_last_fit(trainer: Trainer, stage: Stage) -> str | None:

@@ -129,16 +129,19 @@ class FitLoop:
     def run_epoch(self) -> None:
         """One pass over the training data, or what a resumed run has left of it."""
         trainer, progress, control, batches = self._trainer, self._progress, self._control, self._batches
+        is_again = self.is_resuming
         if not self._begin_epoch():
             return
         self._has_trained = True
         windows = batches.windows()
         next_validation = self._schedule.next_batch()
+        # A validation that a resumed run has run again may have ended it.
+        is_stopped = is_again and control.stop_requested and control.may_stop(batches.limit)
         finished = skipped = False
         window: list[MicroBatch] = []
         self._timing.begin_steps()
         try:
-            for window in windows:
+            for window in () if is_stopped else windows:
                 self._run_step(window)
                 batches.finished = window[-1].info
                 window.clear()  # what follows must not hold the tensors of its batches
@@ -160,10 +163,11 @@ class FitLoop:
                         self._validate_before_stop()
                     break
             else:
-                finished = True
+                finished = not is_stopped or batches.are_done
         except (EpochSkipped, DataEnded):
             finished = skipped = True
             batches.committed.release()
+            trainer.accelerator.step.close()
         finally:
             windows.close()
             window.clear()

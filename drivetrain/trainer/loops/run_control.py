@@ -111,6 +111,7 @@ class RunControl:
         self._forced: set[StopReason] = set()  # what ends a run whatever the least is that was asked for
         self._requested_by = ""
         self._requests: dict[str, str] = {}  # who asks this process for a stop, and why
+        self._stops_for_good = False
         self._signals = Interruption(self._on_signal)
         self._started = 0.0
         self._has_declined = False
@@ -122,7 +123,7 @@ class RunControl:
         self.batches_to_skip.clear()
         self.reason, self.details = None, ""
         self._forced.clear()
-        self._requested_by = ""
+        self._requested_by, self._stops_for_good = "", False
         self._requests.clear()
         self._has_declined = False
         self._signals = Interruption(self._on_signal)
@@ -138,13 +139,13 @@ class RunControl:
     def kept(self) -> Iterator[None]:
         """Forget in the end who has asked for what in the body; signals still end the run."""
         before = self.stop_requested, self.stop_agreed, self.rollback_path, set(self.batches_to_skip)
-        by, requests = self._requested_by, dict(self._requests)
+        by, requests, for_good = self._requested_by, dict(self._requests), self._stops_for_good
         self.withdraw_stop()
         try:
             yield
         finally:
             self.stop_requested, self.stop_agreed, self.rollback_path, self.batches_to_skip = before
-            self._requested_by, self._requests = by, requests
+            self._requested_by, self._requests, self._stops_for_good = by, requests, for_good
             self.stop_requested = self.stop_requested or bool(self._forced)
 
     def start_clock(self) -> None:
@@ -181,22 +182,24 @@ class RunControl:
     @property
     def stops_for_good(self) -> bool:
         """Whether a run that resumes this one is over too: a callback ended it, not a limit or a signal."""
-        return self.stop_agreed and bool(self._requested_by) and not (self.preempted or self.interrupted)
+        return self.stop_requested and self._stops_for_good and not self.ends_to_be_resumed
 
     @property
     def stops_by_request(self) -> bool:
         """Whether a callback or `max_time` ends the run, rather than a count or a signal."""
         return (bool(self._requested_by) or self.out_of_time) and not self.ends_to_be_resumed
 
-    def request_stop(self, by: str, asker: str = "") -> None:
+    def request_stop(self, by: str, asker: str = "", for_good: bool = True) -> None:
         """Ask for the end of the run after this step, for all processes; the least that was asked for comes first.
 
         Args:
             by: Who asks, and why.
             asker: The key under which `withdraw_request` can take it back.
+            for_good: Whether a run that resumes this one is to be over too; not where a limit is reached.
         """
         self.stop_requested = True
         self._requested_by = self._requests[asker] = by
+        self._stops_for_good = self._stops_for_good or for_good
 
     def withdraw_request(self, asker: str) -> None:
         """Take back what one asker has requested, on all processes at the same moment; other requests hold.
@@ -211,10 +214,11 @@ class RunControl:
         self.stop_requested = holds or bool(self._requests)
         self.stop_agreed = holds  # a request of another process is agreed on again
         self._has_declined = False
+        self._stops_for_good = self._stops_for_good and bool(self._requests)
 
     def withdraw_stop(self) -> None:
         """Take the request back."""
-        self.stop_requested = self.stop_agreed = False
+        self.stop_requested = self.stop_agreed = self._stops_for_good = False
         self._requested_by = ""
         self._requests.clear()
 

@@ -106,6 +106,7 @@ class PlainStep:
         self._on_batch_start = hooks.find("on_train_batch_start")
         self._on_batch_end = hooks.find("on_train_batch_end")
         self._engine.weights.in_use = None
+        self._engine.close()
         self._engine.drive(actions.watch_step(self._step_hooks(hooks)))
         counts = counters(trainer, task)
         self._counters = [each.count for each in counts]
@@ -171,6 +172,7 @@ class PlainStep:
     def _begin(self, window: Sequence[MicroBatch]) -> None:
         self._remaining = size = len(window)
         self._has_gradients = self._took_part = False
+        self._engine.is_open = True
         if self._foresight is not None:
             self._foresight.begin(window)
         if self._clears_first:
@@ -306,6 +308,7 @@ class PlainStep:
     def _finish(self, window: list[MicroBatch], output: Any, steps: int) -> bool:
         """Count the step, schedule, and end its last batch. Returns whether there was a step."""
         progress = self._progress
+        self._engine.close()
         if self._taken:
             window.extend(self._taken)
             self._taken.clear()

@@ -428,7 +428,7 @@ class LoggedValues:
             metric = _find_metric(task, parts[0]["metric"])
             value: Value | None
             if metric is not None:
-                value = _computed(name, metric, self._that_count)
+                value = _computed(name, metric, self._that_count, self._separates_moments)
                 self._finished.append(metric)
             else:
                 value = reduced(fresh.get(name), local.get(name), parts)
@@ -438,7 +438,7 @@ class LoggedValues:
                 results.append(EpochValue(first["name"], first["epoch_name"], *shown, value, first["loader"]))
         for entry in entries:
             if entry.metric is not None and entry.fresh and not entry.on_epoch:
-                entry.metric.reset()
+                self._finished.append(entry.metric)
                 entry.fresh = False
             if entry.step_name in steps:
                 entry.last = entry.synced = steps[entry.step_name]
@@ -456,6 +456,15 @@ class LoggedValues:
             if entry.on_step and entry.step_name in names:  # the epoch's is newer, until the next step
                 entry.last = None
         return results
+
+    def finished_metrics(self, task: nn.Module) -> list[str]:
+        """Return the places in the task of the metrics whose epoch is over, and which are not reset yet."""
+        over = {id(metric) for metric in self._finished}
+        return [path for path, module in task.named_modules() if id(module) in over]
+
+    def resume_finished(self, task: nn.Module, paths: Iterable[str]) -> None:
+        """Let the metrics be reset that `finished_metrics` returned."""
+        self._finished = [task.get_submodule(path) for path in paths]
 
     def reset_finished(self) -> None:
         """Reset the metrics whose epoch is over; until then the hooks of its end can compute them."""
@@ -519,14 +528,26 @@ def _find_metric(task: nn.Module, path: str | None) -> Any:
     return None if path is None else task.get_submodule(path)
 
 
-def _computed(name: str, metric: Any, select: Callable[[list[Any]], list[Any]]) -> Value:
+def _computed(name: str, metric: Any, select: Callable[[list[Any]], list[Any]], lenient: bool) -> Value | None:
+    """Compute a metric over all processes. Returns None if it has no value, which is left out then.
+
+    Args:
+        name: What it is logged as.
+        metric: The torchmetrics object.
+        select: Takes the states that count from those of all processes.
+        lenient: Whether anything but tensors and numbers is left out, as in Lightning, rather than refused.
+    """
     value = compute_over_processes(metric, select)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach()
+    if isinstance(value, int | float):
+        return float(value)
+    if value is None or (lenient and not isinstance(value, Tensor)):
+        return None
     given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ConfigurationError(
         f"The `{type(metric).__name__}.compute()` return of the metric logged as {name!r} must be a tensor of one "
-        f"number, got {given}. Compute it in on_validation_epoch_end and log the parts by name.",
+        f"number, a number or None, got {given}. Compute it in on_validation_epoch_end and log the parts by name.",
         code="DT-090",
     )
 

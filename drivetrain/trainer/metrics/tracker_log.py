@@ -42,6 +42,7 @@ class TrackerLog:
     Attributes:
         written: The latest number of each name.
         next_step: The optimizer step whose values are written next.
+        evaluated_step: The step at which the weights were saved that are evaluated; None where they are the run's own.
         rhythm: Which steps' values are written, where `log_every_n_steps` is a duration.
         shows_hyper_parameters: Whether the trackers get the hyper-parameters of a run.
     """
@@ -52,6 +53,7 @@ class TrackerLog:
         self.next_step: float = FOREVER
         self.shows_hyper_parameters = True
         self.rhythm: StepRhythm | None = None
+        self.evaluated_step: int | None = None
         self._written_at = -1
         self._run = 0
 
@@ -124,9 +126,10 @@ class TrackerLog:
     def write_epoch_values(self, results: list[EpochValue]) -> None:
         """Write an epoch's values."""
         trainer = self._trainer
+        step = trainer.global_step if self.evaluated_step is None else self.evaluated_step
         values = {result.epoch_name: result.value for result in results if result.logger}
         if values and trainer.tracker_group.writes_here:
-            self.write(to_numbers(values), trainer.global_step)
+            self.write(to_numbers(values), step)
 
     # all
 

@@ -104,7 +104,11 @@ class Committed:
         """What this process had logged, and what its metrics had seen."""
         if self.is_open:
             return {"logged": self._logged.state_dict(self._logged_mark), "metrics": self._metric_states}
-        return {"logged": self._logged.state_dict(), "metrics": metric_states(find_metrics(self._task))}
+        return {
+            "logged": self._logged.state_dict(),
+            "metrics": metric_states(find_metrics(self._task)),
+            "finished_metrics": self._logged.finished_metrics(self._task),
+        }
 
 
 def _saved_buffers(task: nn.Module) -> list[Tensor]:

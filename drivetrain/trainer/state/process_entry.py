@@ -46,6 +46,7 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str,
     return {
         "logged": {**states[0]["logged"], "train": _merged([state["logged"]["train"] for state in states])},
         "metrics": merged_metric_states(task, [state["metrics"] for state in states]),
+        "finished_metrics": states[0].get("finished_metrics", []),
     }
 
 

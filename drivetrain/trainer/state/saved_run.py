@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,11 @@ from drivetrain.accelerator.run_state import Moment
 from drivetrain.callbacks import Callback
 from drivetrain.checkpoint.schema import LOSS_IS_FINITE
 from drivetrain.data import CombinedLoader, PreparedLoader
+from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.trackers.base import plain
 from drivetrain.trainer.hooks import is_overridden
-from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, without_modules
+from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, storable, without_modules
 from drivetrain.trainer.metrics.metric_states import restore_metric_states
 from drivetrain.trainer.state.committed import Committed
 from drivetrain.trainer.state.hook_view import ENTRIES, for_hooks, state_of, take_back
@@ -58,11 +59,16 @@ def save_run(
             "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
         )
     loop, run = trainer.loop, trainer.accelerator.run_state
+    is_evaluated = all(model is not trainer.model for model in run.prepared.models)  # and was never trained here
+    weights_only = weights_only or is_evaluated
     committed = Committed(task, trainer.logged, trainer.progress) if loop is None else loop.batches.committed
     moment, number = moment_of(trainer), _number_of_model(trainer)
     keeps_objects = trainer.pickles and write is not None  # which no directory holds
     with committed.buffers_restored():
-        engine = run.engine(weights_only, moment)
+        if is_evaluated and trainer.model is not None:
+            engine = run.engine_of(trainer.model)
+        else:
+            engine = run.engine(weights_only, moment)
         state = for_hooks(engine, number, _entries(trainer, task, weights_only, keeps_objects))
         with trainer.shown_to_hooks(state) as shown:
             for callback in trainer.callbacks:
@@ -88,12 +94,12 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool, keeps_objects: bo
 
     def constructor_of(owner: HoldsHyperParameters) -> dict[str, Any] | None:
         found = owner.constructor_arguments
-        values = {} if found is None else secrets.drop(plain(without_modules(found["values"]), keeps_objects))
+        values = {} if found is None else secrets.drop(storable(without_modules(found["values"]), keeps_objects))
         return None if found is None else found | {"values": values}
 
     entries: dict[str, Any] = {
         "progress": trainer.progress.state_dict(),
-        "hyper_parameters": secrets.drop(plain(without_modules(task.hparams), keeps_objects)),
+        "hyper_parameters": secrets.drop(storable(without_modules(task.hparams), keeps_objects)),
         "hparams_name": task.__dict__.get("_hparams_name"),
         "hparams_constructor": constructor_of(task),
         LOSS_IS_FINITE: trainer.is_finite,  # marks the manifest, too: the last choice for a resume
@@ -105,10 +111,10 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool, keeps_objects: bo
         "callbacks": {c.state_key: found for c in trainer.callbacks if (found := c.state_dict())},
         "trackers": trainer.tracker_group.state(),
         # A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
-        "should_stop": trainer.control.stops_for_good,
+        "should_stop": any(gather_object([trainer.control.stops_for_good])),
         "stop_askers": trainer.control.stop_askers,
         "datamodule": _watched(trainer, data, "state_dict")() if data is not None else {},
-        "datamodule_hyper_parameters": secrets.drop(plain(of_data, keeps_objects)),
+        "datamodule_hyper_parameters": secrets.drop(storable(of_data, keeps_objects)),
         "datamodule_hparams_constructor": None if data is None else constructor_of(data),
         "datamodule_hparams_name": None if data is None else data.__dict__.get("_hparams_name"),
         "combined_loader": None if trainer.loop is None else trainer.loop.batches.combined_position(),
@@ -151,6 +157,11 @@ class SavedRun:
         self._own = own if own is not None and own.get("layout", layout) == layout else None
         self._is_ours = "progress" in self._entries and "progress" not in self._saved.kept
 
+    @property
+    def step(self) -> int | None:
+        """The optimizer step at which it was saved; None if an Accelerator has written it."""
+        return int(self._entries["progress"]["global_step"]) if self._is_ours else None
+
     def _hooks_see_weights(self) -> bool:
         """Whether a hook wants to see the whole weights, so that no process can read its shards alone."""
         trainer = self._trainer
@@ -183,7 +194,7 @@ class SavedRun:
         number = _number_of_model(trainer)
         state = for_hooks(engine, number, entries)
         with trainer.shown_to_hooks(state) as shown:
-            trainer.task.on_load_checkpoint(shown)
+            self._migrate(shown)
             for callback in trainer.callbacks:
                 callback.on_load_checkpoint(trainer, trainer.task, shown)
         self._entries = take_back(state, engine, number)
@@ -198,6 +209,18 @@ class SavedRun:
         for callback in trainer.callbacks:
             if (key := checkpoint.key_here(callback.state_key)) in callbacks:
                 callback.load_state_dict(callbacks[key])
+
+    def _migrate(self, shown: dict[str, Any]) -> None:
+        """Call the task's hook, once more for each further copy of the weights that a callback keeps."""
+        trainer = self._trainer
+        assert trainer.task is not None
+        names = {name for each in trainer.callbacks if (name := each.further_weights) in shown}
+        rest = {name: value for name, value in shown.items() if name not in (*names, "state_dict")}
+        copies = {name: {**copy.deepcopy(rest), "state_dict": shown[name]} for name in names if name is not None}
+        trainer.task.on_load_checkpoint(shown)
+        for name, again in copies.items():
+            trainer.task.on_load_checkpoint(again)
+            shown[name] = again["state_dict"]
 
     def restore_weights(self) -> None:
         """Give the placed models their weights."""
@@ -275,6 +298,7 @@ class SavedRun:
                 return
             trainer.logged.load_state_dict(own["logged"], trainer.strategy.topology.device)
             restore_metric_states(trainer.task, own["metrics"])
+            trainer.logged.resume_finished(trainer.task, own.get("finished_metrics", ()))
         self._saved.restore_random()
 
 
