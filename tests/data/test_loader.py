@@ -156,7 +156,7 @@ def images(samples: list[int]) -> tuple[Any, ...]:
 
 def numbers_of(batch: Any) -> list[int]:
     if isinstance(batch, torch.Tensor):
-        return batch[:, 0].tolist()  # type: ignore[no-any-return]
+        return batch[:, 0].tolist()
     assert [len(target["boxes"]) for target in batch[1]] == [int(image.max()) + 1 for image in batch[0]]
     return [int(image.max()) for image in batch[0]]
 
