@@ -472,7 +472,7 @@ FIGURES = [
         0,
         counted(lambda house: members_that_work(house, "accelerator/accelerator.py", "Accelerator")),
     ),
-    Figure("lines of the longest file", 450, longest(file_lengths, 450)),
+    Figure("lines of the longest file", 460, longest(file_lengths, 460)),
     Figure("lines of the longest function", 63, longest(lambda house: lengths(house, classes=False), 63)),
     Figure("lines of the longest class", 360, longest(lambda house: lengths(house, classes=True), 360)),
     Figure("import circles", 0, counted(lambda house: [" <-> ".join(circle) for circle in circles(house)])),

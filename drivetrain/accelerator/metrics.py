@@ -167,7 +167,7 @@ def _is_even(source: PreparedLoader | ActiveLoaders) -> bool:
         info = loader.current
         if info is not None:
             fixed = isinstance(loader.loader, DataLoader) and loader.loader.batch_size is not None
-            # What each process reads by itself, the others know nothing of.
+            # Of what each process reads by itself, no count is the same on all of them.
             if not fixed or not loader.is_shared or info.global_rows != loader.total_batch_size:
                 return False
     return True

@@ -41,7 +41,7 @@ class StepHooks:
         clip: Called with each bare optimizer after `before_step`.
         optimizer_step: Takes the place of the strategy's, with its arguments.
         in_backward: Steps parameters within backwards, so that `optimizer_step` finds no gradients.
-        share: Returns what the batch under way counts for, if a backward is not told.
+        share: Returns what the batch under way counts for, for a backward without a share of its own.
     """
 
     run_backward: Callable[..., Any] | None = None

@@ -91,7 +91,7 @@ _SPLITTING_PACKAGES = {"litdata", "streaming", "webdataset", "wids"}
 def is_split_already(loader: Any) -> bool:
     """Return whether each process reads its own part of a loader's data, which must not be shared out again.
 
-    Call it on all processes: parts of a table of the package `datasets` are told apart by comparing them.
+    Call it on all processes: they compare their tables of the package `datasets`.
 
     Args:
         loader: The user's loader.
@@ -99,8 +99,8 @@ def is_split_already(loader: Any) -> bool:
     dataset = getattr(loader, "dataset", loader)
     packages = {kind.__module__.partition(".")[0] for each in (loader, dataset) for kind in type(each).__mro__}
     # `split_dataset_by_node` leaves no public trace (datasets 4.0).
-    part = getattr(dataset, "_distributed", None) if "datasets" in packages else None
-    fingerprint = getattr(dataset, "_fingerprint", None) if "datasets" in packages else None
+    hidden = vars(dataset) if "datasets" in packages else {}
+    part, fingerprint = hidden.get("_distributed"), hidden.get("_fingerprint")
     is_split = bool(packages & _SPLITTING_PACKAGES) or getattr(part, "world_size", 1) > 1
     if fingerprint is not None and not is_split and several_processes():
         is_split = len(set(gather_object([fingerprint]))) > 1
