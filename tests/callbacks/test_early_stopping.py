@@ -237,7 +237,7 @@ def test_a_run_that_was_saved_around_a_check_stops_where_it_would_have(
             self.log("val_loss", float(self.trainer.global_step))
 
     def run(callbacks: list[Any], resume: Any = None) -> int:
-        stopping = EarlyStopping("val_loss", patience=patience)
+        stopping = EarlyStopping("val_loss", patience=patience, check_on_train_epoch_end=False)
         return fit(Rising(), tmp_path, 3, [stopping, *callbacks], resume=resume, val_check_interval=1).global_step
 
     with pytest.raises(InterruptedError):
