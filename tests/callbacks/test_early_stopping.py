@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drivetrain import Callback, Task, Trainer
-from drivetrain.callbacks import EarlyStopping
+from drivetrain.callbacks import EarlyStopping, ModelCheckpoint
 from drivetrain.callbacks.early_stopping import EarlyStoppingReason
 from drivetrain.runtime.errors import ConfigurationError
 from tests.callbacks.tasks import Scripted, fit
@@ -203,3 +203,54 @@ def declined_on_processes(root: str) -> list[int]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_others_asked_for_holds_and_a_resumed_run_forgets_too(world_size: int, tmp_path: Path) -> None:
     assert run_in_processes(declined_on_processes, world_size, [str(tmp_path)]) == [[8, 5, 8]] * world_size
+
+
+class SaveAt(Callback):
+    """Saves in a hook, the second time that it runs, and ends the run there."""
+
+    def __init__(self, path: Path, hook: str) -> None:
+        self.path, self.hook, self.calls = path, hook, 0
+
+    def _save(self, trainer: Trainer, hook: str) -> None:
+        self.calls += hook == self.hook
+        if hook == self.hook and self.calls == 2:
+            trainer.save_checkpoint(self.path)
+            raise InterruptedError
+
+    def on_validation_start(self, trainer: Trainer, task: Any) -> None:
+        self._save(trainer, "start")
+
+    def on_validation_epoch_end(self, trainer: Trainer, task: Any) -> None:
+        self._save(trainer, "epoch end")
+
+    def on_validation_end(self, trainer: Trainer, task: Any) -> None:
+        self._save(trainer, "end")
+
+
+@pytest.mark.parametrize("hook", ["start", "epoch end", "end"])
+@pytest.mark.parametrize("patience", [1, 2])
+def test_a_run_that_was_saved_around_a_check_stops_where_it_would_have(
+    hook: str, patience: int, tmp_path: Path
+) -> None:
+    class Rising(Scripted):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", float(self.trainer.global_step))
+
+    def run(callbacks: list[Any], resume: Any = None) -> int:
+        stopping = EarlyStopping("val_loss", patience=patience, check_on_train_epoch_end=False)
+        return fit(Rising(), tmp_path, 3, [stopping, *callbacks], resume=resume, val_check_interval=1).global_step
+
+    with pytest.raises(InterruptedError):
+        run([SaveAt(tmp_path / "saved", hook)])
+    assert run([], tmp_path / "saved") == run([]) == patience + 1
+
+
+def test_a_stopped_run_stays_stopped_when_it_is_resumed(tmp_path: Path) -> None:
+    def run(epochs: int, resume: str | None = None) -> tuple[int, str]:
+        saving = ModelCheckpoint(tmp_path, save_last=True)
+        callbacks = [EarlyStopping("val_loss", patience=2), saving]
+        trainer = fit(Scripted([1.0] * 9), tmp_path, epochs, callbacks, resume=resume)
+        return trainer.current_epoch, saving.last_model_path
+
+    epochs, last = run(5)
+    assert (epochs, run(9, last)[0]) == (3, 3)

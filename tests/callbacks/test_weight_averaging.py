@@ -230,3 +230,31 @@ def refused() -> str:
 @pytest.mark.sharded
 def test_deepspeed_is_refused() -> None:
     assert "fsdp" in run_in_processes(refused, 1, timeout=120)[0]
+
+
+def test_a_migration_reaches_the_weights_that_are_trained_and_their_average(tmp_path: Path) -> None:
+    class Migrated(Normed):
+        """Has weights in other units from this version on."""
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            assert checkpoint.pop("added") == 1
+            checkpoint["state_dict"]["layer.weight"] = checkpoint["state_dict"]["layer.weight"] * 10
+
+    class Old(Normed):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["added"] = 1
+
+    class Sees(EMAWeightAveraging):
+        seen: dict[str, Tensor]
+
+        def on_load_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
+            names = {"average": "state_dict", "trained": "current_model_state"}
+            self.seen = {name: checkpoint[entry]["layer.weight"].clone() for name, entry in names.items()}
+            super().on_load_checkpoint(trainer, task, checkpoint)
+
+    path, callbacks = tmp_path / "saved", [Sees(decay=0.9), Sees(decay=0.9)]
+    train(Old(), tmp_path, [EMAWeightAveraging(decay=0.9)], enable_checkpointing=False).save_checkpoint(path)
+    for task, callback in zip((Normed(), Migrated()), callbacks, strict=True):
+        train(task, tmp_path, [callback], enable_checkpointing=False, ckpt_path=path)
+    for name, weight in callbacks[0].seen.items():
+        assert torch.equal(callbacks[1].seen[name], weight * 10), name

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -197,6 +199,51 @@ def test_a_derived_tasks_changed_hyper_parameters_and_given_arguments_count(tmp_
     assert ComputesAndSaves.load_from_checkpoint(tmp_path / "saved").built == (12, 7, {})
     assert ComputesAndSaves.load_from_checkpoint(tmp_path / "saved", size=1, depth=1).built == (2, 1, {})
     assert Base.load_from_checkpoint(tmp_path / "saved").built[:2] == (8, 7)
+
+
+class Color(Enum):
+    RED = 1
+
+
+class Holding(Weight):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+KEPT: list[tuple[Any, Any]] = [
+    ({0: "cat", (1, 2): "dog"}, {0: "cat", (1, 2): "dog"}),
+    ((3, 4), (3, 4)),
+    ([{3}, frozenset({4})], [{3}, frozenset({4})]),
+    (torch.float16, torch.float16),
+    (Color.RED, "RED"),
+    ({"colors": [Color.RED]}, {"colors": ["RED"]}),
+    (Config(), {"lr": 0.25, "width": 2}),
+    (Namespace(config=Config()), {"config": {"lr": 0.25, "width": 2}}),
+    (np.float32(0.5), 0.5),
+]
+
+
+@pytest.mark.parametrize(("value", "expected"), KEPT, ids=[repr(value) for value, _ in KEPT])
+def test_hyper_parameters_keep_their_types(value: Any, expected: Any, tmp_path: Path) -> None:
+    saved(Holding(value), ones(1), tmp_path / "saved")
+    found = Holding.load_from_checkpoint(tmp_path / "saved").hparams.value
+    assert (type(found), found) == (type(expected), expected)
+
+
+def test_tensors_are_hyper_parameters_too(tmp_path: Path) -> None:
+    saved(Holding({"weights": torch.tensor([1.0, 3.0])}), ones(1), tmp_path / "saved")
+    found = Holding.load_from_checkpoint(tmp_path / "saved").hparams.value
+    assert torch.equal(found["weights"], torch.tensor([1.0, 3.0]))
+
+
+@pytest.mark.parametrize("value", [object(), nn.Tanh, torch.relu, {"layers": [nn.Linear(1, 1)]}])
+def test_a_hyper_parameter_that_cannot_be_saved_is_found_before_training(value: Any, tmp_path: Path) -> None:
+    trainer = quiet(enable_checkpointing=True, default_root_dir=tmp_path)
+    with pytest.raises(CheckpointError, match=r"The hyper-parameter 'value.*ignore=\['value'\]"):
+        trainer.fit(Holding(value), ones(1))
+    assert trainer.global_step == 0
+    quiet().fit(Holding(value), ones(1))
 
 
 def test_arguments_win_over_saved_hyper_parameters(tmp_path: Path) -> None:

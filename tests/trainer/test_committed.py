@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torchmetrics import SumMetric
 
-from drivetrain import Callback, CheckpointError, EMAWeightAveraging, ModelCheckpoint, Trainer
+from drivetrain import Callback, CheckpointError, EMAWeightAveraging, ModelCheckpoint, Task, Trainer
 from drivetrain.checkpoint import Checkpoint
 from tests.pool import run_in_processes
 from tests.trainer.resume_runs import Broken, Outcome, Traced, run
+from tests.trainer.tasks import Weight, ones, quiet
 from tests.trainer.test_resume import assert_same
 
 
@@ -179,6 +181,78 @@ def test_after_an_exception_the_step_is_done_again(accumulate, tmp_path):
     [path] = folder.glob("unused-*")
     resumed = run(str(folder), accumulate=accumulate, epochs=2, task=Whole, resume=str(path))
     assert_continues(whole, broken, resumed)
+
+
+class TakingTurns(Task):
+    """Two optimizers, or one that computes its own gradients; saves within its third step."""
+
+    def __init__(self, kind: str, path: str) -> None:
+        super().__init__()
+        self.kind, self.path, self.batch = kind, path, -1
+        self.automatic_optimization = kind != "by hand"
+        self.first, self.second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+
+    def configure_optimizers(self) -> Any:
+        if self.kind == "closure":
+            return torch.optim.LBFGS(self.parameters(), max_iter=3)
+        return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.first, self.second)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batch = batch_idx
+        if self.kind != "by hand":
+            return self.second(self.first(batch)).square().mean()
+        for number, optimizer in enumerate(self.optimizers()):
+            optimizer.zero_grad()
+            self.manual_backward(self.second(self.first(batch)).square().mean())
+            if number:
+                self.save()
+            optimizer.step()
+        return None
+
+    def on_after_backward(self) -> None:
+        if self.kind == "closure":
+            self.save()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.kind == "hook" and optimizer.param_groups[0]["params"][0] is self.second.weight:
+            self.save()
+
+    def save(self) -> None:
+        if self.batch == 2:
+            self.trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("kind", ["by hand", "hook", "closure"])
+def test_a_step_that_has_changed_some_parameters_is_not_saved(kind: str, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_on_exception=True)
+    trainer = quiet(callbacks=[saving], enable_checkpointing=True)
+    with pytest.raises(CheckpointError, match="within a step that has begun to change parameters"):
+        trainer.fit(TakingTurns(kind, str(tmp_path / "torn")), torch.utils.data.DataLoader(torch.ones(4, 1)))  # type: ignore[arg-type]
+    assert [each.name for each in tmp_path.iterdir()] == [Path(saving.best_model_path).name]
+
+
+def test_a_save_at_the_end_of_an_epoch_does_not_count_its_samples_again(tmp_path: Path) -> None:
+    class Counts(Weight):
+        def __init__(self, saves: bool) -> None:
+            super().__init__()
+            self.count, self.saves = SumMetric(), saves
+            self.by_hand: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.count.update(1.0)
+            self.log("count", self.count, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self) -> None:
+            self.by_hand.append(float(self.count.compute()))
+            if self.saves:
+                self.trainer.save_checkpoint(tmp_path / "saved")
+
+    quiet(max_epochs=1).fit(Counts(True), ones(3))
+    task, trainer = Counts(False), quiet(max_epochs=2)
+    trainer.fit(task, ones(3), resume=tmp_path / "saved")
+    assert task.by_hand == [3.0, 3.0]
+    assert float(trainer.callback_metrics["count"]) == 3.0
 
 
 def an_engine_saved_within_a_window(folder: str) -> list[Any]:
