@@ -207,7 +207,7 @@ class FuzzTask(Task):
 
     def __init__(self, case: Case, breaks: bool = False) -> None:
         super().__init__()
-        self.case, self.breaks = case, breaks
+        self.case, self.breaks, self.is_changed = case, breaks, False
         self.net = make_model(case)
         self.automatic_optimization = case.driver not in ("manual", "turns")
 
@@ -246,7 +246,8 @@ class FuzzTask(Task):
             self.untoggle_optimizer(optimizer)
 
     def on_train_epoch_start(self) -> None:
-        if self.trainer.current_epoch == 1:
+        if self.trainer.current_epoch >= 1 and not self.is_changed:  # in a resumed run too, which no checkpoint does
+            self.is_changed = True
             change_parameters(self.case, self.net, self.trainer.optimizers[0])
 
     def on_train_epoch_end(self) -> None:
@@ -415,7 +416,9 @@ def _loop(case: Case, path: str, resume: bool) -> Trained:
                 progress.steps += 1
                 if progress.steps == case.max_steps:
                     break
-                if case.save != "never" and not resume and progress.steps == case.save_at:
+                # Saved with the last batch, an epoch counts as over, as in Accelerate; this loop would begin it again.
+                is_due = progress.steps >= case.save_at and not loader.end_of_dataloader
+                if case.save != "never" and not resume and is_due:
                     accelerator.save_state(path)
                     raise Broken
         progress.batches = 0
@@ -461,9 +464,8 @@ def compare(case: Case, expected: Trained, found: Trained) -> Verdict:
         gap = float((found.weights[name] - value).abs().max()) if value.numel() else 0.0
         if not gap <= TOLERANCE[case.precision] * max(1.0, float(value.abs().max())):
             return Verdict(case, "different", f"{name} by {gap:.2g} after {found.steps} steps")
-    finished = (
-        found.steps < case.max_steps or case.max_steps < 0
-    )  # a run that max_steps ends in mid-epoch does not validate
+    # A run without batches, or one that max_steps ends in mid-epoch, does not validate.
+    finished = found.steps and (found.steps < case.max_steps or case.max_steps < 0)
     if case.validate and finished and not math.isclose(found.validation, expected.validation, rel_tol=1e-5):
         return Verdict(case, "different", f"validation {found.validation} for {expected.validation}")
     return Verdict(case, "equal")

@@ -467,6 +467,22 @@ def layouts_and_dtypes() -> list[Any]:
     return [str(refused.value), gaps]
 
 
+def optimizers_of_whole_parameters() -> list[str]:
+    found = []
+    for make in (torch.optim.LBFGS, lambda p: torch.optim.SGD(p, lr=0.1, fused=True)):
+        accelerator, model = Accelerator(cpu=True, strategy=FSDP()), nn.Linear(2, 1)
+        with pytest.raises(ConfigurationError) as refused:
+            accelerator.prepare(model, make(model.parameters()))
+        found.append(str(refused.value))
+    return found
+
+
+def test_optimizers_that_step_whole_parameters_are_refused_by_name():
+    for first, second in run_in_processes(optimizers_of_whole_parameters, 2, timeout=60):
+        assert "LBFGS makes one vector of all parameters" in first
+        assert "SGD(fused=True) cannot step sharded parameters" in second
+
+
 def test_units_may_have_any_layout_and_one_dtype():
     (message, gaps), (other, _) = run_in_processes(layouts_and_dtypes, 2, timeout=60)
     assert message == other

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.optimizer_names import lay_out_state
+from drivetrain.strategies.optimizer_proxy import needs_closure
 
 
 class Slot(NamedTuple):
@@ -29,6 +30,30 @@ class Slot(NamedTuple):
     module: nn.Module
     name: str
     parameter: nn.Parameter
+
+
+def refuse_for_shards(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that steps whole parameters only, if it holds shards.
+
+    Raises:
+        ConfigurationError: It is L-BFGS, which makes one vector of all parameters, or one of torch's fused ones that
+            have no rule for shards (torch 2.13).
+    """
+    if not any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
+        return
+    name = type(optimizer).__name__
+    if needs_closure(optimizer):
+        raise ConfigurationError(
+            f"{name} makes one vector of all parameters, which shards of them do not add up to. Use another optimizer, "
+            'or strategy="ddp".',
+            code="DT-046",
+        )
+    if type(optimizer) in (SGD, Adagrad) and any(group.get("fused") for group in optimizer.param_groups):
+        raise ConfigurationError(
+            f"{name}(fused=True) cannot step sharded parameters: torch has no rule for it. Leave fused out, or give "
+            "foreach=True.",
+            code="DT-046",
+        )
 
 
 def gather(value: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from drivetrain.strategies.capabilities import Join, StepInBackward
 from drivetrain.strategies.fsdp.gradients import ShardedGradients
 from drivetrain.strategies.fsdp.model_sharding import ModelSharder
 from drivetrain.strategies.fsdp.options import FSDPOptions
-from drivetrain.strategies.fsdp.parameters import ReplacedParameters, slots_of
+from drivetrain.strategies.fsdp.parameters import ReplacedParameters, refuse_for_shards, slots_of
 from drivetrain.strategies.fsdp.replicated import GradientAveraging
 from drivetrain.strategies.fsdp.shard_mesh import ShardMesh
 from drivetrain.strategies.fsdp.sharded_state import ShardedState
@@ -191,6 +191,8 @@ class FSDP(Strategy):
         slots = slots_of(model)
         placed = self.place(model, precision, move)
         self._replaced.follow(slots, optimizers)
+        for optimizer in optimizers:
+            refuse_for_shards(optimizer)
         if self.topology.environment.is_distributed:
             precision.agree_on_overflow(largest_anywhere)
         return placed, list(optimizers)
