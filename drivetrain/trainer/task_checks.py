@@ -6,10 +6,13 @@ import difflib
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from drivetrain.accelerator.optimizer import unwrap_optimizer
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.durations import Duration
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import is_overridden
@@ -233,3 +236,21 @@ def warn_of_evaluation_mode(task: Task) -> None:
         len(modes),
         type(task).__name__,
     )
+
+
+def check_optimizer_states(trainer: Trainer) -> None:
+    """Refuse optimizers whose state no checkpoint can hold, after the first step rather than at the first save.
+
+    Raises:
+        CheckpointError: A state is a tensor of a class of its own, as torchao's optimizers in 8 bits keep it.
+    """
+    for optimizer in trainer.optimizers if trainer.checkpoint_callbacks else ():
+        bare = unwrap_optimizer(optimizer)
+        for value in (each for state in bare.state.values() for each in state.values()):
+            is_shard = hasattr(value, "to_local")
+            if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__") and not is_shard:
+                raise CheckpointError(
+                    f"{type(bare).__name__} keeps its state in {type(value).__name__}, a kind of tensor that no "
+                    "checkpoint holds yet, so the run could not be resumed. Use another optimizer, or "
+                    "Trainer(enable_checkpointing=False)."
+                )

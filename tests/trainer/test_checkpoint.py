@@ -378,3 +378,33 @@ def test_ckpt_path_last_goes_on_with_the_run(tmp_path: Path) -> None:
     second.fit(task, rows([1.0, 2.0]), ckpt_path=first.checkpoint_callback.last_model_path)
     assert task.batches == [(1, 0, 1.0), (1, 1, 2.0)]
     assert (second.global_step, second.current_epoch) == (4, 2)
+
+
+class InCode(torch.Tensor):
+    """A kind of tensor, as optimizers in 8 bits keep their state in."""
+
+    def __tensor_flatten__(self) -> Any:
+        return ["codes"], None
+
+
+class Coded(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["codes"] = torch.zeros(4).as_subclass(InCode)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_an_optimizer_whose_state_cannot_be_saved_is_refused_after_the_first_step(saves: bool, tmp_path: Path) -> None:
+    class Task8(Weight):
+        def configure_optimizers(self) -> Any:
+            return Coded(self.parameters(), lr=0.1)
+
+    trainer = quiet(max_epochs=1, enable_checkpointing=saves, default_root_dir=str(tmp_path))
+    if saves:
+        with pytest.raises(CheckpointError, match="Coded keeps its state in InCode"):
+            trainer.fit(Task8(), ones(3))
+    else:
+        trainer.fit(Task8(), ones(3))
+    assert trainer.global_step == (1 if saves else 3)

@@ -23,6 +23,7 @@ from drivetrain.trainer.schedulers import begin_schedules, end_epoch_of_schedule
 from drivetrain.trainer.state.progress import Phase
 from drivetrain.trainer.state.resume import save_for_resume
 from drivetrain.trainer.state.saved_run import SavedRun
+from drivetrain.trainer.task_checks import check_optimizer_states
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
@@ -61,6 +62,7 @@ class FitLoop:
         self._run_step, self._run_epoch = watch(BATCH, step.run), watch(EPOCH, self.run_epoch)
         self._run_validation = watch(VALIDATION, validation.run) if validation is not None else None
         self._next_poll: float = 0
+        self._states_are_checked = False
         self._next_agreement: float = 0
         self._next_turn = 0
         self._restored: SavedRun | None = None
@@ -229,7 +231,7 @@ class FitLoop:
         trainer.tracker_log.plan()
         most = trainer.max_steps
         self._next_poll = min(trainer.tracker_log.next_step, most if most >= 0 else FOREVER)
-        if trainer.max_duration is not None:
+        if trainer.max_duration is not None or not self._states_are_checked:
             self._next_poll = 0  # a step may have any number of samples and tokens
         # Not counted in steps, of which there may be none: all may overflow, or be left out.
         watches = control.watches_peers_or_clock or self._schedule.follows_a_clock
@@ -238,6 +240,9 @@ class FitLoop:
     def _poll(self) -> None:
         """Write what is due, and see whether to stop or validate."""
         trainer, control = self._trainer, self._control
+        if not self._states_are_checked and self._progress.global_step:
+            self._states_are_checked = True
+            check_optimizer_states(trainer)
         if self._progress.global_step >= trainer.tracker_log.next_step:
             trainer.tracker_log.write_due_values()
         if self._progress.total_batches >= self._next_agreement:
