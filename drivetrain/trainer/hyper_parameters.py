@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import nn
 
-from drivetrain.checkpoint import packed
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.keywords import refuse_unknown
 from drivetrain.runtime.logging import get_logger
@@ -293,6 +292,8 @@ def _storable(value: Any, place: str, changed: list[str], keeps_objects: bool) -
     for base in (bool, int, float, str):
         if isinstance(value, base):
             return base(value)
+    from drivetrain.checkpoint import packed  # it imports DTensor, for which a second is too long at the start
+
     try:
         packed({place: value})
     except CheckpointError:

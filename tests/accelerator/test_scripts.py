@@ -106,8 +106,6 @@ def test_unprepared_torch_gives_the_same_as_the_four_lines(alone):
     namespace: dict = {}
     exec(scripts.HEAD, namespace)
     model, optimizer, scheduler = namespace["model"], namespace["optimizer"], namespace["scheduler"]
-    for group in optimizer.param_groups:
-        group["fused"] = True  # the Accelerator's default where a script has not chosen
     for inputs, targets in namespace["training_dataloader"]:
         optimizer.zero_grad()
         namespace["loss_function"](model(inputs), targets).backward()

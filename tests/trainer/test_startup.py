@@ -70,7 +70,6 @@ trainer.fit(First(), batches, batches)
 assert trainer.global_step == 2
 """
 UNUSED = {"matplotlib", "pandas", "rich", "sklearn", "tensorboard", "torchmetrics", "torchvision", "transformers"}
-UNUSED |= {"torch._dynamo"}  # which an optimizer of torch imports by itself when it is made, and when it steps
 
 
 def test_a_run_imports_none_of_the_packages_that_it_does_not_use() -> None:
