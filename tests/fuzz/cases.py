@@ -468,6 +468,8 @@ def possible(case: Case) -> Case:
         case = replace(case, samples=case.batch_size * world * max(1, case.samples // (case.batch_size * world)))
     if case.scheduler != "none" and case.change == "add_group":
         case = replace(case, scheduler="none")  # torch's schedulers hold the groups that they were made with
+    if any(name.startswith("zero") for name in (case.strategy, case.then)) and case.loss == "some":
+        case = replace(case, loss="mean")  # a step that all processes leave out counts there: see docs/deepspeed.md
     if "ddp_static" in (case.strategy, case.then) and case.model == "late":  # static_graph promises another thing
         case = replace(case, model="plain")
     if case.save.startswith("validation"):

@@ -21,8 +21,8 @@ def test_random_runs_give_the_weights_of_a_plain_loop(strategy):
     verdicts = verdicts_of([draw(seed, strategy) for seed in range(COUNTS[strategy])], timeout=280)
     failing = [f"{each.kind}: {each.case}\n{each.text}" for each in verdicts if each.fails]
     assert not failing, "\n\n".join(failing)
-    # Else nothing would be shown.
-    assert sum(each.kind == "equal" for each in verdicts) > 0.6 * len(verdicts)
+    # Else nothing would be shown. ZeRO refuses about half: 64 bits, batches that are left out, what begins to train.
+    assert sum(each.kind == "equal" for each in verdicts) > 0.4 * len(verdicts)
 
 
 def test_every_strategy_is_tried():

@@ -265,6 +265,14 @@ def refusals(directory: Path) -> dict[str, str]:
     for name, call in calls.items():
         for stage in (1, 2, 3):
             found[f"{name}, {stage}"] = refusal_of(call, stage)
+    frozen = Paths()
+    frozen.c.requires_grad_(False)
+    groups = [{"params": list(frozen.c.parameters())}, {"params": list(frozen.b.parameters())}]
+    for stage in (1, 2):
+        accelerator = Accelerator(cpu=True, strategy=DeepSpeed(stage=stage))
+        found[f"frozen group, {stage}"] = refusal_of(
+            lambda _, engine=accelerator: engine.prepare(frozen, torch.optim.SGD(groups, lr=0.1)), stage
+        )
     model = Paths()
     found["compiled, 3"] = refusal_of(lambda stage: prepared(model, stage, torch.compile(model)), 3)
     return found
@@ -291,6 +299,11 @@ def test_what_zero_cannot_train_as_one_process_is_refused_with_its_names(result_
     for stage in (1, 2, 3):
         for part in parts:
             assert part in result_of(refusals)[f"{case}, {stage}"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_group_without_a_trained_parameter_is_refused_by_number(result_of, stage):
+    assert "the optimizer's group 0 are frozen (c.weight, c.bias)" in result_of(refusals)[f"frozen group, {stage}"]
 
 
 def test_zero_3_refuses_a_module_that_torch_compile_has_wrapped(result_of):

@@ -247,6 +247,8 @@ class DeepSpeed(Strategy):
             Membership.forget_secondary_group()
         if self.stage > 0:
             _refuse_several_dtypes(optimizer, names)
+        if self.stage in (1, 2):
+            _refuse_frozen_groups(optimizer, names)
         if self.stage == 3:
             _refuse_compiled(model)
         self._mark_leaves(bare)
@@ -462,6 +464,18 @@ def _refuse_several_dtypes(optimizer: Optimizer, names: Mapping[int, str]) -> No
             'strategy="ddp".',
             code="DT-012",
         )
+
+
+def _refuse_frozen_groups(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    """Raise if a group has no trained parameter: ZeRO makes one flat tensor of those that are trained in each."""
+    for number, group in enumerate(optimizer.param_groups):
+        if group["params"] and not any(parameter.requires_grad for parameter in group["params"]):
+            held = listed([names.get(id(parameter), "?") for parameter in group["params"]], 4)
+            raise ConfigurationError(
+                f"All parameters of the optimizer's group {number} are frozen ({held}), and ZeRO needs a trained one "
+                'in each. Leave the group out, or use strategy="ddp" or "fsdp".',
+                code="DT-046",
+            )
 
 
 def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
