@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -246,7 +247,8 @@ def check_optimizer_states(trainer: Trainer) -> None:
     """
     for optimizer in trainer.optimizers if trainer.checkpoint_callbacks else ():
         bare = unwrap_optimizer(optimizer)
-        for value in (each for state in bare.state.values() for each in state.values()):
+        states = bare.state.values() if isinstance(bare.state, Mapping) else ()  # Megatron's is none
+        for value in (each for state in states if isinstance(state, Mapping) for each in state.values()):
             is_shard = hasattr(value, "to_local")
             if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__") and not is_shard:
                 raise CheckpointError(
