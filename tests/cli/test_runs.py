@@ -133,7 +133,7 @@ def test_what_a_record_says_reaches_the_terminal_without_control_characters(dire
     record = {"state": "failed", "reason": hostile, "command": hostile, "hyper_parameters": {hostile: hostile}}
     write_record(folder, record)
     index = directory / "drivetrain_logs" / "index"
-    index.write_text(index.read_text().replace("pytest", f"pytest{hostile}"))
+    index.write_text(index.read_text().replace("\n", f"{hostile}\n"))
     for shown in (called(runs).output, called(runs, "show", str(folder)).output):
         assert "\\x1b]0;owned\\x07" in shown
         assert not set(shown) & set("\x1b\x07\x9b\u202e")
