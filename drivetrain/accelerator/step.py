@@ -108,17 +108,18 @@ class OptimizerStep:
             hooks.in_backward.attach()
         self._hooks = hooks
         strategy, precision = self._strategy, self._precision
-        self._run_backward = hooks.run_backward or strategy.backward
-        self._step_one: Callable[..., bool] = partial(
-            hooks.optimizer_step or strategy.optimizer_step, precision=precision
-        )
         # What a strategy leaves as it is, is called straight: a step is short, and a call is felt in it.
-        if hooks.run_backward is None and type(strategy).backward is _BACKWARD:
-            self._run_backward = Tensor.backward
-        if hooks.optimizer_step is None and type(strategy).optimizer_step is _OPTIMIZER_STEP:
-            self._step_one = precision.step
+        is_plain = hooks.run_backward is None and type(strategy).backward is _BACKWARD
+        self._run_backward = Tensor.backward if is_plain else hooks.run_backward or strategy.backward
+        is_plain = hooks.optimizer_step is None and type(strategy).optimizer_step is _OPTIMIZER_STEP
+        self._step_one: Callable[..., bool] = (
+            precision.step
+            if is_plain
+            else partial(hooks.optimizer_step or strategy.optimizer_step, precision=precision)
+        )
         self._prepare_backward = hooks.prepare_backward
-        self._before_backward, self._after_backward = hooks.before_backward, hooks.after_backward
+        has_more = self._scale or hooks.before_backward or hooks.prepare_backward or hooks.after_backward
+        self._differentiate: Callable[..., Any] = self._differentiate_with_hooks if has_more else self._run_backward
         self._prepares = bool(hooks.before_step) or hooks.clip is not None
 
     @contextmanager
@@ -148,7 +149,7 @@ class OptimizerStep:
         Raises:
             ConfigurationError: The window has losses with a weight and losses without.
         """
-        size = self.window.size
+        size, timing = self.window.size, self.timing
         if share is None:
             share = 1.0 if self._hooks.share is None else self._hooks.share()
         if weight is not None or self.weights.pending:
@@ -157,31 +158,30 @@ class OptimizerStep:
             loss = loss * (share / size)
         elif size > 1:
             loss = loss / size
-        if self._scale is not None:
-            loss = self._scale(loss)
         if size > 1 or weight is not None:
             self.window.mark_backward()
-        if self._before_backward:
-            self._call(self._before_backward, loss)
-        timing = self.timing
-        outer = timing.enter(BACKWARD) if timing.on else None
-        if outer is not None and timing.sees_sync:
-            timing.mark_end_of_gradients(loss)
+        if timing.on:
+            if timing.sees_sync:
+                timing.mark_end_of_gradients(loss)
+            timing.call(BACKWARD, partial(self._differentiate, **kwargs), loss)
+        else:
+            self._differentiate(loss, **kwargs)
+
+    def _differentiate_with_hooks(self, loss: Tensor, **kwargs: Any) -> None:
+        if self._scale is not None:
+            loss = self._scale(loss)
+        if self._hooks.before_backward:
+            self._call(self._hooks.before_backward, loss)
         if self._prepare_backward is not None:
             self._prepare_backward(loss)
         self._run_backward(loss, **kwargs)
-        if outer is not None:
-            timing.enter(outer)
-        if self._after_backward:
-            self._call(self._after_backward)
+        if self._hooks.after_backward:
+            self._call(self._hooks.after_backward)
 
     def _call(self, hooks: Iterable[Callable[..., Any]], *args: Any) -> list[Any]:
         """What hooks of the driver return."""
-        outer = self.timing.enter(CALLBACKS) if self.timing.on else None
-        found = [hook(*args) for hook in hooks]
-        if outer is not None:
-            self.timing.enter(outer)
-        return found
+        timing = self.timing
+        return [timing.call(CALLBACKS, hook, *args) if timing.on else hook(*args) for hook in hooks]
 
     def backward_each(self, losses: Sequence[tuple[Tensor, Sequence[Tensor]]], share: float = 1.0) -> None:
         """Compute the gradients of several losses of one micro-batch, each for some parameters alone.
@@ -213,11 +213,9 @@ class OptimizerStep:
         if self._finish is not None and self.window.sync_gradients:
             self._finish([prepared.optimizer for prepared in self._prepared.optimizers])
         if self.weights.pending and self.window.sync_gradients:
-            prepared = self._prepared
-            outer = self.timing.enter(SYNC) if self.timing.on else None
-            self.weights.finish([(model, prepared.optimizers_of(model)) for model in prepared.models])
-            if outer is not None:
-                self.timing.enter(outer)
+            prepared, timing, finish = self._prepared, self.timing, self.weights.finish
+            parts = [(model, prepared.optimizers_of(model)) for model in prepared.models]
+            timing.call(SYNC, finish, parts) if timing.on else finish(parts)
 
     def is_vetoed(self) -> bool:
         """Whether a driver's hook wants the step left out. All are called: they may run collectives."""
@@ -242,8 +240,10 @@ class OptimizerStep:
             self.finish_gradients()
         if self._hooks.gradients_ready and self.is_vetoed():
             return False
-        stepped, timing = True, self.timing
-        outer = timing.enter(OPTIMIZER) if timing.on else None
+        return self.timing.call(OPTIMIZER, self._step_each) if self.timing.on else self._step_each()
+
+    def _step_each(self) -> bool:
+        stepped = True
         for prepared in self._prepared.optimizers:
             optimizer = prepared.optimizer
             if self._prepares:
@@ -254,8 +254,6 @@ class OptimizerStep:
             prepared.spent = True
             stepped = stepped and done
         self._half_done = False
-        if outer is not None:
-            timing.enter(outer)
         return stepped
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -335,12 +333,13 @@ class OptimizerStep:
     @contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         """Context in which a backward reduces a model's gradients, although its forward was not to."""
-        before = self._prepare_backward
-        self._prepare_backward = lambda loss: self._strategy.gradients.prepare_backward(model, loss)
+        before = self._prepare_backward, self._differentiate
+        self._prepare_backward = partial(self._strategy.gradients.prepare_backward, model)
+        self._differentiate = self._differentiate_with_hooks
         try:
             yield
         finally:
-            self._prepare_backward = before
+            self._prepare_backward, self._differentiate = before
 
     def fused_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Backward and step in one by every optimizer that does so, as LOMO.

@@ -135,12 +135,12 @@ class _OwnStates:
         self._kept: dict[int, Any] = {}
 
     def noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches, counted."""
-        return map(self._note, batches)
+        """The same batches, counted where the loader keeps a state."""
+        return batches if self._loader is None else map(self._note, batches)
 
     def _note(self, batch: Any) -> Any:
         self._given += 1
-        if self._loader is not None and self._ahead:
+        if self._ahead:
             self._kept[self._given] = self._state()
             self._kept.pop(self._given - self._ahead - 1, None)
         return batch
@@ -232,14 +232,21 @@ def _described(
         counted: Whether rows are counted. For one process alone nothing is padded, so they need not be.
     """
 
-    def describe(given: tuple[Any, bool], number: int) -> Pair:
+    def describe(batch: Any, number: int, last: bool = False) -> Pair:
         nonlocal consumed
-        batch, last = given
         rows = batch_size_or_none(batch) if counted else None
         consumed = None if rows is None or consumed is None else consumed + rows
         return batch, BatchInfo(number, rows, 0, rows, last, consumed)
 
-    return map(describe, with_last(batches, None if length is None else length - skipped), count(skipped))
+    def describe_end(given: tuple[Any, bool], number: int) -> Pair:
+        return describe(given[0], number, given[1])
+
+    numbers = count(skipped)
+    followed = 0 if length is None else max(0, length - skipped - 1)  # how many are not the last, by the length
+    return chain(
+        map(describe, islice(batches, followed), numbers),
+        map(describe_end, with_last(batches), numbers),
+    )
 
 
 def own_pairs(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:

@@ -158,15 +158,24 @@ class CombinedLoader:
         held: list[Any] = []  # nothing while this waits to be asked for the next
         try:
             for batch, known, last in _with_last(up_to(batches, self._limit, before), before, length):
-                held.append(batch)
+                self.current = info = _info_of(known, self._index, last)
+                held.append(self._pended(batch, info) if self._pends else batch)
                 del batch
-                self.current = _info_of(known, self._index, last)
                 self._index += 1
                 yield held.pop()
             self._begun = False
         finally:
             self.current = None
             batches.close()
+
+    def _pended(self, batch: Any, info: BatchInfo) -> PendingBatch:
+        """A combined batch whose parts, or which as the only one, are placed when it is used."""
+        if self.mode != "sequential":
+            return PendingParts(batch, info, self.in_structure)
+        if not isinstance(batch, PendingBatch):
+            return PendingBatch(batch, info)
+        batch.info = info
+        return batch
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -217,7 +226,7 @@ class CombinedLoader:
         for position, loader in enumerate(self.loaders):
             if self._ended[position]:
                 continue
-            yield from map(partial(_with_known, loader, self._pends), self.begin(loader))
+            yield from map(partial(_with_known, loader), self.begin(loader))
             self._ended[position] = True
 
     def begin_together(self) -> list[Any]:
@@ -264,7 +273,7 @@ class CombinedLoader:
             ]
             if any(is_real):
                 batches = [batch if real else None for batch, real in zip(batches, is_real, strict=True)]
-        return PendingParts(batches, self.in_structure) if self._pends else self.in_structure(batches), known
+        return batches if self._pends else self.in_structure(batches), known
 
     def _next(self, iterators: list[Any], position: int, loader: Any, ended: list[bool]) -> tuple[Any, bool]:
         """The next batch of one loader, and whether the whole combination is over."""
@@ -407,9 +416,8 @@ def _flat(given: tuple[tuple[Any, _Known], bool]) -> tuple[Any, _Known, bool]:
     return batch, known, last
 
 
-def _with_known(loader: Any, pends: bool, batch: Any) -> tuple[Any, _Known]:
-    is_ready = pends and not isinstance(batch, PendingBatch)
-    return PendingBatch(batch) if is_ready else batch, [_current(loader)]
+def _with_known(loader: Any, batch: Any) -> tuple[Any, _Known]:
+    return batch, [_current(loader)]
 
 
 def _stands_in(loader: Any) -> bool:

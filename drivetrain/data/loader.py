@@ -179,18 +179,26 @@ class PreparedLoader(DataLoader[Any]):
     def _batches(self, opened: Opened, pend: bool) -> Iterator[Any]:
         """The loop that every batch goes through; it holds none while it waits to be asked for the next."""
         place, tick = self._place, PartialState().heartbeat.beating(self.active.tick)
-        batches: Iterator[tuple[Any, BatchInfo]] = opened.pairs
+        batches: Iterator[PendingBatch] = iter(())
+        pairs: Iterator[tuple[Any, BatchInfo]] = iter(())
         if pend:
-            batches = pending(batches, place)
+            batches = pending(opened.pairs, place)
             if sends_ahead(place) and self._reader.reads_ahead:
                 batches = one_ahead(batches)
+        else:
+            pairs = opened.pairs
         held: list[Any] = []
         self.active.enter(self)
         try:
-            for batch, info in batches:
+            for pended in batches:
+                self.current = pended.info
+                self.advanced = tick()
+                held.append(pended)
+                del pended
+                yield held.pop()
+            for batch, self.current in pairs:
                 held.append(batch)
                 del batch
-                self.current = info
                 self.advanced = tick()
                 yield held.pop()
             self._exhausted = True

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import starmap
 from typing import Any, TypeVar
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from drivetrain.data.batch_info import BatchInfo
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.nested import recursively_apply
 
@@ -95,21 +97,41 @@ class PendingBatch:
 
     Args:
         batch: The batch on the host.
+        info: What its loader recorded about it.
         place: Puts it on the device; None leaves it as it is.
+
+    Attributes:
+        info: What its loader recorded about it.
+        batch_idx: Its number in the epoch, which a loop sets.
+        tokens: How many tokens the task counts in it, where these are counted before it is released.
     """
 
-    __slots__ = ("__weakref__", "_batch", "_following", "_place", "_state")
+    __slots__ = ("__weakref__", "_batch", "_following", "_place", "_state", "batch_idx", "info", "tokens")
 
-    def __init__(self, batch: Any, place: Place | None = None) -> None:
-        self._batch = batch
-        self._place = place
+    info: BatchInfo
+    batch_idx: int
+    tokens: int | Tensor | None
+
+    def __init__(self, batch: Any, info: BatchInfo, place: Place | None = None) -> None:
+        self._batch, self._place = batch, place
         self._state = _PLACED if place is None else _ON_HOST
         self._following: PendingBatch | None = None
+        self.info = info
+
+    @property
+    def batch(self) -> Any:
+        """The batch, on the device."""
+        return self.take()
 
     @property
     def is_missing(self) -> bool:
         """Whether there is None in the place of a batch."""
         return self._batch is None
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the batch was dropped."""
+        return self._state == _RELEASED
 
     def take(self) -> Any:
         """The batch, on the device."""
@@ -148,31 +170,26 @@ class PendingBatch:
         self._state = _RELEASED
 
 
-class PendingParts:
+class PendingParts(PendingBatch):
     """A batch of several loaders together; each part is brought to the device by its own loader.
 
     Args:
         parts: The batch of each loader, pending.
+        info: What is known about all of them together.
         arranged: Puts them in the structure that the loaders have.
     """
 
-    __slots__ = ("_arranged", "_batch", "_is_taken", "_parts")
+    __slots__ = ("_arranged", "_parts")
 
-    def __init__(self, parts: Sequence[Any], arranged: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, parts: Sequence[Any], info: BatchInfo, arranged: Callable[[list[Any]], Any]) -> None:
+        super().__init__(..., info)
         self._parts, self._arranged = parts, arranged
-        self._batch: Any = None
-        self._is_taken = False
-
-    @property
-    def is_missing(self) -> bool:
-        """False: there is a structure, whatever is in it."""
-        return False
 
     def take(self) -> Any:
         """The batch, on the device."""
-        if not self._is_taken:
+        if self._batch is ...:
             batches = [each.take() if isinstance(each, PendingBatch) else each for each in self._parts]
-            self._batch, self._is_taken = self._arranged(batches), True
+            self._batch = self._arranged(batches)
         return self._batch
 
     def send_following(self) -> None:
@@ -183,30 +200,32 @@ class PendingParts:
 
     def release(self) -> None:
         """Drop the batch, once it is computed on."""
-        self._batch, self._parts = None, ()
+        self._batch, self._parts, self._state = None, (), _RELEASED
 
 
-def pending(batches: Iterator[tuple[Any, Item]], place: Place | None) -> Iterator[tuple[PendingBatch, Item]]:
-    """Batches that are placed when they are used, each with what comes with it.
+def pending(pairs: Iterator[tuple[Any, BatchInfo]], place: Place | None) -> Iterator[PendingBatch]:
+    """Batches that are placed when they are used.
 
     Args:
-        batches: The batches as they are read.
+        pairs: The batches as they are read, each with what is known about it.
         place: Puts one on the device.
     """
+    if place is None:
+        return starmap(PendingBatch, pairs)
     links = sends_ahead(place)
     before: Callable[[], PendingBatch | None] = _nothing
 
-    def pend(pair: tuple[Any, Item]) -> tuple[PendingBatch, Item]:
+    def pend(batch: Any, info: BatchInfo) -> PendingBatch:
         nonlocal before
-        current = PendingBatch(pair[0], place)
+        current = PendingBatch(batch, info, place)
         if links:
             earlier = before()  # weak: a batch is freed with its step
             if earlier is not None:
                 earlier.precede(current)
             before = ref(current)
-        return current, pair[1]
+        return current
 
-    return map(pend, batches)
+    return starmap(pend, pairs)
 
 
 def _nothing() -> None:

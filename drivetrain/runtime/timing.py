@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 PARTS = (
     "data",
@@ -161,6 +163,22 @@ class Timing:
         self._since = now
         self._at = part
         return before
+
+    def call(self, part: int, function: Callable[..., T], *args: Any) -> T:
+        """Call a function, whose time counts for a part. Ask `on` first: a step without marks calls it directly.
+
+        Args:
+            part: `FORWARD` or another.
+            function: The function.
+            *args: Its arguments.
+
+        Returns:
+            What the function returned.
+        """
+        outer = self.enter(part)
+        result = function(*args)
+        self.enter(outer)
+        return result
 
     @contextmanager
     def span(self, part: int) -> Iterator[None]:

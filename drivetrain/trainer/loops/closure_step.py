@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.data import PendingBatch
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.trainer.loops.step import MicroBatch, PlainStep
+from drivetrain.trainer.loops.step import PlainStep
 
 
 class StepVetoed(Exception):
@@ -24,10 +25,10 @@ class ClosureStep(PlainStep):
     """Lets the task's own `optimizer_step`, or an optimizer such as L-BFGS, decide when gradients are computed."""
 
     _keeps_window = True
-    _announced: MicroBatch | None = None
+    _announced: PendingBatch | None = None
     _repeats = False  # whether the closure runs the window's micro-batches once more
 
-    def run(self, window: list[MicroBatch]) -> bool:
+    def run(self, window: list[PendingBatch]) -> bool:
         """Run one step; the closure may run the micro-batches several times, their batch hooks once."""
         self._begin(window)
         self._current.batch, self._current.batch_info = window[0].batch, window[0].info
@@ -46,7 +47,7 @@ class ClosureStep(PlainStep):
         self._announced, self._repeats = None, False
         return self._finish(window, outputs[-1], stepped)
 
-    def _run_optimizers(self, window: Sequence[MicroBatch], outputs: list[Any]) -> bool:
+    def _run_optimizers(self, window: Sequence[PendingBatch], outputs: list[Any]) -> bool:
         stepped = False
         for position, optimizer in enumerate(self._trainer.task_optimizers):
 
@@ -67,7 +68,7 @@ class ClosureStep(PlainStep):
             stepped = stepped or self._engine.steps_taken > 0
         return stepped
 
-    def _compute(self, window: Sequence[MicroBatch], outputs: list[Any]) -> None:
+    def _compute(self, window: Sequence[PendingBatch], outputs: list[Any]) -> None:
         self._begin(window)
         self._repeats = bool(outputs)
         outputs[:] = self._forward_backward(self._model, self.run_micro_batch, window)
@@ -77,15 +78,15 @@ class ClosureStep(PlainStep):
         if self._engine.is_vetoed():
             raise StepVetoed
 
-    def _announce(self, micro_batch: MicroBatch) -> None:
+    def _announce(self, micro_batch: PendingBatch) -> None:
         if not self._repeats and micro_batch is not self._announced:
             super()._announce(micro_batch)
 
-    def _end_batch(self, output: Any, micro_batch: MicroBatch) -> None:
+    def _end_batch(self, output: Any, micro_batch: PendingBatch) -> None:
         if not self._repeats:
             super()._end_batch(output, micro_batch)
 
-    def _loss_of_window(self, outputs: list[Any], window: Sequence[MicroBatch]) -> Tensor:
+    def _loss_of_window(self, outputs: list[Any], window: Sequence[PendingBatch]) -> Tensor:
         """The loss that the gradients of a window are those of; this process's part of it where there are several."""
         total = torch.zeros((), device=self._trainer.strategy.topology.device)
         for output, micro_batch in zip(outputs, window, strict=True):

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from drivetrain.data import BatchInfo
+from drivetrain.data import BatchInfo, PendingBatch
 from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.durations import Duration, Unit
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.runtime.nested import recursively_apply
 
 if TYPE_CHECKING:
-    from drivetrain.trainer.loops.step import MicroBatch
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.trainer import Trainer
 
@@ -119,7 +118,7 @@ class Foresight:
         counted = [unit for unit in (Unit.SAMPLES, Unit.TOKENS) if unit in units]
         return cls(trainer, counted) if counted or units & {Unit.EPOCHS, Unit.RUN} else None
 
-    def begin(self, window: Sequence[MicroBatch]) -> None:
+    def begin(self, window: Sequence[PendingBatch]) -> None:
         """Record what is known of a step.
 
         Args:
@@ -154,7 +153,7 @@ class _Samples:
         self._progress = trainer.progress
         self._copies = trainer.world_size // trainer.strategy.topology.data_shard.count
 
-    def count(self, window: Sequence[MicroBatch]) -> None:
+    def count(self, window: Sequence[PendingBatch]) -> None:
         """Count a window; all processes together, where some rows are known to their own process only."""
         known = sum(micro_batch.info.global_rows or 0 for micro_batch in window)
         unknown = [micro_batch.info for micro_batch in window if micro_batch.info.global_rows is None]
@@ -187,19 +186,19 @@ class _Tokens:
         self._num_tokens: Callable[[Any], int | Tensor] | None = given if callable(given) else None
         self._weights.total = None
 
-    def count(self, window: Sequence[MicroBatch]) -> None:
+    def count(self, window: Sequence[PendingBatch]) -> None:
         """Count a window; all processes together."""
         if self._num_tokens is None:
             self._progress.tokens += self._weighed()
             return
         for each in window:
-            if each.tokens is None:
+            if not each.is_released:
                 self.note(each)
         own = sum(int(each.tokens) for each in window)  # type: ignore[misc, arg-type]
         total = torch.tensor(own, device=self._topology.device)
         self._progress.tokens += int(self._topology.sum(total))
 
-    def note(self, micro_batch: MicroBatch) -> None:
+    def note(self, micro_batch: PendingBatch) -> None:
         """Count the tokens of a micro-batch, whose batch may be released then."""
         if self._num_tokens is not None:
             info = micro_batch.info

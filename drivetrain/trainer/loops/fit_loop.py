@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.stage import Stage
-from drivetrain.data import CombinedLoader, PreparedLoader
+from drivetrain.data import CombinedLoader, PendingBatch, PreparedLoader
 from drivetrain.runtime.errors import DataError
 from drivetrain.runtime.timing import CALLBACKS, EVALUATION, SYNC
 from drivetrain.trainer.loops.binding import DataEnded
@@ -14,7 +14,7 @@ from drivetrain.trainer.loops.consumption import validation_interval
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loops.health import EpochHealth
 from drivetrain.trainer.loops.interruption import EvaluationEnded
-from drivetrain.trainer.loops.step import EpochSkipped, MicroBatch, PlainStep
+from drivetrain.trainer.loops.step import EpochSkipped, PlainStep
 from drivetrain.trainer.loops.training_batches import TrainingBatches
 from drivetrain.trainer.loops.validation_schedule import ValidationSchedule
 from drivetrain.trainer.metrics.log_scopes import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
@@ -65,6 +65,8 @@ class FitLoop:
         self._states_are_checked = False
         self._next_agreement: float = 0
         self._next_turn = 0
+        self._next_validation: float = FOREVER
+        self._next_due: float = 0
         self._restored: SavedRun | None = None
         self._has_trained = self._is_saved = False
         self._lacks_validation = False  # a signal came before or within the one that is due
@@ -136,29 +138,22 @@ class FitLoop:
             return
         self._has_trained = True
         windows = batches.windows()
-        next_validation = self._schedule.next_batch()
         # A validation that a resumed run has run again may have ended it.
         is_stopped = is_again and control.stop_requested and control.may_stop(batches.limit)
         finished = skipped = False
-        window: list[MicroBatch] = []
+        window: list[PendingBatch] = []
         self._timing.begin_steps()
         try:
             for window in () if is_stopped else windows:
                 self._run_step(window)
                 batches.finished = window[-1].info
                 window.clear()  # what follows must not hold the tensors of its batches
-                if progress.total_batches >= self._next_turn:
-                    self._next_turn = self._timing.turn(progress.total_batches)
                 if trainer.saves is not None and trainer.world_size == 1 and not control.preempted:
                     trainer.saves.check()  # several processes agree on it first
                 if control.rollback_path is not None:
                     return
-                if progress.global_step >= self._next_poll or progress.total_batches >= self._next_agreement:
-                    self._poll()
-                if progress.batches_in_epoch >= next_validation:
-                    next_validation = self._schedule.next_batch()
-                    if self._schedule.is_due:
-                        self._validate(at_end=batches.are_done)
+                if progress.total_batches >= self._next_due:
+                    self._run_due()
                 if control.stop_requested and control.may_stop(batches.limit):
                     finished = batches.are_done
                     if not finished and control.stops_by_request and trainer.validates_when_stopped:
@@ -210,6 +205,7 @@ class FitLoop:
                 return False
         self._health.begin_epoch()
         self._control.start_epoch()
+        self._next_validation = self._schedule.next_batch()
         self._plan()
         return True
 
@@ -225,6 +221,19 @@ class FitLoop:
 
     # between two steps
 
+    def _run_due(self) -> None:
+        """Do what is due after a step: measure, write, agree with the other processes, validate."""
+        progress = self._progress
+        if progress.total_batches >= self._next_turn:
+            self._next_turn = self._timing.turn(progress.total_batches)
+        if progress.global_step >= self._next_poll or progress.total_batches >= self._next_agreement:
+            self._poll()
+        if progress.batches_in_epoch >= self._next_validation:
+            self._next_validation = self._schedule.next_batch()
+            if self._schedule.is_due:
+                self._validate(at_end=self._batches.are_done)
+        self._plan_due()
+
     def _plan(self) -> None:
         """Find the next step, and the next number of batches, at which there is anything to do beside training."""
         trainer, control = self._trainer, self._control
@@ -236,6 +245,17 @@ class FitLoop:
         # Not counted in steps, of which there may be none: all may overflow, or be left out.
         watches = control.watches_peers_or_clock or self._schedule.follows_a_clock
         self._next_agreement = control.next_agreement if watches else FOREVER
+        self._plan_due()
+
+    def _plan_due(self) -> None:
+        """Find the number of batches after which anything is due, by the steps and batches of each."""
+        progress = self._progress
+        until_validation = self._next_validation - progress.batches_in_epoch
+        # A task that optimizes by hand may take any number of steps with a batch.
+        is_counted = self._trainer.task is not None and self._trainer.task.automatic_optimization
+        until_poll = self._next_poll - progress.global_step if is_counted else 0
+        ahead = progress.total_batches + min(until_validation, until_poll)
+        self._next_due = min(self._next_turn, self._next_agreement, ahead)
 
     def _poll(self) -> None:
         """Write what is due, and see whether to stop or validate."""

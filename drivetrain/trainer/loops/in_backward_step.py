@@ -12,10 +12,11 @@ from torch import nn
 from drivetrain.accelerator.in_backward import InBackward
 from drivetrain.accelerator.step import StepHooks
 from drivetrain.callbacks import Callback, GradientAccumulationScheduler
+from drivetrain.data import PendingBatch
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer.hooks import Hooks, is_redefined
 from drivetrain.trainer.loops.stand_in import presence_of
-from drivetrain.trainer.loops.step import MicroBatch, PlainStep
+from drivetrain.trainer.loops.step import PlainStep
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -56,12 +57,12 @@ class InBackwardStep(PlainStep):
     def _step_hooks(self, hooks: Hooks) -> StepHooks:
         return replace(super()._step_hooks(hooks), clip=None, in_backward=self._in_backward)
 
-    def try_gradients(self, window: Sequence[MicroBatch]) -> None:
+    def try_gradients(self, window: Sequence[PendingBatch]) -> None:
         """Run the forward and backward of a step, freeing its gradients without stepping."""
         with self._in_backward.only_freeing():
             super().try_gradients(window)
 
-    def _finish(self, window: list[MicroBatch], output: Any, steps: int) -> bool:
+    def _finish(self, window: list[PendingBatch], output: Any, steps: int) -> bool:
         self._in_backward.end()
         return super()._finish(window, output, steps)
 

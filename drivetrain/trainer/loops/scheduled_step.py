@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from drivetrain.accelerator.step import StepHooks
+from drivetrain.data import PendingBatch
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.timing import FORWARD
 from drivetrain.trainer.hooks import Hooks
 from drivetrain.trainer.loops.binding import muted_logging
 from drivetrain.trainer.loops.stand_in import StandIn
-from drivetrain.trainer.loops.step import MicroBatch, PlainStep
+from drivetrain.trainer.loops.step import PlainStep
 from drivetrain.trainer.loops.step_output import detached
 from drivetrain.trainer.task import Task
 
@@ -43,14 +45,14 @@ class ScheduledStep(PlainStep):
     def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
         return None
 
-    def run(self, window: list[MicroBatch]) -> bool:
+    def run(self, window: list[PendingBatch]) -> bool:
         """Run one step."""
         self._begin(window)
         strategy, logged = self._strategy, self._logged
         for micro_batch in window:
             self._enter(micro_batch)
             self._announce(micro_batch)
-        window[-1].pending.send_following()
+        window[-1].send_following()
         self._has_gradients = self._took_part = True
         if not self._clears_first:
             self._zero_grad()
@@ -68,10 +70,10 @@ class ScheduledStep(PlainStep):
         self._enter(window[-1])
         return self._finish(window, outputs[-1], self._engine.step_all())
 
-    def _enter(self, micro_batch: MicroBatch) -> None:
+    def _enter(self, micro_batch: PendingBatch) -> None:
         self._current.batch, self._current.batch_info = micro_batch.batch, micro_batch.info
 
-    def _end_backwards(self, window: Sequence[MicroBatch], outputs: list[Any]) -> None:
+    def _end_backwards(self, window: Sequence[PendingBatch], outputs: list[Any]) -> None:
         for micro_batch in window:
             self._enter(micro_batch)
             for hook in self._after_backward:
@@ -81,7 +83,7 @@ class ScheduledStep(PlainStep):
                 self._enter(micro_batch)
                 self._end_batch(output, micro_batch)
 
-    def run_micro_batch(self, micro_batch: MicroBatch, probe: bool = False) -> Any:
+    def run_micro_batch(self, micro_batch: PendingBatch, probe: bool = False) -> Any:
         """Forward and backward of one micro-batch.
 
         Args:
@@ -96,14 +98,9 @@ class ScheduledStep(PlainStep):
         if self._engine.window.size > 1:
             self._engine.window.advance_planned()
         share = 1.0 if self._shards == 1 else info.share(self._shards)
-        outer = self._timing.enter(FORWARD) if self._timing.on else None
-        if share:
-            output = self._training_step(batch, index)
-        else:
-            with muted_logging(self._logged, self._task):
-                output = self._training_step(batch, index)
-        if outer is not None:
-            self._timing.enter(outer)
+        timing, step = self._timing, self._training_step
+        with nullcontext() if share else muted_logging(self._logged, self._task):
+            output = timing.call(FORWARD, step, batch, index) if timing.on else step(batch, index)
         loss = self._output.loss_of(output)
         if loss is not None:
             self._differentiate(loss, output, share)

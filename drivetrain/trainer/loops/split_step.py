@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,7 @@ from drivetrain.runtime.timing import FORWARD
 from drivetrain.strategies.capabilities import RepeatableStep
 from drivetrain.trainer.hooks import Hooks
 from drivetrain.trainer.loops.stand_in import presence_of
-from drivetrain.trainer.loops.step import MicroBatch, PlainStep, clear_gradients
+from drivetrain.trainer.loops.step import PlainStep, clear_gradients
 from drivetrain.trainer.metrics.held_back import HeldBack
 from drivetrain.trainer.metrics.metric_states import (
     find_metrics,
@@ -88,7 +89,7 @@ class SplitStep(PlainStep):
         self._own_weight: Tensor | float | None = None
         self._tried = 0  # in how many parts a step was computed last
 
-    def run(self, window: list[MicroBatch]) -> bool:
+    def run(self, window: list[PendingBatch]) -> bool:
         """Run one step, in as many parts as memory has needed so far, or in more."""
         for micro_batch in window:
             self._show(micro_batch)
@@ -111,17 +112,17 @@ class SplitStep(PlainStep):
             self._engine.weights.decide(self._own_weight)
         return self._finish(window, outputs[-1], stepped)
 
-    def _show(self, micro_batch: MicroBatch) -> None:
+    def _show(self, micro_batch: PendingBatch) -> None:
         """Let hooks and logged values see a micro-batch as a whole."""
         self._current.batch, self._current.batch_info = micro_batch.batch, micro_batch.info
         self._logged.skips = self._share(micro_batch) == 0.0
 
-    def _share(self, micro_batch: MicroBatch) -> float:
+    def _share(self, micro_batch: PendingBatch) -> float:
         return 1.0 if self._shards == 1 else micro_batch.info.share(self._shards)
 
     # gradients
 
-    def _compute(self, window: Sequence[MicroBatch]) -> list[Any]:
+    def _compute(self, window: Sequence[PendingBatch]) -> list[Any]:
         """Compute gradients until memory is enough. Returns what the task returned for each micro-batch."""
         random, metrics = RandomState.capture(), metric_states(self._metrics)
         buffers = [buffer.detach().clone() for buffer in self._kept_buffers]
@@ -142,7 +143,7 @@ class SplitStep(PlainStep):
             self._progress.parts *= 2
             self._report()
 
-    def _gradients(self, window: Sequence[MicroBatch], failure: MemoryError | None) -> list[Any]:
+    def _gradients(self, window: Sequence[PendingBatch], failure: MemoryError | None) -> list[Any]:
         """Compute the gradients of a step, part by part.
 
         Args:
@@ -164,7 +165,7 @@ class SplitStep(PlainStep):
             outputs[part.place].append((part.share, output))
         return [_together(each, bool(self._is_weighted)) for each in outputs]
 
-    def _cut(self, place: int, micro_batch: MicroBatch) -> list[_Part]:
+    def _cut(self, place: int, micro_batch: PendingBatch) -> list[_Part]:
         rows = micro_batch.info.rows or batch_size_or_none(micro_batch.batch) or 0
         count = min(self._progress.parts, rows)
         if count <= 1:
@@ -172,20 +173,16 @@ class SplitStep(PlainStep):
         ends = [rows * number // count for number in range(count + 1)]
         return [_Part(place, first, end, rows) for first, end in pairwise(ends)]
 
-    def _run_part(self, taken: MicroBatch, share: float, part: float) -> Any:
+    def _run_part(self, taken: PendingBatch, share: float, part: float) -> Any:
         """Forward and backward of some rows; `part` of their micro-batch, which counts for `share`."""
         self._current.batch, self._current.batch_info = taken.batch, taken.info
         self._logged.skips = share == 0.0
         if self._engine.window.size > 1:
             self._engine.window.advance_planned()
-        outer = self._timing.enter(FORWARD) if self._timing.on else None
-        if share:
-            output = self._training_step(taken.batch, taken.batch_idx)
-        else:
-            with untouched_metrics(self._task):
-                output = self._training_step(taken.batch, taken.batch_idx)
-        if outer is not None:
-            self._timing.enter(outer)
+        timing, given = self._timing, (taken.batch, taken.batch_idx)
+        with nullcontext() if share else untouched_metrics(self._task):
+            step = self._training_step
+            output = timing.call(FORWARD, step, *given) if timing.on else step(*given)
         loss = output if isinstance(output, Tensor) else self._output.loss_of(output)
         if loss is not None:
             self._has_gradients = True  # they were cleared before
@@ -231,7 +228,7 @@ class SplitStep(PlainStep):
         )
 
 
-def _taken(micro_batch: MicroBatch, part: _Part) -> MicroBatch:
+def _taken(micro_batch: PendingBatch, part: _Part) -> PendingBatch:
     """The rows of a part, as a micro-batch of its own."""
     if not part.of or part.share == 1.0:
         return micro_batch
@@ -239,7 +236,9 @@ def _taken(micro_batch: MicroBatch, part: _Part) -> MicroBatch:
     padding = max(0, min(rows, part.end - (part.of - info.padding)))
     cut = BatchInfo(info.index, rows, padding, info.global_rows, info.last, info.consumed)
     batch = pick_rows([micro_batch.batch], [part.of], range(part.first, part.end))
-    return MicroBatch(PendingBatch(batch), micro_batch.batch_idx, cut)
+    taken = PendingBatch(batch, cut)
+    taken.batch_idx = micro_batch.batch_idx
+    return taken
 
 
 def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:

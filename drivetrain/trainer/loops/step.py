@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.accelerator.step import StepHooks
-from drivetrain.data import BatchInfo, PendingBatch
+from drivetrain.data import PendingBatch
 from drivetrain.runtime.timing import CALLBACKS, DATA, FORWARD, OPTIMIZER, SYNC
 from drivetrain.trainer.hooks import Hooks, is_overridden
 from drivetrain.trainer.loops.binding import as_taken, bind_step, without_missing
@@ -26,44 +26,6 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 SKIP_EPOCH = -1
-
-
-class MicroBatch:
-    """One batch on its way into a step.
-
-    Args:
-        pending: What the loader gave: the batch, which is brought to the device when it is used.
-        batch_idx: Its number in the epoch.
-        info: What the loader recorded about it.
-
-    Attributes:
-        pending: What the loader gave.
-        batch_idx: Its number in the epoch.
-        info: What the loader recorded about it.
-        tokens: How many tokens the task counts in it, where these are counted before it is released.
-    """
-
-    __slots__ = ("batch_idx", "info", "pending", "tokens")
-
-    def __init__(self, pending: PendingBatch, batch_idx: int, info: BatchInfo) -> None:
-        self.pending = pending
-        self.batch_idx = batch_idx
-        self.info = info
-        self.tokens: int | Tensor | None = None
-
-    @property
-    def batch(self) -> Any:
-        """The batch, on the device."""
-        return self.pending.take()
-
-    @property
-    def is_missing(self) -> bool:
-        """Whether the loader gave None in the place of a batch."""
-        return self.pending.is_missing
-
-    def release(self) -> None:
-        """Drop the batch, which is not used any more."""
-        self.pending.release()
 
 
 class EpochSkipped(Exception):
@@ -93,7 +55,7 @@ class PlainStep:
         self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
         self._forward_backward = strategy.forward_backward
         self._stand_in = self._choose_stand_in(model)
-        self._taken: list[MicroBatch] = []  # by the step itself, out of an iterator
+        self._taken: list[PendingBatch] = []  # by the step itself, out of an iterator
         step = as_taken(task, "training_step", self._take_following)
         step = without_missing(step) if trainer.leaves_out_missing_batches else step
         step = step if self._stand_in is None else self._stand_in.replacing(step)
@@ -139,7 +101,7 @@ class PlainStep:
         """
         self._shards = shards
 
-    def run(self, window: list[MicroBatch]) -> bool:
+    def run(self, window: list[PendingBatch]) -> bool:
         """Run one step.
 
         Args:
@@ -154,10 +116,11 @@ class PlainStep:
         """
         self._begin(window)
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
-        stepped = self._engine.step_all() if self._has_loss() else self._counts_anyway(window)
+        has_loss = self._took_part or self._has_loss()
+        stepped = self._engine.step_all() if has_loss else self._counts_anyway(window)
         return self._finish(window, outputs[-1], stepped)
 
-    def try_gradients(self, window: Sequence[MicroBatch]) -> None:
+    def try_gradients(self, window: Sequence[PendingBatch]) -> None:
         """Run the forwards and backwards of a step, without exchanging their gradients and without stepping.
 
         Args:
@@ -169,45 +132,40 @@ class PlainStep:
                 self.run_micro_batch(micro_batch)
         self._zero_grad()
 
-    def _begin(self, window: Sequence[MicroBatch]) -> None:
+    def _begin(self, window: Sequence[PendingBatch]) -> None:
         self._remaining = size = len(window)
         self._has_gradients = self._took_part = False
         self._engine.is_open = True
         if self._foresight is not None:
             self._foresight.begin(window)
         if self._clears_first:
-            outer = self._timing.enter(OPTIMIZER) if self._timing.on else None
-            self._zero_grad()
-            if outer is not None:
-                self._timing.enter(outer)
+            timing = self._timing
+            timing.call(OPTIMIZER, self._zero_grad) if timing.on else self._zero_grad()
         self._engine.window.begin(size)
         if self._is_weighted:
             self._engine.weights.expect()
 
-    def run_micro_batch(self, micro_batch: MicroBatch) -> Any:
+    def run_micro_batch(self, micro_batch: PendingBatch) -> Any:
         """Forward and backward of one micro-batch, with the hooks around them."""
-        timing = self._timing
-        outer = timing.enter(DATA) if timing.on else None
-        pending, index, info = micro_batch.pending, micro_batch.batch_idx, micro_batch.info
-        batch = pending.take()
-        current = self._current
+        timing, current, info = self._timing, self._current, micro_batch.info
+        batch = timing.call(DATA, micro_batch.take) if timing.on else micro_batch.take()
         current.batch, current.batch_info = batch, info
-        pending.send_following()  # once nothing holds the batch before: no more than two are on the device
-        if outer is not None:
-            timing.enter(outer)
-        share = 1.0 if self._shards == 1 else info.share(self._shards)
-        self._logged.skips = share == 0.0  # also in the hooks around a batch that only stands in
+        # Once nothing holds the batch before: no more than two are on the device.
+        timing.call(DATA, micro_batch.send_following) if timing.on else micro_batch.send_following()
+        share = 1.0
+        if self._shards > 1:
+            share = info.share(self._shards)
+            self._logged.skips = share == 0.0  # also in the hooks around a batch that only stands in
         if self._on_batch_start:
             self._announce(micro_batch)
         if self._engine.window.size > 1:
             self._engine.window.advance_planned()
-        if outer is not None:
-            timing.enter(FORWARD)
+        outer = timing.enter(FORWARD) if timing.on else None  # not by `call`: tracebacks of the step pass here
         if share:
-            output = self._training_step(batch, index)
+            output = self._training_step(batch, micro_batch.batch_idx)
         else:
             with untouched_metrics(self._task):
-                output = self._training_step(batch, index)
+                output = self._training_step(batch, micro_batch.batch_idx)
         if outer is not None:
             timing.enter(outer)
         loss = output if isinstance(output, Tensor) else self._loss_of(output)
@@ -222,32 +180,29 @@ class PlainStep:
                 return None
         return output
 
-    def _release(self, micro_batch: MicroBatch) -> None:
+    def _release(self, micro_batch: PendingBatch) -> None:
         for note in self._before_release:
             note(micro_batch)
         micro_batch.release()
 
     def _take_following(self) -> tuple[Any, int, int] | None:
         """Take the epoch's next batch into the step under way."""
-        loop, info = self._trainer.loop, self._current.batch_info
-        outer = self._timing.enter(DATA) if self._timing.on else None
-        taken = None if loop is None or info is None else loop.batches.following(info.index)
-        if outer is not None:
-            self._timing.enter(outer)
+        loop, info, timing = self._trainer.loop, self._current.batch_info, self._timing
+        if loop is None or info is None:
+            return None
+        following = loop.batches.following
+        taken = timing.call(DATA, following, info.index) if timing.on else following(info.index)
         if taken is None:
             return None
         self._taken.append(taken)
         self._current.batch, self._current.batch_info = taken.batch, taken.info
         return taken.batch, taken.batch_idx, 0
 
-    def _announce(self, micro_batch: MicroBatch) -> None:
-        timing = self._timing
-        outer = timing.enter(CALLBACKS) if timing.on else None
+    def _announce(self, micro_batch: PendingBatch) -> None:
+        batch, index, timing = micro_batch.batch, micro_batch.batch_idx, self._timing
         for hook in self._on_batch_start:
-            if hook(micro_batch.batch, micro_batch.batch_idx) == SKIP_EPOCH:
+            if (timing.call(CALLBACKS, hook, batch, index) if timing.on else hook(batch, index)) == SKIP_EPOCH:
                 raise EpochSkipped
-        if outer is not None:
-            timing.enter(outer)
 
     def _differentiate(self, loss: Tensor, output: Any, share: float) -> None:
         """Compute the gradients of a batch, once those of the step before are cleared."""
@@ -255,11 +210,9 @@ class PlainStep:
         if not self._has_gradients:
             self._has_gradients = True
             if not self._clears_first:
-                outer = self._timing.enter(OPTIMIZER) if self._timing.on else None
-                self._zero_grad()
-                if outer is not None:
-                    self._timing.enter(outer)
-        if not stands_in and share:
+                timing = self._timing
+                timing.call(OPTIMIZER, self._zero_grad) if timing.on else self._zero_grad()
+        if share and not stands_in:
             self._took_part = True
         self._run_backward(loss, output, share, stands_in)
 
@@ -292,27 +245,25 @@ class PlainStep:
             return False
         if self._took_part or self._stand_in is None:
             return self._took_part
-        outer = self._timing.enter(SYNC) if self._timing.on else None
-        took_part = self._stand_in.anyone_took_part()
-        if outer is not None:
-            self._timing.enter(outer)
-        return took_part
+        timing, anyone = self._timing, self._stand_in.anyone_took_part
+        return timing.call(SYNC, anyone) if timing.on else anyone()
 
-    def _counts_anyway(self, window: Sequence[MicroBatch]) -> bool:
+    def _counts_anyway(self, window: Sequence[PendingBatch]) -> bool:
         """Whether a step without any loss counts: where there were batches, and the Trainer counts it."""
         if not self._counts_without_loss:
             return False
         # Another process may have had a batch, and all must count alike.
         return self._stand_in is not None or not all(micro_batch.is_missing for micro_batch in window)
 
-    def _finish(self, window: list[MicroBatch], output: Any, steps: int) -> bool:
+    def _finish(self, window: list[PendingBatch], output: Any, steps: int) -> bool:
         """Count the step, schedule, and end its last batch. Returns whether there was a step."""
-        progress = self._progress
+        progress, last = self._progress, window[-1]
         self._engine.close()
         if self._taken:
             window.extend(self._taken)
             self._taken.clear()
-        progress.batches_in_epoch = window[-1].batch_idx + 1
+            last = window[-1]
+        progress.batches_in_epoch = last.batch_idx + 1
         progress.total_batches += len(window)
         for count in self._counters:
             count(window)
@@ -320,21 +271,18 @@ class PlainStep:
             progress.global_step += steps
             if self._steps_schedulers:
                 step_step_schedulers(self._trainer)
-        if self._ends_epochs and (window[-1].info.last or progress.batches_in_epoch >= self._current.training_batches):
+        if self._ends_epochs and (last.info.last or progress.batches_in_epoch >= self._current.training_batches):
             end_epoch_of_schedulers(self._trainer)
         if self._on_batch_end:
-            self._end_batch(output, window[-1])
-        self._logged.skips = False
+            self._end_batch(output, last)
+        if self._shards > 1:
+            self._logged.skips = False
         return steps > 0
 
-    def _end_batch(self, output: Any, micro_batch: MicroBatch) -> None:
-        timing = self._timing
-        outer = timing.enter(CALLBACKS) if timing.on else None
-        outputs = detached(output)
+    def _end_batch(self, output: Any, micro_batch: PendingBatch) -> None:
+        outputs, batch, index, timing = detached(output), micro_batch.batch, micro_batch.batch_idx, self._timing
         for hook in self._on_batch_end:
-            hook(outputs, micro_batch.batch, micro_batch.batch_idx)
-        if outer is not None:
-            timing.enter(outer)
+            timing.call(CALLBACKS, hook, outputs, batch, index) if timing.on else hook(outputs, batch, index)
 
     def _clipping(self) -> Callable[[Optimizer], None]:
         """The task's clipping with the Trainer's arguments, by their names where an override has them."""
@@ -372,10 +320,10 @@ class ManualStep(PlainStep):
     def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
         return None
 
-    def try_gradients(self, window: Sequence[MicroBatch]) -> None:
+    def try_gradients(self, window: Sequence[PendingBatch]) -> None:
         """Nothing: the task exchanges gradients and steps in its own step."""
 
-    def run(self, window: list[MicroBatch]) -> bool:
+    def run(self, window: list[PendingBatch]) -> bool:
         """Run the task's step, and count each optimizer's step in it."""
         self._begin(window)
         self._engine.steps_taken = 0

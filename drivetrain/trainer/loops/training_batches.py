@@ -9,7 +9,6 @@ from drivetrain.callbacks import GradientAccumulationScheduler
 from drivetrain.data import BatchInfo, CombinedLoader, PendingBatch, PreparedLoader
 from drivetrain.runtime.timing import DATA, IDLE
 from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, check_equal_lengths, length_of
-from drivetrain.trainer.loops.step import MicroBatch
 from drivetrain.trainer.state.committed import Committed, saves_within_steps
 from drivetrain.trainer.state.saved_run import at_start_of
 
@@ -120,7 +119,7 @@ class TrainingBatches:
         # A combination has only its present position.
         self._marked = self.loader.state_dict() if isinstance(self.loader, CombinedLoader) else None
 
-    def windows(self) -> Generator[list[MicroBatch], None, None]:
+    def windows(self) -> Generator[list[PendingBatch], None, None]:
         """The epoch's micro-batches, as many as make one optimizer step at a time.
 
         All of a window are read before its first is computed on, which shows how many there are; each is brought to the
@@ -138,27 +137,26 @@ class TrainingBatches:
         finally:
             self._feed = iter(())  # ends the workers of a loader that was not read to its end
 
-    def _windows(self) -> Generator[list[MicroBatch], None, None]:
-        loader, limit, size = self.loader, self.limit, self._trainer.accumulate_grad_batches
-        skips, progress = self._trainer.control.batches_to_skip, self._progress
+    def _windows(self) -> Iterator[list[PendingBatch]]:
+        limit, size, progress = self.limit, self._trainer.accumulate_grad_batches, self._progress
+        skips, timing = self._trainer.control.batches_to_skip, self._trainer.timing
         index = progress.batches_in_epoch
         marks_steps = size > 1 or self._saves_within_steps
-        window: list[MicroBatch] = []
-        timing = self._trainer.timing
+        window: list[PendingBatch] = []
         if timing.on:
             timing.enter(DATA)
         for batch in self._feed:
-            info = loader.current
-            assert info is not None  # a batch is always known to its loader
             if skips and (progress.epoch, index) in skips:
                 index += 1
                 progress.batches_in_epoch = index
                 progress.total_batches += 1
                 continue
-            window.append(MicroBatch(batch, index, info))
-            del batch  # the window alone holds it, and is cleared with its step
+            batch.batch_idx = index
+            window.append(batch)
             index += 1
-            if len(window) == size or info.last or index == limit:
+            is_full = len(window) == size or batch.info.last or index == limit
+            del batch  # the window alone holds it, and is cleared with its step
+            if is_full:
                 if timing.on:
                     timing.enter(IDLE)
                 yield window
@@ -173,7 +171,7 @@ class TrainingBatches:
         if window:
             yield window
 
-    def following(self, index: int) -> MicroBatch | None:
+    def following(self, index: int) -> PendingBatch | None:
         """Take the batch after one out of the epoch, for a step that asks for more than its own; None at the end.
 
         Args:
@@ -182,8 +180,8 @@ class TrainingBatches:
         if index + 1 >= self.limit:
             return None
         for batch in self._feed:
-            assert self.loader.current is not None
-            return MicroBatch(batch, index + 1, self.loader.current)
+            batch.batch_idx = index + 1
+            return batch
         return None
 
     @property

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.stage import Stage
 from drivetrain.callbacks.support.batch_size_range import BatchSizeRange
-from drivetrain.data import CombinedLoader
+from drivetrain.data import CombinedLoader, PendingBatch
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.memory import Attempt, attempt_together
 from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.loops.loader_source import length_of
-from drivetrain.trainer.loops.step import MicroBatch
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.tuning.attribute import MissingAttributeError, TunedAttribute
 from drivetrain.trainer.tuning.rehearsal import TrainingRehearsal, rehearse_evaluation
@@ -200,7 +199,7 @@ class _Trials:
             return
         rehearsal = self._rehearsal
 
-        def run(number: int, window: list[MicroBatch]) -> bool:
+        def run(number: int, window: list[PendingBatch]) -> bool:
             rehearsal.step(window)
             return True
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
 from drivetrain.callbacks.support.lr_range import LRRange
+from drivetrain.data import PendingBatch
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.seeds import isolated_random_state
-from drivetrain.trainer.loops.step import MicroBatch
 from drivetrain.trainer.optimizers import parse_configured_optimizers
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.tuning.attribute import TunedAttribute
@@ -66,7 +66,7 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
         rehearsal = TrainingRehearsal(trainer, task, [watched])
         groups = trainer.optimizers[0].param_groups
 
-        def run(number: int, window: list[MicroBatch]) -> bool:
+        def run(number: int, window: list[PendingBatch]) -> bool:
             rate = tried.rate(number)
             for group in groups:
                 group["lr"] = rate

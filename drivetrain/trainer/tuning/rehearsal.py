@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
-from drivetrain.data import CombinedLoader, PreparedLoader
+from drivetrain.data import CombinedLoader, PendingBatch, PreparedLoader
 from drivetrain.runtime.errors import DataError
 from drivetrain.trainer.loops.choose_step import choose_step
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loops.loader_source import LoaderSource
 from drivetrain.trainer.loops.prediction_loop import PredictionLoop
-from drivetrain.trainer.loops.step import MicroBatch
 from drivetrain.trainer.loops.training_batches import epoch_length
 from drivetrain.trainer.metrics.log_scopes import TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
 from drivetrain.trainer.task import Task
@@ -45,7 +44,7 @@ class TrainingRehearsal:
         self,
         source: LoaderSource,
         steps: int,
-        run_window: Callable[[int, list[MicroBatch]], bool],
+        run_window: Callable[[int, list[PendingBatch]], bool],
         within_limits: bool = False,
     ) -> None:
         """Run steps, one epoch after the other, with the task's hooks around them.
@@ -82,7 +81,7 @@ class TrainingRehearsal:
             trainer.logged.enter(TRAIN_END)
             hooks.call("on_train_end")
 
-    def step(self, window: list[MicroBatch]) -> None:
+    def step(self, window: list[PendingBatch]) -> None:
         """Run one step.
 
         Args:
@@ -109,17 +108,16 @@ class TrainingRehearsal:
 
     def _windows(
         self, loader: PreparedLoader | CombinedLoader, limit: float | None
-    ) -> Generator[list[MicroBatch], None, None]:
+    ) -> Generator[list[PendingBatch], None, None]:
         """The micro-batches of an epoch, as many as make one step at a time."""
         size, index = self._trainer.accumulate_grad_batches, 0
-        window: list[MicroBatch] = []
+        window: list[PendingBatch] = []
         loader.set_epoch(self._trainer.progress.epoch)
         for batch in loader.iterate_pending(limit, together=True):
-            info = loader.current
-            assert info is not None
-            window.append(MicroBatch(batch, index, info))
+            batch.batch_idx = index
+            window.append(batch)
             index += 1
-            if len(window) == size or info.last or index == limit:
+            if len(window) == size or batch.info.last or index == limit:
                 yield window
                 window = []
                 if index == limit:
