@@ -240,10 +240,8 @@ class OptimizerStep:
             self.finish_gradients()
         if self._hooks.gradients_ready and self.is_vetoed():
             return False
-        return self.timing.call(OPTIMIZER, self._step_each) if self.timing.on else self._step_each()
-
-    def _step_each(self) -> bool:
-        stepped = True
+        stepped, timing = True, self.timing
+        outer = timing.enter(OPTIMIZER) if timing.on else None
         for prepared in self._prepared.optimizers:
             optimizer = prepared.optimizer
             if self._prepares:
@@ -254,6 +252,8 @@ class OptimizerStep:
             prepared.spent = True
             stepped = stepped and done
         self._half_done = False
+        if outer is not None:
+            timing.enter(outer)
         return stepped
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:

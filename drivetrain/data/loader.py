@@ -467,7 +467,6 @@ def _placed(batches: Iterator[PendingBatch]) -> Iterator[Any]:
     try:
         for batch in batches:
             held.append(batch.take())
-            batch.send_following()
             del batch
             yield held.pop()
     finally:

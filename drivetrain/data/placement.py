@@ -134,20 +134,22 @@ class PendingBatch:
         return self._state == _RELEASED
 
     def take(self) -> Any:
-        """The batch, on the device."""
-        state = self._state
-        if state != _PLACED:
-            assert state != _RELEASED, "a batch that was released is used again"
-            place: Any = self._place
-            self._batch = place(self._batch) if state == _ON_HOST else place.receive(self._batch)
-            self._state = _PLACED
+        """The batch, on the device; the one after it, where that was read and only has to be copied, is sent too.
+
+        Let go of the batch before first: then no more than two are on the device.
+        """
+        if self._state != _PLACED:
+            self._bring()
         return self._batch
 
-    def send(self) -> None:
-        """Begin to copy the batch, if that has not begun."""
-        if self._state == _ON_HOST:
-            self._batch = self._place.send(self._batch)  # type: ignore[union-attr]
-            self._state = _SENT
+    def _bring(self) -> None:
+        assert self._state != _RELEASED, "a batch that was released is used again"
+        place: Any = self._place
+        self._batch = place(self._batch) if self._state == _ON_HOST else place.receive(self._batch)
+        self._state = _PLACED
+        if self._following is not None:
+            self._following.send()
+            self._following = None
 
     def precede(self, following: PendingBatch) -> None:
         """Note which batch is sent while this one is computed on.
@@ -157,11 +159,11 @@ class PendingBatch:
         """
         self._following = following
 
-    def send_following(self) -> None:
-        """Begin to copy the batch after this one, where that has been read and only has to be copied."""
-        if self._following is not None:
-            self._following.send()
-            self._following = None
+    def send(self) -> None:
+        """Begin to copy the batch, if that has not begun."""
+        if self._state == _ON_HOST:
+            self._batch = self._place.send(self._batch)  # type: ignore[union-attr]
+            self._state = _SENT
 
     def release(self) -> None:
         """Drop the batch, once it is computed on."""
@@ -183,24 +185,18 @@ class PendingParts(PendingBatch):
 
     def __init__(self, parts: Sequence[Any], info: BatchInfo, arranged: Callable[[list[Any]], Any]) -> None:
         super().__init__(..., info)
+        self._state = _ON_HOST
         self._parts, self._arranged = parts, arranged
 
-    def take(self) -> Any:
-        """The batch, on the device."""
-        if self._batch is ...:
-            batches = [each.take() if isinstance(each, PendingBatch) else each for each in self._parts]
-            self._batch = self._arranged(batches)
-        return self._batch
-
-    def send_following(self) -> None:
-        """Begin to copy the parts of the batch after this one; see `PendingBatch.send_following`."""
-        for each in self._parts:
-            if isinstance(each, PendingBatch):
-                each.send_following()
+    def _bring(self) -> None:
+        assert self._state != _RELEASED, "a batch that was released is used again"
+        batches = [each.take() if isinstance(each, PendingBatch) else each for each in self._parts]
+        self._batch, self._state = self._arranged(batches), _PLACED
 
     def release(self) -> None:
         """Drop the batch, once it is computed on."""
-        self._batch, self._parts, self._state = None, (), _RELEASED
+        self._parts = ()
+        super().release()
 
 
 def pending(pairs: Iterator[tuple[Any, BatchInfo]], place: Place | None) -> Iterator[PendingBatch]:

@@ -52,7 +52,6 @@ class ScheduledStep(PlainStep):
         for micro_batch in window:
             self._enter(micro_batch)
             self._announce(micro_batch)
-        window[-1].send_following()
         self._has_gradients = self._took_part = True
         if not self._clears_first:
             self._zero_grad()

@@ -147,14 +147,13 @@ class PlainStep:
 
     def run_micro_batch(self, micro_batch: PendingBatch) -> Any:
         """Forward and backward of one micro-batch, with the hooks around them."""
-        timing, current, info = self._timing, self._current, micro_batch.info
+        timing, current = self._timing, self._current
+        current.batch = None  # before another one is on the device
         batch = timing.call(DATA, micro_batch.take) if timing.on else micro_batch.take()
-        current.batch, current.batch_info = batch, info
-        # Once nothing holds the batch before: no more than two are on the device.
-        timing.call(DATA, micro_batch.send_following) if timing.on else micro_batch.send_following()
+        current.batch, current.batch_info = batch, micro_batch.info
         share = 1.0
         if self._shards > 1:
-            share = info.share(self._shards)
+            share = micro_batch.info.share(self._shards)
             self._logged.skips = share == 0.0  # also in the hooks around a batch that only stands in
         if self._on_batch_start:
             self._announce(micro_batch)
