@@ -127,7 +127,9 @@ def launch(script: str, args: tuple[str, ...], config_file: str | None, dry_run:
 
         return launch_with_ray(options, script, args)
     from drivetrain.launch.preload import Preloader
+    from drivetrain.launch.ranks import require_posix
 
+    require_posix()
     with Preloader.start(options, script, args) as preloader:  # it imports torch while this process does
         from drivetrain.launch.launcher import launch_script
 

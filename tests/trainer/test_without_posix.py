@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = """
+import pytest
+
+WITHOUT = """
 import fcntl, os, signal, sys, types
 import psutil, torch, torch.distributed.checkpoint  # which have their own ways on Windows
 
@@ -29,6 +32,9 @@ for name in (
     delattr(os, name)
 for name in "SIGALRM SIGCHLD SIGCONT SIGHUP SIGKILL SIGQUIT SIGRTMAX SIGRTMIN SIGSTOP SIGUSR1 SIGUSR2".split():
     delattr(signal, name)
+"""
+
+OPENS_NO_DIRECTORY = """
 open_file = os.open
 
 
@@ -39,8 +45,11 @@ def open_no_directory(path, *args, **kwargs):
 
 
 os.open = open_no_directory
+"""
 
+RUN = """
 from drivetrain import Task, Trainer
+from drivetrain.cli.main import main
 
 
 class Regression(Task):
@@ -70,15 +79,34 @@ assert (first.global_step, trainer.global_step) == (4, 8), (first.global_step, t
 """
 
 
-def test_a_run_is_written_listed_saved_and_resumed(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
+SEVERAL_PROCESSES = {
+    "launch": "sys.argv[1:] = 'launch --cpu --num_processes 2 x.py'.split(); main()",
+    "test": "sys.argv[1:] = 'test --cpu --num_processes 2'.split(); main()",
+    "devices": "Trainer(accelerator='cpu', devices=2, logger=False).fit(Regression(), batches)",
+}
+
+
+def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    (folder / "x.py").write_text(script)
+    command = [sys.executable, "x.py", "runs"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=folder, env=environment, check=False
     )
+
+
+@pytest.mark.parametrize("way", SEVERAL_PROCESSES)
+def test_several_processes_are_refused_in_one_sentence(way: str, tmp_path: Path) -> None:
+    done = run(tmp_path, f"{WITHOUT}\n{RUN.partition('first = ')[0]}\n{SEVERAL_PROCESSES[way]}")
+    assert done.returncode != 0
+    assert "starts several processes on Linux, macOS and WSL only" in done.stderr
+    assert "AttributeError" not in done.stderr
+
+
+def test_a_run_is_written_listed_saved_and_resumed(tmp_path: Path) -> None:
+    done = run(tmp_path, WITHOUT + OPENS_NO_DIRECTORY + RUN)
     assert done.returncode == 0, done.stderr
-    index = (tmp_path / "drivetrain_logs" / "index").read_text().splitlines()
+    index = (tmp_path / "runs" / "drivetrain_logs" / "index").read_text().splitlines()
     assert len(index) == 3  # the title and both runs
     assert list(tmp_path.rglob("MANIFEST.json"))
     assert list(tmp_path.rglob("report.html"))
