@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import os
+import tempfile
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Callback, Task, Trainer
+from drivetrain import Callback, Colwise, ModelCheckpoint, Parallel, Rowwise, Task, Trainer
+from drivetrain.runtime.collectives import broadcast_object_list
 from tests.pool import ProcessesFailed, run_in_processes
 from tests.shared_runs import SharedRuns
 from tests.strategies.fsdp_models import EXACT, ROWS, NetTask, adamw, gap, loader, plain_task, whole
@@ -100,6 +104,67 @@ def fits_again() -> dict[str, Any]:
 def test_a_task_is_fitted_by_one_trainer_and_validated_by_another(here):
     found = here(fits_again)
     assert max(found.values()) < 5e-6, found
+
+
+HOOKS = ("on_validation_start", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end")
+
+
+class SavesAtHooks(Callback):
+    def __init__(self, folder: str) -> None:
+        for hook in HOOKS:
+            setattr(self, hook, lambda trainer, *_, path=f"{folder}/{hook}": trainer.save_checkpoint(path))
+
+
+class TwoLayers(Task):
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.second(self.first(batch).tanh()).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx))
+        if self.fails and self.global_step:
+            raise ValueError("on purpose")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.parameters())
+
+
+class FailsInValidation(TwoLayers):
+    fails = True
+
+
+@runs
+def saves_within_validation() -> dict[str, float]:
+    """In hooks of a validation, and where it fails; under FSDP and with a tensor that is divided over processes."""
+    found = {}
+    rows = DataLoader(torch.randn(16, 4, generator=torch.Generator().manual_seed(2)), batch_size=4)
+    layers = {"first": Colwise(), "second": Rowwise()}
+    for name, strategy in (("fsdp", lambda: "fsdp"), ("tp", lambda: Parallel(tp=2, tp_plan=layers))):
+        folder = broadcast_object_list([tempfile.mkdtemp()])[0]
+        trainer = quiet_trainer(strategy(), callbacks=[SavesAtHooks(folder)])
+        trainer.fit(TwoLayers(), rows, rows)
+        trained = whole(trainer, trainer.model)
+        for hook in HOOKS:
+            found[f"{name} {hook}"] = gap(TwoLayers.load_from_checkpoint(f"{folder}/{hook}").state_dict(), trained)
+        saving = ModelCheckpoint(dirpath=folder, filename="failed", every_n_epochs=9, save_on_exception=True)
+        trainer = quiet_trainer(strategy(), callbacks=[saving], enable_checkpointing=True)
+        with suppress(ValueError):
+            trainer.fit(FailsInValidation(), rows, rows)
+        path = f"{folder}/{next(each for each in sorted(os.listdir(folder)) if each not in HOOKS)}"
+        found[f"{name} failed"] = gap(TwoLayers.load_from_checkpoint(path).state_dict(), trained)
+    return found
+
+
+def test_a_save_within_a_validation_holds_what_is_trained(here):
+    found = here(saves_within_validation)
+    assert len(found) == 10
+    assert max(found.values()) == 0.0, found
 
 
 class Adversaries(Task):

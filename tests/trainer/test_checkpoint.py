@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import UserDict
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pydantic
 import pytest
 import torch
 from torch import nn
@@ -205,6 +207,11 @@ class Color(Enum):
     RED = 1
 
 
+class Model(pydantic.BaseModel):
+    lr: float = 0.25
+    sizes: tuple[int, int] = (1, 2)
+
+
 class Holding(Weight):
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -220,6 +227,8 @@ KEPT: list[tuple[Any, Any]] = [
     ({"colors": [Color.RED]}, {"colors": ["RED"]}),
     (Config(), {"lr": 0.25, "width": 2}),
     (Namespace(config=Config()), {"config": {"lr": 0.25, "width": 2}}),
+    (Model(), {"lr": 0.25, "sizes": (1, 2)}),
+    (UserDict(rates=[UserDict(lr=0.25)]), {"rates": [{"lr": 0.25}]}),
     (np.float32(0.5), 0.5),
 ]
 
