@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, repeat
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice, repeat
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.data import Subset, TensorDataset
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.runtime.collectives import gather_object, reduce
 from drivetrain.runtime.errors import DataError
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
+
+logger = get_logger(__name__)
 
 Pair = tuple[Any, BatchInfo]
 
@@ -50,6 +57,102 @@ def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
             yield held.pop()
         if not has_more:
             return
+
+
+def digest_of(samples: Any) -> str:
+    """Return a digest of samples that does not depend on the process."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+            digest.update(repr((value.shape, value.dtype, value.flatten()[:64].tolist())).encode())
+        elif isinstance(value, Mapping):
+            add(list(value.items()))
+        elif isinstance(value, list | tuple):
+            for each in value:
+                add(each)
+        elif dataclasses.is_dataclass(value):
+            add(vars(value))
+        elif isinstance(value, str | bytes | int | float | np.ndarray | np.generic):
+            digest.update(repr(value).encode())
+
+    add(samples)
+    return digest.hexdigest()
+
+
+def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[], str | None] | None = None) -> None:
+    """Refuse a stream that gives each process its own part, since sharing it out would lose the other parts.
+
+    All processes must call it.
+
+    Args:
+        name: The class of the stream.
+        begins_with: A digest of the first samples that this process has read; None if it could not read them.
+        read_again: Opens the stream once more and returns the new digest. A stream that then begins otherwise is random
+            or live by itself, so that a difference does not show parts: it is named in a warning.
+
+    Raises:
+        DataError: If the processes read different samples.
+    """
+    digests = gather_object([begins_with])
+    others = [digest not in (None, digests[0]) for digest in digests]
+    if not any(others):
+        return
+    is_other = others[PartialState().process_index]
+    again = gather_object([read_again() if is_other and read_again is not None else begins_with])
+    if any(other and first == second for other, first, second in zip(others, digests, again, strict=True)):
+        raise DataError(_other_samples(name))
+    logger.warning_once(
+        "%s begins with other samples each time that it is read, so whether each process reads a part of its own "
+        "cannot be found out. Rank 0 reads for all. Set dispatch_batches=True if that is right, and "
+        "use_distributed_sampler=False if each process reads its own part.",
+        name,
+    )
+
+
+def check_same_dataset(dataset: Any) -> None:
+    """Refuse a map-style dataset of which each process holds its own part; all processes must call it.
+
+    Compared are the length, the indices of a `Subset` and the first row of a `TensorDataset`: no sample of another
+    dataset is read. Rows may differ by rounding, since each process may have computed them.
+
+    Raises:
+        DataError: If the processes hold different data.
+    """
+    name, exact, row = type(dataset).__name__, [_length_of(dataset)], []
+    while isinstance(dataset, Subset):
+        exact += map(int, islice(dataset.indices, 64))
+        dataset = dataset.dataset
+    if type(dataset) is TensorDataset and len(dataset):
+        numbers = [torch.view_as_real(each) if each.is_complex() else each for each in dataset[0]]
+        row = [number for each in numbers for number in each.flatten()[:64].double().tolist()]
+    everyone = gather_object([(exact, row)])
+    if any(other[0] != everyone[0][0] or not _close(other[1], everyone[0][1]) for other in everyone):
+        raise DataError(_other_samples(name))
+
+
+def _length_of(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _close(row: list[float], other: list[float]) -> bool:
+    if len(row) != len(other):
+        return False
+    scale = max(map(abs, other), default=0.0)
+    return bool(np.allclose(row, other, rtol=0.01, atol=0.01 * scale if np.isfinite(scale) else 0.0, equal_nan=True))
+
+
+def _other_samples(name: str) -> str:
+    return (
+        f"{name} gives each process other samples, and would be shared out once more, so that most would be lost. If "
+        "each process reads its own part, set use_distributed_sampler=False, of the Trainer or of "
+        "DataLoaderConfiguration. Else let all read the same (seed what draws it), or set dispatch_batches=True, so "
+        "that rank 0 alone reads."
+    )
 
 
 def _different_ends(ends: list[tuple[int, bool]]) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
+from drivetrain.data.agreement import check_same_stream, digest_of
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position
@@ -107,6 +108,10 @@ class ReadyBatchesReader:
                         batches = chain(list(islice(batches, 1)), batches)
             if together:
                 batches, close = separate.iterate(batches), separate.settle
+                first = list(islice(batches, 1))
+                check_same_stream(type(self._batches).__name__, digest_of(first))
+                batches = chain(first, batches)
+                del first
             separate.settle()
         self._has_begun = True
         pairs = _described(up_to(batches, limit, position.batches), position.batches, consumed, length, counted)
