@@ -31,18 +31,21 @@ class PreparedOptimizer(OptimizerProxy):
         step_was_skipped: Whether the last step was skipped on overflow.
         spent: Whether the gradients held have been stepped with.
         holds_abandoned: Whether they are those of a window whose loop was left before its step.
+        backwards: How many backwards the engine had run when this one last stepped or cleared its gradients.
+        stepped_on: When the batch was handed out that it last stepped on.
     """
 
     def __init__(self, optimizer: Optimizer, step: OptimizerStep, prepared: Prepared, strategy: Strategy) -> None:
         # Not Optimizer.__init__: parameters, state and defaults are those of the optimizer inside.
         self.optimizer = optimizer
         self.needs_closure = needs_closure(optimizer)
-        self._engine_step = step.step
+        self._engine, self._engine_step = step, step.step
         self._window = step.window
         self._prepared, self._strategy = prepared, strategy
         self.step_was_skipped = False
         self.spent = False
         self.holds_abandoned = False
+        self.backwards = self.stepped_on = 0
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -60,6 +63,7 @@ class PreparedOptimizer(OptimizerProxy):
         """
         if self.spent or not self._window.holds_gradients:
             self.spent = self.holds_abandoned = False
+            self.backwards = self._engine.backwards
             self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -130,6 +134,7 @@ class _Alone:
 
     window = None
     holds_gradients = False
+    backwards = 0
 
     @staticmethod
     def step(prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from drivetrain.accelerator.accumulation import AccumulationWindow
 from drivetrain.accelerator.in_backward import InBackward
 from drivetrain.accelerator.optimizer import PreparedOptimizer, unwrap_optimizer
-from drivetrain.accelerator.prepared import Prepared
+from drivetrain.accelerator.prepared import Prepared, parameters_of
 from drivetrain.accelerator.weighted_mean import WeightedMean
 from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.errors import ConfigurationError
@@ -74,6 +74,7 @@ class OptimizerStep:
         timing: What the thread spends its time with; a driver begins it.
         steps_taken: Steps of single optimizers since a driver set this to 0; one skipped on overflow is none.
         is_open: Whether a driver is within a step, which ends with `close`.
+        backwards: How many backwards were run.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class OptimizerStep:
         self.window = window
         self.weights = WeightedMean(strategy)
         self.timing = Timing()
-        self.steps_taken = 0
+        self.steps_taken = self.backwards = 0
+        self._stepped_on = 0  # when the batch was handed out that any optimizer last stepped on
         self.is_open = self._half_done = False
         self._strategy, self._precision, self._prepared = strategy, precision, prepared
         self._scale = precision.scale if overrides(precision, "scale") else None
@@ -95,6 +97,24 @@ class OptimizerStep:
     def is_torn(self) -> bool:
         """Whether some parameters have taken the step under way and others have not."""
         return self._half_done or (self._hooks.in_backward is not None and self._hooks.in_backward.is_torn)
+
+    def lost_by_saving(self) -> str | None:
+        """Return what a checkpoint of a raw loop would lose if it were written now, or None."""
+        if self.is_torn:
+            return "an optimizer is within its step, as L-BFGS is in its closure"
+        if self.window.is_within:
+            return "an accumulation window has not ended"
+        if not self.window.is_abandoned and any(map(self._strategy.gradients.are_held, self._prepared.models)):
+            return "no optimizer has stepped with the gradients that are held"
+        optimizers = self._prepared.optimizers
+        all_used = any(each.backwards == self.backwards for each in optimizers)
+        for each in optimizers:
+            # What another optimizer's loss has left behind is of no use once this one has stepped on the same batch.
+            is_rest = all_used and self._stepped_on and each.stepped_on == self._stepped_on
+            is_due = not each.spent or each.backwards != self.backwards
+            if is_due and not is_rest and not each.holds_abandoned and _hold_gradients(each):
+                return f"{type(each.optimizer).__name__} has not stepped with the gradients of its parameters"
+        return None
 
     def close(self) -> None:
         """Record that a driver's step is over: nothing of it is left to change parameters."""
@@ -170,6 +190,7 @@ class OptimizerStep:
         if self._prepare_backward is not None:
             self._prepare_backward(loss)
         self._run_backward(loss, **kwargs)
+        self.backwards += 1
         if outer is not None:
             timing.enter(outer)
         if self._after_backward:
@@ -252,6 +273,7 @@ class OptimizerStep:
             done = self._step_one(optimizer)
             prepared.step_was_skipped = not done
             prepared.spent = True
+            prepared.backwards = self.backwards
             stepped = stepped and done
         self._half_done = False
         if outer is not None:
@@ -291,6 +313,8 @@ class OptimizerStep:
         prepared.step_was_skipped = not done
         prepared.spent = True
         prepared.holds_abandoned = False
+        prepared.backwards = self.backwards
+        prepared.stepped_on = self._stepped_on = self.window.batch_time
         self.steps_taken += done
         if outer is not None:
             timing.enter(outer)
@@ -405,3 +429,9 @@ class OptimizerStep:
             for optimizer in self._prepared.owners_of(given):
                 self._unscale(optimizer)
         return given
+
+
+def _hold_gradients(optimizer: PreparedOptimizer) -> bool:
+    """Whether any gradient is there that is not all zeros, as `zero_grad(set_to_none=False)` leaves them."""
+    gradients = [each.grad for each in parameters_of(optimizer) if each.grad is not None]
+    return any(each.is_sparse or hasattr(each, "to_local") or bool(each.any()) for each in gradients)

@@ -12,12 +12,16 @@ from drivetrain import checkpoint
 from drivetrain.accelerator.handlers import ProjectConfiguration
 from drivetrain.accelerator.run_state import RunState
 from drivetrain.accelerator.state_hooks import HookHandle, LoadHook, SaveHook
+from drivetrain.accelerator.step import OptimizerStep
+from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.errors import CheckpointError
 
 
 class StateSaving:
     """Accelerate's `save_state` and what belongs to it."""
 
     run_state: RunState
+    step: OptimizerStep
     project_configuration: ProjectConfiguration
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -25,6 +29,7 @@ class StateSaving:
 
         Raises:
             ConfigurationError: One has no `state_dict` and `load_state_dict`.
+            CheckpointError: The state of one holds what no checkpoint can.
         """
         self.run_state.register(objects)
 
@@ -104,8 +109,16 @@ class StateSaving:
             The directory.
 
         Raises:
-            CheckpointError: It could not be written; raised on all processes.
+            CheckpointError: It could not be written, or a step is under way, whose gradients no checkpoint holds;
+                raised on all processes.
         """
+        lost = next(filter(None, gather_object([self.step.lost_by_saving()])), None)
+        if lost is not None:
+            raise CheckpointError(
+                f"No checkpoint is written within a step: {lost}, and a resumed run would begin with the next batch. "
+                "Save after the step of the last optimizer, where accelerator.sync_gradients is True. Call "
+                "zero_grad() first if these gradients are not wanted."
+            )
         return self.run_state.save(output_dir, block)
 
     def load_state(
