@@ -24,7 +24,7 @@ from drivetrain.data.randomness import (
     set_generator_state,
     several_processes,
 )
-from drivetrain.data.reading import Opened, do_nothing, last_rows, least, up_to
+from drivetrain.data.reading import Opened, begun, do_nothing, last_rows, least, up_to
 from drivetrain.data.rows import share_of_batches
 from drivetrain.data.sharding import Layout, Share, grouped, plan_share, with_last
 from drivetrain.runtime.errors import CheckpointError, DataError
@@ -108,10 +108,8 @@ class ReadyBatchesReader:
                         batches = chain(list(islice(batches, 1)), batches)
             if together:
                 batches, close = separate.iterate(batches), separate.settle
-                first = list(islice(batches, 1))
+                first, batches = begun(batches)
                 check_same_stream(type(self._batches).__name__, digest_of(first))
-                batches = chain(first, batches)
-                del first
             separate.settle()
         self._has_begun = True
         pairs = _described(up_to(batches, limit, position.batches), position.batches, consumed, length, counted)

@@ -19,7 +19,7 @@ from drivetrain.data.randomness import (
     set_generator_state,
     several_processes,
 )
-from drivetrain.data.reading import Opened, do_nothing, last_rows, rebuilt, up_to, with_rows_found
+from drivetrain.data.reading import Opened, begun, do_nothing, last_rows, rebuilt, up_to, with_rows_found
 from drivetrain.data.seeding import ShowUsersDataset, as_is, collate_seed
 from drivetrain.data.sharding import Layout, shard_batches, with_last
 from drivetrain.runtime.errors import ConfigurationError
@@ -256,10 +256,8 @@ class StreamReader:
                     records = chain(list(islice(records, skipped + 1)), records)
             separate.settle()
         if self._compared:
-            first = list(islice(records, 1))
+            first, records = begun(records)
             self.begins_with = first[0].begins_with if first else digest_of([])
-            records = chain(first, records)
-            del first
         if together:
             check_same_stream(type(self._loader.dataset).__name__, self.begins_with)
         limit = None if limit is None else limit // self.layout.group_size

@@ -206,7 +206,7 @@ def _make_reader(
     streams = plain and isinstance(loader.dataset, IterableDataset)
     dispatch, compared = config.dispatch_batches, False
     if dispatch is None:
-        dispatch = compared = streams
+        dispatch, compared = streams, streams and sharded
 
     def make(layout: Layout, alone: bool) -> Reader:
         if not plain:
