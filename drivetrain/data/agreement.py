@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Subset
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.runtime.collectives import gather_object, reduce
@@ -114,22 +114,33 @@ def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[
 def check_same_dataset(dataset: Any) -> None:
     """Refuse a map-style dataset of which each process holds its own part; all processes must call it.
 
-    Compared are the length, the indices of a `Subset` and the first row of a `TensorDataset`: no sample of another
-    dataset is read. Rows may differ by rounding, since each process may have computed them.
+    No sample is read: compared are the lengths, and the indices of a `Subset`. Subsets that differ and overlap, as
+    `random_split` draws them without a seed, are named in a warning.
 
     Raises:
-        DataError: If the processes hold different data.
+        DataError: If the lengths differ, or no two processes hold a sample in common.
     """
-    name, exact, row = type(dataset).__name__, [_length_of(dataset)], []
+    indices = _indices_of(dataset)
+    everyone = gather_object([(_length_of(dataset), None if indices is None else indices[:64].tolist())])
+    if all(each == everyone[0] for each in everyone):
+        return
+    whole = gather_object([indices])
+    if any(each is None for each in whole) or len(np.unique(np.concatenate(whole))) == sum(map(len, whole)):
+        raise DataError(_other_samples(type(dataset).__name__))
+    logger.warning_once(
+        "The processes hold different subsets, so that some samples are read twice and others not. Seed what draws "
+        "them, as in random_split(..., generator=torch.Generator().manual_seed(0)), or call seed_everything first."
+    )
+
+
+def _indices_of(dataset: Any) -> Any:
+    """Return the indices that a subset, or a subset of one, takes of its dataset; None if it is none."""
+    indices = None
     while isinstance(dataset, Subset):
-        exact += map(int, islice(dataset.indices, 64))
+        own = np.asarray(dataset.indices)
+        indices = own if indices is None else own[indices]
         dataset = dataset.dataset
-    if type(dataset) is TensorDataset and len(dataset):
-        numbers = [torch.view_as_real(each) if each.is_complex() else each for each in dataset[0]]
-        row = [number for each in numbers for number in each.flatten()[:64].double().tolist()]
-    everyone = gather_object([(exact, row)])
-    if any(other[0] != everyone[0][0] or not _close(other[1], everyone[0][1]) for other in everyone):
-        raise DataError(_other_samples(name))
+    return indices
 
 
 def _length_of(dataset: Any) -> int | None:
@@ -137,13 +148,6 @@ def _length_of(dataset: Any) -> int | None:
         return len(dataset)
     except (TypeError, NotImplementedError):
         return None
-
-
-def _close(row: list[float], other: list[float]) -> bool:
-    if len(row) != len(other):
-        return False
-    scale = max(map(abs, other), default=0.0)
-    return bool(np.allclose(row, other, rtol=0.01, atol=0.01 * scale if np.isfinite(scale) else 0.0, equal_nan=True))
 
 
 def _other_samples(name: str) -> str:
