@@ -98,10 +98,16 @@ class OptimizerStep:
         """Whether some parameters have taken the step under way and others have not."""
         return self._half_done or (self._hooks.in_backward is not None and self._hooks.in_backward.is_torn)
 
-    def lost_by_saving(self) -> str | None:
-        """Return what a checkpoint of a raw loop would lose if it were written now, or None."""
+    def lost_by_saving(self, is_driven: bool) -> str | None:
+        """Return what a checkpoint would lose if it were written now, or None.
+
+        Args:
+            is_driven: Whether a driver saves the moment of its last finished step, so that no gradient is lost.
+        """
         if self.is_torn:
             return "an optimizer is within its step, as L-BFGS is in its closure"
+        if is_driven:
+            return None
         if self.window.is_within:
             return "an accumulation window has not ended"
         if not self.window.is_abandoned and any(map(self._strategy.gradients.are_held, self._prepared.models)):

@@ -10,7 +10,7 @@ from torch import nn
 
 from drivetrain import checkpoint
 from drivetrain.accelerator.handlers import ProjectConfiguration
-from drivetrain.accelerator.run_state import RunState
+from drivetrain.accelerator.run_state import Moment, RunState
 from drivetrain.accelerator.state_hooks import HookHandle, LoadHook, SaveHook
 from drivetrain.accelerator.step import OptimizerStep
 from drivetrain.runtime.collectives import gather_object
@@ -112,7 +112,8 @@ class StateSaving:
             CheckpointError: It could not be written, or a step is under way, whose gradients no checkpoint holds;
                 raised on all processes.
         """
-        lost = next(filter(None, gather_object([self.step.lost_by_saving()])), None)
+        own = self.step.lost_by_saving(is_driven=self.run_state.moment is not Moment)
+        lost = next(filter(None, gather_object([own])), None)
         if lost is not None:
             raise CheckpointError(
                 f"No checkpoint is written within a step: {lost}, and a resumed run would begin with the next batch. "
