@@ -28,6 +28,7 @@ class AccumulationWindow:
         planned: Whether a driver has set how many micro-batches the current window holds.
         holds_gradients: Whether a backward of the current window's earlier or present micro-batches has run, so
             that clearing gradients now would lose some of it.
+        is_abandoned: Whether gradients are left of a window whose loop ended before its step; they are discarded.
         weighted: Whether the window's losses have weights, so that no gradient was normalised by `size`.
     """
 
@@ -40,10 +41,15 @@ class AccumulationWindow:
         self._gradients = gradients
         self.holds_gradients = self.weighted = False
         self._entered = False
-        self._abandoned = False
+        self.is_abandoned = False
         self._count = 0
         self._loader: PreparedLoader | None = None
         active.on_leave.append(self._loop_ended)
+
+    @property
+    def is_within(self) -> bool:
+        """Whether gradients are held of a window that has not ended."""
+        return self._count > 0 and self.holds_gradients
 
     def advance(self) -> None:
         """Enter the next micro-batch of a raw loop."""
@@ -75,7 +81,7 @@ class AccumulationWindow:
         Args:
             size: How many micro-batches the optimizer step holds.
         """
-        if self._abandoned:
+        if self.is_abandoned:
             self._discard_abandoned()
         self.size = size
         self.planned = self.sync_gradients = True
@@ -93,7 +99,7 @@ class AccumulationWindow:
     def end_planned(self) -> None:
         """Leave the windows that a driver planned; gradients that no step was taken with are discarded."""
         if self._count and self.holds_gradients:
-            self._abandoned = True
+            self.is_abandoned = True
             self._gradients.abandon()
         self.reset()
 
@@ -109,14 +115,14 @@ class AccumulationWindow:
         self.holds_gradients = self._entered
 
     def _discard_abandoned(self) -> None:
-        if self._abandoned:
-            self._abandoned = False
+        if self.is_abandoned:
+            self.is_abandoned = False
             self._gradients.discard_abandoned()
 
     def _loop_ended(self, loader: PreparedLoader) -> None:
         if loader is self._loader and self.plugin.sync_with_dataloader:
             if self.holds_gradients:
-                self._abandoned = True
+                self.is_abandoned = True
                 self._gradients.abandon()
             self.reset()
 

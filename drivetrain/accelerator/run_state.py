@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from drivetrain import checkpoint
 from drivetrain.accelerator.checkpoints import NumberedCheckpoints
@@ -79,7 +81,9 @@ class RunState:
 
         Raises:
             ConfigurationError: One has no `state_dict` and `load_state_dict`.
+            CheckpointError: The state of one holds what no checkpoint can.
         """
+        states: list[tuple[str, Any]] = []
         for item in objects:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise ConfigurationError(
@@ -87,6 +91,10 @@ class RunState:
                     "load_state_dict(state).",
                     code="DT-003",
                 )
+            with suppress(Exception):  # one may have no state yet
+                states.append((f"{type(item).__name__}.state_dict()", item.state_dict()))
+        for name, state in states:
+            check_storable(state, name)
         self.prepared.registered.extend(objects)
 
     @property
@@ -268,6 +276,29 @@ class RunState:
         if len(owners) == 1:
             return owners[0]
         return nn.ModuleList(self.strategy.unwrap(model) for model in owners)
+
+
+def check_storable(state: Any, name: str) -> None:
+    """Raise if a checkpoint cannot hold a state.
+
+    Args:
+        state: What is to be saved.
+        name: What it is, for the error.
+
+    Raises:
+        CheckpointError: Something in it is neither plain values nor tensors; its place and type are named.
+    """
+    if not _is_plain(state):  # what decides about the rest imports DTensor, which takes a second
+        checkpoint.packed({name: state})
+
+
+def _is_plain(state: Any) -> bool:
+    kind = type(state)
+    if kind is dict:
+        return all(type(key) is str and _is_plain(value) for key, value in state.items())
+    if kind in (list, tuple):
+        return all(map(_is_plain, state))
+    return state is None or kind in (bool, int, float, str) or (kind is Tensor and state.layout is torch.strided)
 
 
 def _position_of(loader: PreparedLoader) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from drivetrain.accelerator.accumulation import AccumulationWindow
 from drivetrain.accelerator.in_backward import InBackward
 from drivetrain.accelerator.optimizer import PreparedOptimizer, unwrap_optimizer
-from drivetrain.accelerator.prepared import Prepared
+from drivetrain.accelerator.prepared import Prepared, parameters_of
 from drivetrain.accelerator.weighted_mean import WeightedMean
 from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.errors import ConfigurationError
@@ -95,6 +95,16 @@ class OptimizerStep:
     def is_torn(self) -> bool:
         """Whether some parameters have taken the step under way and others have not."""
         return self._half_done or (self._hooks.in_backward is not None and self._hooks.in_backward.is_torn)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients are held that no optimizer has stepped with; a checkpoint holds none."""
+        if self.window.is_within:
+            return True
+        if self.window.is_abandoned:
+            return False
+        held = any(map(self._strategy.gradients.are_held, self._prepared.models))
+        return held or any(not each.spent and _has_gradients(each) for each in self._prepared.optimizers)
 
     def close(self) -> None:
         """Record that a driver's step is over: nothing of it is left to change parameters."""
@@ -404,3 +414,10 @@ class OptimizerStep:
             for optimizer in self._prepared.owners_of(given):
                 self._unscale(optimizer)
         return given
+
+
+def _has_gradients(optimizer: PreparedOptimizer) -> bool:
+    """Whether any gradient is there that is not all zeros, as `zero_grad(set_to_none=False)` leaves them."""
+    gradients = [each.grad for each in parameters_of(optimizer) if each.grad is not None]
+    local = [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
+    return any(each.is_sparse or bool(each.any()) for each in local)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.stage import Stage
 from drivetrain.callbacks.support.run_sampler import Clock, RunSampler
 from drivetrain.callbacks.support.warning_log import WarningLog
 from drivetrain.runtime.collectives import broadcast_object_list
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
-
-_UNLISTED = 1.0
-"""Seconds that a run of one process takes before it is listed."""
 
 _NOTHING_TO_DO = 60.0
 """Seconds until a process without samples or pages to write looks again."""
@@ -73,8 +71,6 @@ class RunReport(Callback):
         self._warnings: WarningLog | None = None
         self._writer: ReportWriter | None = None
         self._folder: str | None = None
-        self._is_placed = self._is_listed = False
-        self._tracker: DirectoryTracker | None = None
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         if stage != "fit":
@@ -88,8 +84,8 @@ class RunReport(Callback):
             self._warnings = WarningLog(lambda: trainer.global_step, lambda text: group.secrets.in_text(text))
             self._warnings.open()
 
-    def on_fit_start(self, trainer: Trainer, task: Task) -> None:
-        self._is_placed = True
+    def on_sanity_check_start(self, trainer: Trainer, task: Task) -> None:
+        self._list_run(trainer, task)
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         tracker = _tracker_of(trainer)
@@ -99,39 +95,40 @@ class RunReport(Callback):
         if trainer.world_size > 1:
             [folder] = broadcast_object_list([folder])
         assert folder is not None
-        self._folder, self._tracker = folder, tracker
+        self._folder = folder
         about = {"host": platform.node(), "device": str(trainer.strategy.topology.device)}
         self._lane = Lane(folder, trainer.global_rank, about)
         self._sampler = RunSampler(trainer)
-        if trainer.is_global_zero:
-            self._writer = self._make_writer(trainer, task, folder)
-            if trainer.world_size > 1:  # the launcher stops this process if a peer is killed
-                self._list_run()
+        self._list_run(trainer, task)
         self._clock = Clock(self._tick, "drivetrain-report")
         self._clock.start()
 
-    def _list_run(self) -> None:
-        """List the run and write its record, once, so that it is known if its processes are killed."""
-        if self._writer is None or self._tracker is None or self._is_listed:
+    def _list_run(self, trainer: Trainer, task: Task) -> None:
+        """List the run and write its record, so that it is known if its processes are killed."""
+        tracker, writer = _tracker_of(trainer), self._make_writer(trainer, task)
+        if tracker is None or writer is None:
             return
-        self._is_listed = True
         try:
-            self._tracker.run_directory.create()
-            self._writer.write_beginning()
+            tracker.run_directory.create()
+            writer.write_beginning()
         except Exception as error:
             _warn(error)
 
-    def _make_writer(self, trainer: Trainer, task: Task, folder: str) -> ReportWriter:
+    def _make_writer(self, trainer: Trainer, task: Task) -> ReportWriter | None:
+        """Return what writes the pages of this run, on the main process."""
         from drivetrain.callbacks.support.report_writer import ReportWriter
 
-        return ReportWriter(trainer, task, folder, self.seconds, [] if self._warnings is None else self._warnings.found)
+        tracker = _tracker_of(trainer)
+        if self._writer is None and trainer.is_global_zero and tracker is not None:
+            self._folder = os.path.abspath(tracker.run_directory.path)
+            found = [] if self._warnings is None else self._warnings.found
+            self._writer = ReportWriter(trainer, task, self._folder, self.seconds, found)
+        return self._writer
 
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
-        tracker = _tracker_of(trainer)
-        if self._writer is None and self._is_placed and trainer.is_global_zero and tracker is not None:
-            # The run ends before its first step, as in a sanity check.
-            self._folder = os.path.abspath(tracker.run_directory.path)
-            self._writer = self._make_writer(trainer, task, self._folder)
+        if self._writer is None and trainer.task_run.stage is Stage.TRAIN:
+            _record_where_nothing_does(trainer)  # it may end before `setup`
+            self._make_writer(trainer, task)
         if self._writer is not None:
             self._writer.record_error(exception)
 
@@ -149,8 +146,6 @@ class RunReport(Callback):
             return _NOTHING_TO_DO
         try:
             sampler.observe()
-            if writer is not None and sampler.seconds > _UNLISTED:
-                self._list_run()
             if sampler.due_in <= 0:
                 sample = sampler.take()
                 if writer is not None and not lane.is_open:
@@ -174,8 +169,7 @@ class RunReport(Callback):
         try:
             if writer is not None:
                 tracker.save()
-                if seconds > _UNLISTED or writer.has_error:
-                    tracker.run_directory.create()
+                tracker.run_directory.create()
             if os.path.isdir(self._folder):
                 if sampler is not None and self._lane is not None and seconds > 0.2:
                     self._lane.write(sampler.take())
@@ -207,8 +201,6 @@ class RunReport(Callback):
         if self._warnings is not None:
             self._warnings.close()
         self._clock = self._sampler = self._lane = self._warnings = self._writer = None
-        self._is_placed = self._is_listed = False
-        self._tracker = None
 
 
 def _tracker_of(trainer: Trainer) -> DirectoryTracker | None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
+from drivetrain.data.agreement import check_same_stream, digest_of
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position
@@ -23,7 +24,7 @@ from drivetrain.data.randomness import (
     set_generator_state,
     several_processes,
 )
-from drivetrain.data.reading import Opened, do_nothing, last_rows, least, up_to
+from drivetrain.data.reading import Opened, begun, do_nothing, last_rows, least, up_to
 from drivetrain.data.rows import share_of_batches
 from drivetrain.data.sharding import Layout, Share, grouped, plan_share, with_last
 from drivetrain.runtime.errors import CheckpointError, DataError
@@ -107,6 +108,8 @@ class ReadyBatchesReader:
                         batches = chain(list(islice(batches, 1)), batches)
             if together:
                 batches, close = separate.iterate(batches), separate.settle
+                first, batches = begun(batches)
+                check_same_stream(type(self._batches).__name__, digest_of(first))
             separate.settle()
         self._has_begun = True
         pairs = _described(up_to(batches, limit, position.batches), position.batches, consumed, length, counted)

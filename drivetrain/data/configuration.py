@@ -60,7 +60,8 @@ class DataLoaderConfiguration:
         split_batches: Split each batch of the user's loader over the processes, so that its batch size is that
             of all processes together. By default each process gets whole batches.
         dispatch_batches: Only rank 0 reads the data, and sends the others their batches. None means: for iterable
-            datasets, and only where there are several processes.
+            datasets, if there are several processes; the others then read one batch, to find out whether each process
+            reads a part of its own, which is refused (see `use_distributed_sampler`).
         even_batches: Complete the end of an epoch so that each process gets as many full batches
             (`TailPolicy.COMPLETE`). With False, some processes may get one batch less.
         use_seedable_sampler: Give a `torch.utils.data.RandomSampler` a generator of its own, seeded again at each

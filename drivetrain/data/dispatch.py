@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain.data.agreement import check_same_stream
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.batches import Pair, own_pairs, share_pairs, whole_batches
 from drivetrain.data.order import Position
-from drivetrain.data.randomness import EpochStart
+from drivetrain.data.randomness import EpochStart, kept_generators
 from drivetrain.data.reading import Opened, Reader, do_nothing, last_rows
 from drivetrain.data.sharding import Layout
 from drivetrain.runtime.collectives import broadcast, broadcast_object_list
 from drivetrain.runtime.errors import DataError
 from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.seeds import isolated_random_state
 from drivetrain.runtime.state import PartialState
 
 _END, _FAILED, _SAME_FORM, _NEW_FORM = range(4)
@@ -46,13 +49,16 @@ class DispatchReader:
         make_reader: Makes the reader of a world of one; called on rank 0 only.
         layout: How the batches are shared.
         loader: The user's loader, for the length.
+        compared: Whether the other ranks read the first batch too, so that a stream that gives each process a part of
+            its own is refused.
     """
 
     finds_rows = reads_ahead = False
     ends_alike = True
 
-    def __init__(self, make_reader: Callable[[], Reader], layout: Layout, loader: Any) -> None:
+    def __init__(self, make_reader: Callable[[], Reader], layout: Layout, loader: Any, compared: bool = False) -> None:
         self.layout = layout
+        self._compared = compared
         layout.check()
         self._make_reader = make_reader
         self._loader = loader
@@ -70,8 +76,10 @@ class DispatchReader:
         exchange = _Exchange(self.layout)
         if dist.get_rank() != 0:
             # Any process may write the position, which is that of rank 0.
-            start = broadcast_object_list([None])[0] or EpochStart.capture([])
-            return Opened(exchange.receive(), start, do_nothing)
+            start = broadcast_object_list([None])[0]
+            if start is not None:
+                self._compare(partial(self._digest, epoch, start))
+            return Opened(exchange.receive(), start or EpochStart.capture([]), do_nothing)
         try:
             opened = self._own_reader().open(epoch, position, limit)
         except Exception as error:
@@ -79,12 +87,29 @@ class DispatchReader:
             exchange.fail(error)
             raise
         broadcast_object_list([opened.start])
+        self._compare(lambda: getattr(self._own_reader(), "begins_with", None))
         steps = share_pairs(opened.pairs, self.layout)
         return opened._replace(pairs=exchange.send(steps))
 
     def restart(self) -> None:
         """Let the next iteration be as the first one."""
         self._reader = None
+
+    def _compare(self, read: Callable[[], str | None]) -> None:
+        """Refuse a stream of which each rank reads its own part; compares once, on all processes together."""
+        if self._compared:
+            check_same_stream(type(self._loader.dataset).__name__, read(), read)
+            self._compared = False
+
+    def _digest(self, epoch: int, start: EpochStart) -> str | None:
+        """Open the stream as rank 0 did; None if this rank cannot, for example without the files of rank 0."""
+        try:
+            with isolated_random_state(), kept_generators(self._loader, self._loader.dataset):
+                reader = self._make_reader()
+                reader.open(epoch, Position(start=start))
+                return getattr(reader, "begins_with", None)
+        except Exception:
+            return None
 
     def _own_reader(self) -> Reader:
         if self._reader is None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from drivetrain.data.agreement import check_same_stream, digest_of
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.order import Position
 from drivetrain.data.randomness import (
@@ -20,11 +19,10 @@ from drivetrain.data.randomness import (
     set_generator_state,
     several_processes,
 )
-from drivetrain.data.reading import Opened, do_nothing, last_rows, rebuilt, up_to, with_rows_found
+from drivetrain.data.reading import Opened, begun, do_nothing, last_rows, rebuilt, up_to, with_rows_found
 from drivetrain.data.seeding import ShowUsersDataset, as_is, collate_seed
 from drivetrain.data.sharding import Layout, shard_batches, with_last
-from drivetrain.runtime.collectives import gather_object
-from drivetrain.runtime.errors import ConfigurationError, DataError
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.seeds import isolated_random_state, sample_seed, seed_all_generators
 
 
@@ -59,6 +57,7 @@ class BatchedStream(IterableDataset[Record]):
         drop_last: Leave out a last batch that is not full.
         seed: The seed that samples' random states derive from, by their positions in the stream; None to leave them.
         workers: How many workers read; they see the epoch change in shared memory.
+        compared: Whether processes compare how the stream begins.
     """
 
     def __init__(
@@ -70,8 +69,10 @@ class BatchedStream(IterableDataset[Record]):
         drop_last: bool,
         seed: int | None,
         workers: int,
+        compared: bool,
     ) -> None:
         self.dataset = dataset
+        self.compared = compared
         self.collate_fn = collate_fn
         self.layout = layout
         self.batch_size = batch_size
@@ -105,7 +106,7 @@ class BatchedStream(IterableDataset[Record]):
         dropped = int(self.dropped[0 if worker is None else worker.id])
         chunks: Iterator[Sequence[Any]] = islice(_chunks(samples, size, self.drop_last), dropped, None)
         digest = ""
-        if self.layout.shard.count > 1:
+        if self.compared:
             first = list(islice(chunks, 1))
             digest, chunks = digest_of(first), chain(first, chunks)
             del first
@@ -115,26 +116,6 @@ class BatchedStream(IterableDataset[Record]):
             held.append(self.collate_fn(chunk if self.batch_size is not None else chunk[0]))
             del chunk
             yield Record(held.pop(), info.rows or 0, info.padding, info.global_rows or 0, digest)
-
-
-def digest_of(samples: Any) -> str:
-    """Return a digest of samples that does not depend on the process."""
-    digest = hashlib.blake2b(digest_size=16)
-
-    def add(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            value = value.detach().cpu()
-            digest.update(repr((value.shape, value.dtype, value.flatten()[:64].tolist())).encode())
-        elif isinstance(value, Mapping):
-            add(list(value.items()))
-        elif isinstance(value, list | tuple):
-            for each in value:
-                add(each)
-        elif isinstance(value, str | bytes | int | float | np.ndarray):
-            digest.update(repr(value).encode())
-
-    add(samples)
-    return digest.hexdigest()
 
 
 def _seeded(samples: Iterator[Any], seed: int) -> Iterator[Any]:
@@ -180,13 +161,18 @@ class StreamReader:
         loader: The user's loader.
         layout: How its batches are shared. The batch size in it is not used but found.
         seed: The seed that samples' random states derive from; None leaves randomness to torch's loader.
+        compared: Whether `begins_with` is found also if one process reads for all.
+
+    Attributes:
+        begins_with: A digest of the first samples of the stream, once an iteration has begun.
 
     Raises:
         ConfigurationError: If the batches cannot be split, or come out of order in several processes.
     """
 
-    def __init__(self, loader: DataLoader[Any], layout: Layout, seed: int | None) -> None:
+    def __init__(self, loader: DataLoader[Any], layout: Layout, seed: int | None, compared: bool = False) -> None:
         self._loader = loader
+        self.begins_with: str | None = None
         size = loader.batch_size
         self.finds_rows = size is None
         self.layout = layout._replace(batch_size=1 if size is None else size)
@@ -199,8 +185,16 @@ class StreamReader:
                 code="DT-101",
             )
         self._seeded = seed is not None
+        self._compared = compared or self._sharded
         self._dataset = BatchedStream(
-            loader.dataset, loader.collate_fn, self.layout, size, loader.drop_last, seed, loader.num_workers
+            loader.dataset,
+            loader.collate_fn,
+            self.layout,
+            size,
+            loader.drop_last,
+            seed,
+            loader.num_workers,
+            self._compared,
         )
         self._inner = self._make_inner()
 
@@ -261,24 +255,14 @@ class StreamReader:
                 with separate.drawing():
                     records = chain(list(islice(records, skipped + 1)), records)
             separate.settle()
+        if self._compared:
+            first, records = begun(records)
+            self.begins_with = first[0].begins_with if first else digest_of([])
         if together:
-            records = self._read_by_all(records)
+            check_same_stream(type(self._loader.dataset).__name__, self.begins_with)
         limit = None if limit is None else limit // self.layout.group_size
         pairs = self._pairs(records, position, skipped, limit)
         return Opened(with_rows_found(pairs, alone=not self._sharded) if self.finds_rows else pairs, start, close)
-
-    def _read_by_all(self, records: Iterator[Record]) -> Iterator[Record]:
-        """Give the same records, once all processes are known to read the same stream."""
-        first = list(islice(records, 1))
-        digests = gather_object([record.begins_with for record in first])
-        if len(set(digests)) > 1:
-            raise DataError(
-                f"{type(self._loader.dataset).__name__} gives each process other samples, and would be shared out once "
-                "more, so that most would be lost. If each process reads its own part, set use_distributed_sampler="
-                "False, of the Trainer or of DataLoaderConfiguration. Else let all read the same, or set "
-                "dispatch_batches=True, so that rank 0 alone reads."
-            )
-        return chain(first, records)
 
     def _drop(self, position: Position) -> int:
         """Let the streams leave out what is no whole step. Returns how many steps are then to be left out."""

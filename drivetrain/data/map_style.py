@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from drivetrain.data.agreement import check_same_dataset
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import DataShard
 from drivetrain.data.order import IndexOrder, InterleavingSampler, Position
@@ -85,6 +86,7 @@ class MapReader:
         self._loader = loader
         self.order = IndexOrder(loader)
         self._alone = alone
+        self._compared = False  # whether all processes are known to hold the same dataset
         self.finds_rows = not self.order.batched or not loader.in_order
         distributed = self.order.distributed_sampler
         self._replicas = 1
@@ -188,6 +190,9 @@ class MapReader:
             for generator, state in zip(generators, start.own, strict=False):
                 set_generator_state(generator, state)
             follow, check = sharded or together, together and sharded
+            if check and not self._compared:
+                check_same_dataset(self._loader.dataset)
+                self._compared = True
             close = self._open_apart(requests, infos, epoch, position, start, limit, follow=follow, check=check)
         batches = self._begin()
         self._stream.begin = _nothing

@@ -204,20 +204,23 @@ def _make_reader(
             )
         plain = False
     streams = plain and isinstance(loader.dataset, IterableDataset)
-    dispatch = config.dispatch_batches
+    dispatch, compared = config.dispatch_batches, False
     if dispatch is None:
-        dispatch = streams
+        dispatch, compared = streams, streams and sharded
 
     def make(layout: Layout, alone: bool) -> Reader:
         if not plain:
             return ReadyBatchesReader(loader, layout, counted=alone)
-        return StreamReader(loader, layout, seed) if streams else MapReader(loader, layout, seed, alone, count)
+        if streams:
+            return StreamReader(loader, layout, seed, compared)
+        return MapReader(loader, layout, seed, alone, count)
 
     if not (dispatch and sharded):
         return make(layout, alone=False)
     size = loader.batch_size if plain else None
     alone_layout = layout._replace(shard=DataShard(), split=False)
-    return DispatchReader(lambda: make(alone_layout, alone=True), layout._replace(batch_size=size), loader)
+    layout = layout._replace(batch_size=size)
+    return DispatchReader(lambda: make(alone_layout, alone=True), layout, loader, compared)
 
 
 def _sample_seed_of(config: DataLoaderConfiguration, seed: int | None) -> int | None:

@@ -114,6 +114,18 @@ def up_to(items: Iterator[Item], limit: int | None, skipped: int = 0) -> Iterato
     return items if limit is None else islice(items, max(0, limit - skipped))
 
 
+def begun(items: Iterator[Item]) -> tuple[list[Item], Iterator[Item]]:
+    """Read the first item. Returns a list of it, or none, and an iterator over all that keeps none that it gave."""
+    first = list(islice(items, 1))
+
+    def everything() -> Iterator[Item]:
+        while first:
+            yield first.pop()
+        yield from items
+
+    return first, everything()
+
+
 def least(*lengths: int | None) -> int | None:
     """The smallest of some lengths, of which those that are None are unknown."""
     return min((length for length in lengths if length is not None), default=None)

@@ -343,6 +343,8 @@ class RankAgent(LocalElasticAgent):
             ranks.stop(local for local in ranks.alive() if not ranks.is_failing(local))
             ranks.wait(ranks.alive(), EXIT_PATIENCE)
         else:
+            # One that has recorded how it ends has saved; ending an interpreter with torch takes seconds under load.
+            ranks.wait([local for local in ranks.alive() if ranks.is_failing(local)], EXIT_PATIENCE)
             self.overdue = [ranks.global_rank(local) for local in ranks.alive()]
         ranks.stopped.update(ranks.alive())
         ranks.kill(ranks.alive())

@@ -176,6 +176,8 @@ class RayRanks:
             announce("interrupted: the processes are ending; Ctrl-C again kills them.")
         self.wait(options.preemption_grace_period, until=lambda: len(signals) > 1 or self._crashed())
         if len(signals) == 1 and not self._crashed():
+            # Those that have recorded how they end have saved, and only their interpreters are left to end.
+            self.wait(EXIT_PATIENCE, until=lambda: not any(self._reports[rank].failing for rank in self.alive()))
             self.overdue = self.alive()
         self._kill()
 

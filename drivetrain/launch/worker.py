@@ -73,6 +73,7 @@ def run_rank(kind: str, target: str, *arguments: str) -> int:
     try:
         run_module(target) if kind == "module" else run_script(target)
     except KeyboardInterrupt:
+        _report("", "KeyboardInterrupt", report=os.getpid() == rank_process, exit_code=_INTERRUPTED)
         return _INTERRUPTED
     except SystemExit as stop:
         set_expendable(has_left_queue(stop))

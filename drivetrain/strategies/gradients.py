@@ -34,6 +34,10 @@ class Gradients:
         """Gradients of an accumulation window that are not in `.grad` before they are reduced."""
         return ()
 
+    def are_held(self, model: nn.Module) -> bool:
+        """Whether gradients that no step was taken with are elsewhere than in `.grad`."""
+        return any(True for _ in self.held(model))
+
     def scale_held(self, model: nn.Module, parameters: Sequence[nn.Parameter], factor: float) -> None:
         """Multiply the gradients that an accumulation window holds so far.
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from drivetrain.accelerator.optimizer import unwrap_optimizer
+from drivetrain.accelerator.run_state import check_storable
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.durations import Duration
@@ -237,6 +240,32 @@ def warn_of_evaluation_mode(task: Task) -> None:
         len(modes),
         type(task).__name__,
     )
+
+
+def check_saved_states(trainer: Trainer) -> None:
+    """Refuse states that no checkpoint can hold, before training and after its first step, not at the first save.
+
+    `on_save_checkpoint` is not called for this: it may do more than add to the checkpoint.
+
+    Raises:
+        CheckpointError: The state of a callback, the data module, a module, a scheduler or a registered object holds
+            something else than plain values and tensors; its place and type are named.
+    """
+    saving = [each for each in trainer.callbacks if each.saves_checkpoints]
+    if trainer.pickles or all(getattr(each, "save_weights_only", False) for each in saving):
+        return
+    prepared = trainer.accelerator.prepared
+    own = [owner for owner in (*trainer.callbacks, trainer.datamodule, *prepared.registered) if owner is not None]
+    named = [(type(owner).__name__, owner) for owner in own]
+    states = []
+    for name, owner in (*named, *((type(each.scheduler).__name__, each) for each in prepared.schedulers)):
+        with suppress(Exception):  # one may have no state before its first hook
+            states.append((f"{name}.state_dict()", owner.state_dict()))
+    for name, state in states:
+        check_storable(state, name)
+    for module in trainer.task.modules() if trainer.task is not None else ():
+        if getattr(module.get_extra_state, "__func__", None) is not Module.get_extra_state:
+            check_storable(module.get_extra_state(), f"{type(module).__name__}.get_extra_state()")
 
 
 def check_optimizer_states(trainer: Trainer) -> None:

@@ -345,6 +345,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.accelerator.run_state.moment = partial(moment_of, self)
         if saved is not None:
             self.loop.resume_from(saved)
+        task_checks.check_saved_states(self)
         with self.timing.run(sees_sync=self.world_size > 1):
             self.loop.run()
             if self.saves is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from drivetrain import (
     ProjectConfiguration,
     set_seed,
 )
+from drivetrain.accelerator.faces import saving
 from tests.pool import run_in_processes
 
 
@@ -396,3 +398,149 @@ def test_the_whole_state_leaves_out_extra_state_that_is_no_tensor():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(WithExtraState(2, 3))
     assert list(accelerator.get_state_dict(model)) == ["weight", "bias"]
+
+
+# saves within a step
+
+
+def train_and_save(kind: str, folder: str, strategy: str = "single") -> tuple[str, int]:
+    """Train and save at one moment of each batch; returns the error, and how many saves were made."""
+    accelerator = Accelerator(
+        cpu=True,
+        strategy=strategy,
+        gradient_accumulation_steps=2 if "accumulate" in kind else 1,
+    )
+    torch.manual_seed(0)
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    sides: Any = nn.ModuleDict({"first": first, "second": second})
+    loader = DataLoader(TensorDataset(torch.randn(16, 2, generator=torch.Generator().manual_seed(1))), 2)
+    if "L-BFGS" in kind:
+        optimizers: list[Any] = [torch.optim.LBFGS(sides.parameters(), lr=0.1, max_iter=2)]
+    elif "two" in kind:
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
+    else:
+        optimizers = [torch.optim.SGD(sides.parameters(), lr=0.1, momentum=0.9)]
+    model, loader, *optimizers = accelerator.prepare(Both(sides), loader, *optimizers)
+    saved = 0
+
+    def save(when: str) -> None:
+        nonlocal saved
+        if when in kind:
+            accelerator.save_state(f"{folder}/{kind}-{saved}".replace(" ", "_"))
+            saved += 1
+
+    def closure() -> torch.Tensor:
+        optimizers[0].zero_grad()
+        loss: torch.Tensor = model(x)
+        accelerator.backward(loss)
+        save("in the closure")
+        return loss
+
+    try:
+        for number, (x,) in enumerate(loader):
+            if "L-BFGS" in kind:
+                optimizers[0].step(closure)
+            elif "two" in kind:
+                for side, optimizer in enumerate(optimizers):
+                    optimizer.zero_grad(set_to_none=False)
+                    accelerator.backward(model(x))  # leaves gradients for the other side too
+                    optimizer.step()
+                    if side == 0:
+                        save("between")
+            elif "by hand" in kind:
+                accelerator.backward(model(x) / 2)
+                if number % 2:
+                    save("before the step")
+                    optimizers[0].step()
+                    optimizers[0].zero_grad(set_to_none=number % 4 == 1)
+                    save("after the step")
+                else:
+                    save("within")
+            else:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x))
+                    optimizers[0].step()
+                    optimizers[0].zero_grad()
+                save("within")
+                if accelerator.sync_gradients:
+                    save("after the step")
+                if "break" in kind and number == 2:
+                    break
+            save("at the end")
+        for _ in loader:  # a validation
+            pass
+        save("in the end")
+    except CheckpointError as error:
+        return str(error), saved
+    return "", saved
+
+
+class Both(nn.Module):
+    def __init__(self, sides: nn.ModuleDict) -> None:
+        super().__init__()
+        self.sides = sides
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (self.sides["second"](self.sides["first"](x)) - 1).square().mean()
+        return loss
+
+
+WITHIN = {
+    "accumulate, within": 8,
+    "by hand, within": 4,
+    "by hand, before the step": 4,
+    "two optimizers, between": 8,
+}
+AFTER = {
+    "L-BFGS, at the end": 8,
+    "accumulate, after the step": 4,
+    "accumulate with a break, in the end": 1,
+    "by hand, after the step": 4,
+    "two optimizers, at the end": 8,
+    "two optimizers, in the end": 1,
+}
+
+
+def test_a_save_in_a_closure_is_refused(tmp_path: Path) -> None:
+    error, saved = train_and_save("L-BFGS, in the closure", str(tmp_path))
+    assert "as L-BFGS is in its closure" in error
+    assert saved == 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Whether a save has warned of gradients that it does not hold."""
+    monkeypatch.setattr(saving.logger, "_seen", set())
+    return lambda: "no checkpoint holds them" in caplog.text
+
+
+@pytest.mark.parametrize("kind", WITHIN)
+def test_a_save_within_a_step_warns_of_the_gradients(kind: str, tmp_path: Path, warned: Callable[[], bool]) -> None:
+    assert train_and_save(kind, str(tmp_path)) == ("", WITHIN[kind])
+    assert warned()
+
+
+@pytest.mark.parametrize("kind", AFTER)
+def test_a_save_after_the_last_step_of_a_batch_loses_nothing(
+    kind: str, tmp_path: Path, warned: Callable[[], bool]
+) -> None:
+    assert train_and_save(kind, str(tmp_path)) == ("", AFTER[kind])
+    assert not warned()
+
+
+def saves_and_warns(*given: str) -> tuple[tuple[str, int], bool]:
+    found: list[str] = []
+    saving.logger._seen.clear()
+    saving.logger.logger.addFilter(lambda record: found.append(record.getMessage()) or True)
+    return train_and_save(*given), any("no checkpoint holds them" in each for each in found)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", *(pytest.param(name, marks=pytest.mark.sharded) for name in ("fsdp", "deepspeed_stage_1"))],
+)
+def test_gradients_that_a_strategy_keeps_elsewhere_are_held_too(strategy: str, tmp_path: Path) -> None:
+    for kind, saves, warns in (("accumulate, within", 4, True), ("by hand, after the step", 2, False)):
+        [result, *_] = run_in_processes(saves_and_warns, 2, (kind, str(tmp_path), strategy))
+        assert result == (("", saves), warns)

@@ -141,6 +141,16 @@ class Ending(Scripted):
         if hook == self.hook and self.global_step >= self.step:
             raise self.error
 
+    def prepare_data(self) -> None:
+        self.end_in("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.end_in("setup")
+
+    def configure_optimizers(self) -> Any:
+        self.end_in("configure_optimizers")
+        return super().configure_optimizers()
+
     def on_fit_start(self) -> None:
         self.end_in("on_fit_start")
 
@@ -157,6 +167,9 @@ class Ending(Scripted):
 ENDINGS: dict[str, tuple[BaseException, str, int, str]] = {
     "in the first step": (ValueError("bad row"), "training_step", 0, "failed"),
     "in a later step": (ValueError("bad row"), "training_step", 3, "failed"),
+    "in preparing the data": (ValueError("bad row"), "prepare_data", 0, "failed"),
+    "in setup": (ValueError("bad row"), "setup", 0, "failed"),
+    "before placement": (ValueError("bad row"), "configure_optimizers", 0, "failed"),
     "before training": (ValueError("bad row"), "on_fit_start", 0, "failed"),
     "in the sanity check": (ValueError("bad row"), "validation_step", 0, "failed"),
     "by an exit": (SystemExit(3), "training_step", 3, "failed"),
@@ -177,6 +190,7 @@ def test_a_run_that_ends_early_is_listed_with_its_last_values(
     assert "bad row" in run.record["reason"] or not isinstance(error, ValueError)
     assert (folder_of(tmp_path) / "report.html").is_file()
     assert run.metric == (f"train_loss {step - 1} (last)" if step else "")
+    assert run.record["sessions"] == []
 
 
 @pytest.mark.parametrize(
@@ -416,27 +430,42 @@ def test_each_process_has_a_lane(tmp_path: Path) -> None:
     assert "<h3>rank 1 host=" in page
 
 
-@pytest.mark.crash
 class Killed(Scripted):
-    """Its first process is killed within the third step, as a launcher does once a peer is gone."""
+    """Its first process is killed in its first step, as a launcher does once a peer is gone."""
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2 and self.trainer.is_global_zero:
+    def __init__(self, moment: str) -> None:
+        super().__init__([1.0])
+        self.moment = moment
+
+    def end_in(self, moment: str) -> None:
+        if moment == self.moment and self.trainer.is_global_zero:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.end_in("training")
+        return super().training_step(batch, batch_idx)
 
-def fit_until_killed(root: str) -> None:
-    trainer_in(Path(root), max_epochs=2).fit(Killed(), numbers(16, 1))
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.end_in("sanity check")
 
 
-def test_a_run_of_several_processes_that_is_killed_at_once_is_listed_as_failed(tmp_path: Path) -> None:
+def fit_until_killed(root: str, moment: str) -> None:
+    sanity = 1 if moment == "sanity check" else 0
+    trainer_in(Path(root), num_sanity_val_steps=sanity).fit(Killed(moment), numbers(16, 1), numbers(8, 4))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("moment", ["training", "sanity check"])
+def test_a_run_that_is_killed_at_once_is_listed_as_failed(processes: int, moment: str, tmp_path: Path) -> None:
     with pytest.raises(ProcessesFailed):
-        run_in_processes(fit_until_killed, 2, args=(str(tmp_path),))
+        run_in_processes(fit_until_killed, processes, args=(str(tmp_path), moment))
     [run] = list_runs(tmp_path)
     assert run.state == "failed"
     assert "ended without recording why" in run.record["reason"]
+    assert run.record["sessions"] == []
 
 
+@pytest.mark.crash
 def test_a_killed_run_leaves_its_last_page(tmp_path: Path) -> None:
     script = """
         import sys

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 
 from drivetrain import Accelerator
 from drivetrain.data import DataLoaderConfiguration, DataShard, TailPolicy, prepare_loader
@@ -401,9 +412,127 @@ def test_processes_that_read_parts_of_their_own_are_left_to_it_or_refused() -> N
     both = run_in_processes(read_parts, 2, ({"use_distributed_sampler": False},))
     assert [rows for _, rows, _ in both] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert all(gathered == [0, 2, 4, 1, 3, 5, 6, 7] for _, _, gathered in both)
-    for error, rows, _ in run_in_processes(read_parts, 2, ({"dispatch_batches": False},)):
-        assert "OwnPart gives each process other samples" in error
+    for options in ({"dispatch_batches": False}, {}):  # by default rank 0 reads for all
+        for error, rows, _ in run_in_processes(read_parts, 2, (options,)):
+            assert "OwnPart gives each process other samples" in error
+            assert not rows
+    both = run_in_processes(read_parts, 2, ({"dispatch_batches": True},))
+    assert all(gathered == [0, 2, 4, 6] for _, _, gathered in both)  # as was asked for
+
+
+class PartByEnvironment(IterableDataset[int]):
+    """Reads its rank's part with workers, of which each takes its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        assert worker is not None
+        step = int(os.environ["WORLD_SIZE"]) * worker.num_workers
+        return iter(range(int(os.environ["RANK"]) * worker.num_workers + worker.id, 16, step))
+
+
+class ReadyParts:
+    """Gives batches without being a torch loader: each rank its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rank = PartialState().process_index
+        return iter(torch.arange(8).view(4, 2)[rank::2])
+
+
+class OnlyOnRank0(IterableDataset[int]):
+    """Can be read on one machine only."""
+
+    def __iter__(self) -> Iterator[int]:
+        if PartialState().process_index:
+            raise FileNotFoundError("samples.txt")
+        return iter(range(8))
+
+
+class OtherEachTime(IterableDataset[int]):
+    """Draws from a generator that no one can set."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.SystemRandom().sample(range(10**9), 8))
+
+
+class Augmented(IterableDataset[float]):
+    """Draws from the global generators, whose states differ between the processes."""
+
+    def __iter__(self) -> Iterator[float]:
+        yield from (torch.rand(()).item() + random.random() + np.random.rand() for _ in range(8))
+
+
+class Counting(IterableDataset[int]):
+    """Remembers how often it was opened."""
+
+    opened = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.opened += 1
+        return iter(range(8))
+
+
+def read_by_default(kind: str) -> tuple[str, int, bool]:
+    """The error, how many samples were read, and whether the random state stayed this process's own."""
+    state = PartialState(cpu=True)
+    seed_everything(state.process_index)
+    loader: Any = ReadyParts()
+    if kind == "PartByEnvironment":
+        loader = DataLoader(PartByEnvironment(), 2, num_workers=2)
+    elif kind != "ReadyParts":
+        loader = DataLoader(globals()[kind](), 2)
+    prepared = prepare_loader(loader, shard=DataShard(state.process_index, state.num_processes))
+    before, read = random_state(), 0
+    try:
+        for batch in prepared:
+            read += len(batch)
+    except DataError as error:
+        return str(error), read, False
+    if kind == "Counting":
+        list(prepared)
+        assert loader.dataset.opened == (1 if state.process_index else 2)
+    return "", read, before == random_state()
+
+
+@pytest.mark.parametrize("kind", ["PartByEnvironment", "ReadyParts"])
+def test_parts_are_recognised_however_a_stream_finds_its_rank(kind: str) -> None:
+    for error, rows, _ in run_in_processes(read_by_default, 2, (kind,)):
+        assert "gives each process other samples" in error
         assert not rows
+
+
+def read_tables() -> list[str]:
+    """The errors of datasets of which each process holds a part, all, or another selection that overlaps."""
+    rank = PartialState(cpu=True).process_index
+    tables: list[Any] = [
+        Subset(Numbers(16), range(rank, 16, 2)),
+        Subset(Subset(Numbers(16), list(range(16))), range(8 * rank, 8 * rank + 8)),
+        Numbers(8 + rank),
+        Subset(Numbers(16), list(range(9))),
+        Subset(Numbers(16), range(rank, rank + 12)),
+        TensorDataset(torch.full((8,), float(rank))),
+    ]
+    errors = []
+    for shuffle in (False, True):
+        for table in tables:
+            prepared = prepare_loader(DataLoader(table, 2, shuffle=shuffle), shard=DataShard(rank, 2))
+            try:
+                list(prepared)
+                errors.append("")
+            except DataError as error:
+                errors.append(str(error))
+    return errors
+
+
+def test_datasets_that_hold_parts_are_refused_and_others_are_read() -> None:
+    for errors in run_in_processes(read_tables, 2):
+        assert ["gives each process other samples" in error for error in errors] == 2 * [*3 * [True], *3 * [False]]
+
+
+@pytest.mark.parametrize("kind", ["OnlyOnRank0", "OtherEachTime", "Augmented", "Counting"])
+def test_a_stream_that_rank_0_can_read_for_all_is_read(kind: str) -> None:
+    first, second = run_in_processes(read_by_default, 2, (kind,))
+    assert (first[:2], second[:2]) == (("", 4), ("", 4))
+    assert second[2]
 
 
 def positions(epochs: int) -> list[Any]:

@@ -81,6 +81,31 @@ def test_ranks_that_do_not_end_are_killed_after_the_grace_period(tmp_path: Path)
     assert "--preemption_grace_period" in err
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_ranks_that_have_saved_in_time_get_more_of_it_for_their_exit(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    write_script(
+        tmp_path,
+        """
+        import atexit, os, signal, sys, time
+
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        atexit.register(print, "left", os.environ["RANK"], flush=True)
+        atexit.register(time.sleep, 2)
+        print("ready", flush=True)
+        time.sleep(60)
+        """,
+    )
+    with started(*LAUNCH, "--preemption_grace_period", "1", "script.py", cwd=tmp_path) as process:
+        wait_for_lines(process, "ready", 2)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert sorted(out.splitlines()) == ["left 0", "left 1"]
+    assert "was killed" not in err
+
+
 def test_a_second_sigterm_kills_at_once(tmp_path: Path) -> None:
     write_script(tmp_path, SAVES)
     with started(*LAUNCH, "script.py", "never", cwd=tmp_path) as process:

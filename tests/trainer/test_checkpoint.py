@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from argparse import Namespace
 from collections import UserDict
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import Callback, CheckpointError, ModelCheckpoint, Task, Trainer
+from drivetrain import Accelerator, Callback, CheckpointError, DataModule, ModelCheckpoint, Task, Trainer
 from tests.pool import run_in_processes
 from tests.trainer.tasks import Kept, Shuffled, Weight, ones, quiet, rows
 
@@ -417,3 +418,91 @@ def test_an_optimizer_whose_state_cannot_be_saved_is_refused_after_the_first_ste
     else:
         trainer.fit(Task8(), ones(3))
     assert trainer.global_step == (1 if saves else 3)
+
+
+class Holds:
+    """Has a state that no checkpoint can hold, from the start or once a step was taken."""
+
+    def __init__(self, after_a_step: bool = False) -> None:
+        self.held: Any = 0 if after_a_step else threading.Lock()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [1, self.held]}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
+class HoldingCallback(Holds, Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.held = threading.Lock()
+
+
+class HoldingData(Holds, DataModule):
+    def __init__(self) -> None:
+        DataModule.__init__(self)
+        Holds.__init__(self)
+
+    def train_dataloader(self) -> Any:
+        return ones(3)
+
+
+class HoldingModule(torch.nn.Module):
+    def get_extra_state(self) -> Any:
+        return {"parts": [1, threading.Lock()]}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError
+
+
+class HoldingScheduler(torch.optim.lr_scheduler.ConstantLR):
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [1, threading.Lock()]}
+
+
+class WithHolder(Weight):
+    def __init__(self, owner: str) -> None:
+        super().__init__()
+        self.owner = owner
+        if owner == "HoldingModule":
+            self.holder = HoldingModule()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        kind = HoldingScheduler if self.owner == "HoldingScheduler" else torch.optim.lr_scheduler.ConstantLR
+        return [optimizer], [kind(optimizer)]
+
+
+@pytest.mark.parametrize(
+    ("owner", "steps"),
+    [
+        ("HoldingCallback", 0),
+        ("HoldingCallback", 1),
+        ("HoldingData", 0),
+        ("HoldingModule", 0),
+        ("HoldingScheduler", 0),
+    ],
+)
+def test_a_state_that_cannot_be_saved_is_refused_before_training(owner: str, steps: int, tmp_path: Path) -> None:
+    callbacks: list[Callback] = [ModelCheckpoint(dirpath=tmp_path)]
+    if owner == "HoldingCallback":
+        callbacks.append(HoldingCallback(after_a_step=steps > 0))
+    data: Any = {"datamodule": HoldingData()} if owner == "HoldingData" else {"train_dataloaders": ones(3)}
+    trainer = quiet(callbacks, enable_checkpointing=True)
+    with pytest.raises(CheckpointError, match=rf"{owner}.*parts/1 is a _thread.lock, which a checkpoint cannot hold"):
+        trainer.fit(WithHolder(owner), **data)
+    assert trainer.global_step == steps
+
+
+def test_what_is_not_saved_may_hold_anything(tmp_path: Path) -> None:
+    for saving in ([], [ModelCheckpoint(dirpath=tmp_path, save_weights_only=True)]):
+        trainer = quiet([*saving, HoldingCallback()], enable_checkpointing=bool(saving))
+        trainer.fit(WithHolder("nobody"), ones(3))
+        assert trainer.global_step == 3
+
+
+def test_an_object_that_cannot_be_saved_is_refused_when_it_is_registered() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(CheckpointError, match=r"Holds.state_dict\(\)/parts/1 is a _thread.lock"):
+        accelerator.register_for_checkpointing(Holds())
+    accelerator.register_for_checkpointing(Holds(after_a_step=True))

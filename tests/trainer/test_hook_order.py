@@ -56,6 +56,11 @@ def evaluation(stage: str) -> str:
 """
 
 
+CHECK_OF_STATES = """
+    C state_dict
+    D state_dict
+"""
+
 BEGIN = f"""
     {SETUP}
     T configure_model
@@ -66,6 +71,7 @@ BEGIN = f"""
     {evaluation("validation")}
     C on_sanity_check_end
     D train_dataloader
+    {CHECK_OF_STATES}
     C T on_train_start
     C T on_train_epoch_start
 """
@@ -216,12 +222,12 @@ def run(tmp_path: Path) -> Watched:
 
 def test_fit(run: Watched) -> None:
     run.trainer(accumulate_grad_batches=2, gradient_clip_val=1.0).fit(run.task, datamodule=run.data)
-    assert run.calls == lines(BEGIN + STEP_OF_TWO + STEP_OF_ONE + END)
+    assert run.calls == lines(BEGIN + STEP_OF_TWO + CHECK_OF_STATES + STEP_OF_ONE + END)
 
 
 def test_fit_without_accumulation(run: Watched) -> None:
     run.trainer(gradient_clip_val=1.0, limit_train_batches=2).fit(run.task, datamodule=run.data)
-    assert run.calls == lines(BEGIN + STEP_OF_ONE + STEP_OF_ONE + END)
+    assert run.calls == lines(BEGIN + STEP_OF_ONE + CHECK_OF_STATES + STEP_OF_ONE + END)
 
 
 def test_schedulers_by_epochs_step_before_the_hooks_of_the_last_batch() -> None:

@@ -10,14 +10,20 @@ from torch import nn
 
 from drivetrain import checkpoint
 from drivetrain.accelerator.handlers import ProjectConfiguration
-from drivetrain.accelerator.run_state import RunState
+from drivetrain.accelerator.run_state import Moment, RunState
 from drivetrain.accelerator.state_hooks import HookHandle, LoadHook, SaveHook
+from drivetrain.accelerator.step import OptimizerStep
+from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 class StateSaving:
     """Accelerate's `save_state` and what belongs to it."""
 
     run_state: RunState
+    step: OptimizerStep
     project_configuration: ProjectConfiguration
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -25,6 +31,7 @@ class StateSaving:
 
         Raises:
             ConfigurationError: One has no `state_dict` and `load_state_dict`.
+            CheckpointError: The state of one holds what no checkpoint can.
         """
         self.run_state.register(objects)
 
@@ -104,8 +111,20 @@ class StateSaving:
             The directory.
 
         Raises:
-            CheckpointError: It could not be written; raised on all processes.
+            CheckpointError: It could not be written, which is raised on all processes; or an optimizer is within its
+                step.
         """
+        if self.step.is_torn:
+            raise CheckpointError(
+                "No checkpoint is written while an optimizer is within its step, as L-BFGS is in its closure: the "
+                "weights are neither those before the step nor those after it. Save after optimizer.step()."
+            )
+        if self.run_state.moment is Moment and self.step.holds_gradients:  # no driver has kept that of its last step
+            logger.warning_once(
+                "save_state was called within a step: gradients are held that no optimizer has stepped with, and no "
+                "checkpoint holds them. A resumed run begins with the next batch, without them. Save after the step of "
+                "the last optimizer, where accelerator.sync_gradients is True."
+            )
         return self.run_state.save(output_dir, block)
 
     def load_state(

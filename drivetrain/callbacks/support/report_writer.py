@@ -58,9 +58,9 @@ class ReportWriter:
         self._spent = 0.0
         self._error = self._traceback = ""
         self._facts: dict[str, Any] | None = None
-        self._is_recorded = self._has_page = False
-        self._sessions: list[dict[str, Any]] = []
-        self._before: list[Sequence[Any]] = []
+        self._has_page = False
+        before = read_record(folder)
+        self._sessions, self._before = _sessions_before(before), before.get("warnings", [])
 
     @property
     def due_in(self) -> float:
@@ -82,10 +82,9 @@ class ReportWriter:
         self._due = max(time.monotonic() + self._seconds, self._begun + (self._spent + cost) / _SHARE)
 
     def write_beginning(self) -> None:
-        """Write the record alone, once, so that a run is known whose processes are killed before its first page."""
-        if not self._is_recorded:
-            self._is_recorded = True
-            write_record(self._folder, self._record(RUNNING, ""))
+        """Write the record alone, so that a run is known whose processes are killed before its first page."""
+        write_record(self._folder, self._record(RUNNING, ""))
+        self._facts = None  # the validation data are known only later
 
     @staticmethod
     def _ask_for_changes(record: dict[str, Any]) -> float:
@@ -126,8 +125,6 @@ class ReportWriter:
     def _record(self, state: str, reason: str) -> dict[str, Any]:
         if self._facts is None:
             self._facts = facts_of(self._trainer, self._task)
-            before = read_record(self._folder)
-            self._sessions, self._before = _sessions_before(before), before.get("warnings", [])
         trainer, now = self._trainer, time.time()
         secrets = trainer.tracker_group.secrets
         record = {

@@ -41,6 +41,11 @@ class EngineGradients(Gradients):
         elif trained.holds_gradients:
             trained.pending_scale *= factor
 
+    def are_held(self, model: nn.Module) -> bool:
+        """Whether the engine of a model holds gradients that it has not stepped with."""
+        trained = self._engines.find(model)
+        return trained is not None and trained.holds_gradients
+
     def discard(self, model: nn.Module) -> None:
         """Forget the gradients of a window that did not end."""
         trained = self._engines.find(model)

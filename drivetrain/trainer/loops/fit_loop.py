@@ -23,7 +23,7 @@ from drivetrain.trainer.schedulers import begin_schedules, end_epoch_of_schedule
 from drivetrain.trainer.state.progress import Phase
 from drivetrain.trainer.state.resume import save_for_resume
 from drivetrain.trainer.state.saved_run import SavedRun
-from drivetrain.trainer.task_checks import check_optimizer_states
+from drivetrain.trainer.task_checks import check_optimizer_states, check_saved_states
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
@@ -263,6 +263,7 @@ class FitLoop:
         if not self._states_are_checked and self._progress.global_step:
             self._states_are_checked = True
             check_optimizer_states(trainer)
+            check_saved_states(trainer)
         if self._progress.global_step >= trainer.tracker_log.next_step:
             trainer.tracker_log.write_due_values()
         if self._progress.total_batches >= self._next_agreement:
