@@ -555,7 +555,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             CheckpointError: A process could not write; what was there before is intact.
         """
         refuse_unknown(_unknown, self.save_checkpoint)
-        if self.accelerator.step.is_torn:
+        if self.accelerator.optimizer_step.is_torn:
             raise CheckpointError(
                 "No checkpoint is written within a step that has begun to change parameters: between the steps of two "
                 "optimizers, in the closure of an optimizer such as L-BFGS, or in a backward that steps parameters. "
