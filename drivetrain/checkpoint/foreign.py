@@ -21,6 +21,7 @@ def read_foreign(
     rank: int = 0,
     count: int | None = None,
     objects: bool = False,
+    hyper_parameters: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
     """Read a checkpoint of Hugging Face Accelerate's or of Lightning's, alone. Nothing in it is executed by default.
 
@@ -29,6 +30,7 @@ def read_foreign(
         rank: Whose random state to read, where there is one.
         count: How many processes read it; as many as wrote it if None.
         objects: Whether objects in a file of Lightning's are unpickled, which runs whatever code it holds.
+        hyper_parameters: Whether they are wanted. If not, objects among them are left out rather than refused.
 
     Returns:
         The shared state and a process's own, in the schema of `drivetrain.checkpoint.schema`; None where the checkpoint
@@ -39,7 +41,7 @@ def read_foreign(
         CheckpointError: It cannot be read, or holds what would have to be unpickled.
     """
     if not isinstance(path, str | os.PathLike) or is_lightning_checkpoint(path):
-        return read_lightning_state(path, rank, count, objects)
+        return read_lightning_state(path, rank, count, objects, hyper_parameters)
     if is_accelerate_state(path):
         return read_accelerate_state(path, rank)
     return None

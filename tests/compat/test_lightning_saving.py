@@ -6,18 +6,27 @@ import logging
 import os
 import warnings
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import drivetrain
 from drivetrain import CheckpointError, checkpoint
 from drivetrain.compat.lightning import pytorch as pl
 from drivetrain.compat.lightning.pytorch.callbacks import ModelCheckpoint
-from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
+from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class Logs(BoringModel):
@@ -32,8 +41,7 @@ class Logs(BoringModel):
 
 
 def fit(root: Path, model: Any, *callbacks: Any, resume: Any = None, **options: Any) -> Any:
-    settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    settings |= {"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0, "max_epochs": 3}
+    settings = QUIET | {"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0, "max_epochs": 3}
     trainer = pl.Trainer(default_root_dir=root, callbacks=list(callbacks), **{**settings, **options})
     trainer.fit(model, ckpt_path=resume)
     return trainer
@@ -199,10 +207,7 @@ def test_a_file_with_objects_opens_where_that_is_asked_for_alone(
 
 
 def test_a_run_resumes_from_a_file_with_objects_where_that_is_asked_for(with_object: str, tmp_path: Path) -> None:
-    settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(
-        default_root_dir=tmp_path, max_epochs=4, limit_train_batches=2, limit_val_batches=0, **settings
-    )
+    trainer = pl.Trainer(default_root_dir=tmp_path, max_epochs=4, limit_train_batches=2, limit_val_batches=0, **QUIET)
     with pytest.raises(CheckpointError, match="Scaler"):
         trainer.fit(SavesObject(), ckpt_path=with_object)
     task = SavesObject()
@@ -210,6 +215,67 @@ def test_a_run_resumes_from_a_file_with_objects_where_that_is_asked_for(with_obj
     assert (trainer.global_step, task.found[0]) == (8, Scaler(0.5))
     with pytest.raises(CheckpointError, match="Scaler"):
         trainer.validate(task, ckpt_path=with_object)
+
+
+def make(folder: str) -> None:
+    os.mkdir(folder)
+
+
+class OwnTrap(Trap):
+    def __reduce__(self) -> Any:
+        return make, (self.folder,)
+
+
+class Act(Enum):
+    RELU = "relu"
+
+
+class ObjectsAlone(BoringModel):
+    """Has objects among its hyper-parameters, and nowhere else in its checkpoints."""
+
+    def __init__(
+        self, act: Any = Act.RELU, kind: type = nn.Tanh, function: Any = torch.relu, given: Any = None
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class DataWithObject(BoringDataModule):
+    def __init__(self, act: Any = Act.RELU) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_objects_among_hyper_parameters_come_back_where_that_is_asked_for(tmp_path: Path) -> None:
+    given = {"scaler": [Scaler(0.5)], "made": partial(nn.Linear, 2), "dtype": torch.float16}
+    trainer = pl.Trainer(default_root_dir=tmp_path, max_epochs=1, limit_train_batches=2, limit_val_batches=0, **QUIET)
+    trainer.fit(ObjectsAlone(given=given), datamodule=DataWithObject())
+    path = trainer.checkpoint_callback.best_model_path
+    found = torch.load(path, weights_only=False)
+    assert found["hyper_parameters"]["given"]["scaler"] == [Scaler(0.5)]
+    hparams = ObjectsAlone.load_from_checkpoint(path, weights_only=False).hparams
+    assert (hparams.act, hparams.kind, hparams.function) == (Act.RELU, nn.Tanh, torch.relu)
+    assert (hparams.given["made"].func, hparams.given["dtype"]) == (nn.Linear, torch.float16)
+    assert DataWithObject.load_from_checkpoint(path, weights_only=False).hparams.act is Act.RELU
+    with pytest.raises(CheckpointError, match=r"holds objects of .*Act.*weights_only=False"):
+        ObjectsAlone.load_from_checkpoint(path)
+
+
+def test_a_run_resumes_without_the_objects_among_hyper_parameters(tmp_path: Path) -> None:
+    path = fit(tmp_path, ObjectsAlone(given=Scaler(0.5)), max_epochs=1).checkpoint_callback.best_model_path
+    trainer = pl.Trainer(default_root_dir=tmp_path, max_epochs=2, limit_train_batches=2, limit_val_batches=0, **QUIET)
+    task = ObjectsAlone(given=Scaler(1.5))
+    trainer.fit(task, ckpt_path=path)
+    assert (trainer.global_step, task.hparams.given) == (4, Scaler(1.5))
+    trainer.validate(task, ckpt_path=path)
+
+
+def test_nothing_runs_what_the_hyper_parameters_of_a_file_hold(tmp_path: Path) -> None:
+    path = fit(
+        tmp_path, ObjectsAlone(given=OwnTrap(str(tmp_path / "made"))), max_epochs=1
+    ).checkpoint_callback.best_model_path
+    pl.Trainer(default_root_dir=tmp_path, **QUIET).validate(ObjectsAlone(), ckpt_path=path)
+    assert not (tmp_path / "made").exists()
 
 
 def test_the_user_is_warned_of_objects_in_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
