@@ -108,7 +108,8 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
             `strategy=Parallel(...)` has more.
         megatron_lm_plugin: Options of `strategy="megatron"` in Accelerate's names, or the keys of its
             `megatron_lm_config`.
-        device: Name of the kind of device, such as `"cuda"`; found if None.
+        device: Name of the kind of device, such as `"cuda"`, or of this process's device, such as `"cuda:1"`; found if
+            None.
         fused_optimizer: Deprecated, without effect. Give `fused=True` to the optimizer itself.
         log_with: Trackers that `init_trackers` opens: names, objects, several of them, or `"all"`.
 

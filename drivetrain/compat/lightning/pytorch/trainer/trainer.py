@@ -402,7 +402,8 @@ class Trainer(LightningSaving):
     @property
     def device_ids(self) -> list[int]:
         """The numbers of this machine's devices in use."""
-        return list(range(self.num_devices))
+        index = self.strategy.root_device.index
+        return [index] if self.num_devices == 1 and index is not None else list(range(self.num_devices))
 
     @property
     def node_rank(self) -> int:
