@@ -367,7 +367,7 @@ def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark
 
 
 def make_trackers(
-    given: str | Tracker | Iterable[str | Tracker] | bool | None, engine: Accelerator, options: TrainerOptions
+    given: bool | str | Tracker | Iterable[str | Tracker] | None, engine: Accelerator, options: TrainerOptions
 ) -> TrackerGroup:
     """The trackers asked for; else those of an engine that has some, else a `CSVLogger`.
 

@@ -155,7 +155,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         devices: int | str | Sequence[int] = "auto",
         num_nodes: int = 1,
         precision: str | int | Precision | None = None,
-        logger: str | Tracker | Iterable[str | Tracker] | bool | None = None,
+        logger: bool | str | Tracker | Iterable[str | Tracker] | None = None,  # bool first, for the command line
         callbacks: Callback | Sequence[Callback] | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | None = None,
