@@ -215,12 +215,6 @@ class TrainerStatus:
         return True
 
     @property
-    def validates_whole_epochs(self) -> bool:
-        """Whether `fit` validates at the end of epochs. 1.0 is a whole epoch, 1 is every batch."""
-        interval = self.val_check_interval
-        return interval is None or (isinstance(interval, float) and interval == 1.0)
-
-    @property
     def validates_when_stopped(self) -> bool:
         """Whether a run that is asked to stop within an epoch validates before it ends."""
         return False

@@ -322,3 +322,39 @@ def test_the_state_of_a_callback_that_no_run_has_used_is_taken_silently(caplog: 
         saving.load_state_dict(ModelCheckpoint().state_dict())
     assert not caplog.text
     assert saving.best_model_path == ""
+
+
+# what derived callbacks call and override
+
+
+class WritesBeside(ModelCheckpoint):
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        Path(f"{filepath}.txt").write_text("beside")
+
+
+class SavesItself(ModelCheckpoint):
+    """Saves by its own rule, by a metric that nothing has logged."""
+
+    def _monitor_candidates(self, trainer: Any) -> dict[str, Any]:
+        return {**super()._monitor_candidates(trainer), "own": torch.tensor(float(-trainer.current_epoch))}
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if not self._should_skip_saving_checkpoint(trainer) and self._should_save_on_train_epoch_end(trainer):
+            candidates = self._monitor_candidates(trainer)
+            if self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0:
+                self._save_topk_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
+
+
+def test_a_derived_callback_writes_each_checkpoint_by_its_own_method(tmp_path: Path) -> None:
+    fit(tmp_path, Logs(2.0, 3.0, 1.0), WritesBeside(tmp_path, "{epoch}", monitor="val_loss", save_top_k=2))
+    found = [path.name for path in sorted(tmp_path.glob("*.txt"))]
+    assert found == ["epoch=0.ckpt.txt", "epoch=1.ckpt.txt", "epoch=2.ckpt.txt"]
+
+
+def test_a_derived_callback_saves_by_its_own_rule_and_metric(tmp_path: Path) -> None:
+    saving = SavesItself(tmp_path, "{epoch}-{own:.0f}", monitor="own", save_last=True, every_n_epochs=2)
+    fit(tmp_path, BoringModel(), saving, max_epochs=4, limit_val_batches=0)
+    assert sorted(os.listdir(tmp_path)) == ["epoch=3-own=-3.ckpt", "last.ckpt"]
+    assert (saving.best_model_score, saving._last_global_step_saved) == (-3.0, 8)

@@ -28,7 +28,12 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
 )
 from drivetrain.compat.lightning.pytorch.trainer.hardware import check_hardware, check_precision, kind_of
 from drivetrain.compat.lightning.pytorch.trainer.loader_checks import warn_of_loader
-from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
+from drivetrain.compat.lightning.pytorch.trainer.loop_views import (
+    ConnectorView,
+    EvaluationLoopView,
+    FitLoopView,
+    is_logging_due,
+)
 from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
 from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
 from drivetrain.compat.lightning.pytorch.trainer.plugins import give_checkpoint_io, spell, taken_from
@@ -337,6 +342,28 @@ class Trainer(LightningSaving):
     def state(self) -> TrainerState:
         """What this Trainer does."""
         return state_of(self, self._running)
+
+    @property
+    def _logger_connector(self) -> ConnectorView:
+        return ConnectorView(
+            "_logger_connector",
+            should_update_logs=lambda: is_logging_due(self),
+            callback_metrics=lambda: self.callback_metrics,
+            logged_metrics=lambda: self.logged_metrics,
+            progress_bar_metrics=lambda: self.progress_bar_metrics,
+        )
+
+    @property
+    def _accelerator_connector(self) -> ConnectorView:
+        return ConnectorView(
+            "_accelerator_connector",
+            is_distributed=lambda: self.world_size > 1,
+            use_distributed_sampler=lambda: self.use_distributed_sampler,
+            cluster_environment=lambda: self.strategy.cluster_environment,
+            strategy=lambda: self.strategy,
+            accelerator=lambda: self.accelerator,
+            precision_plugin=lambda: self.precision_plugin,
+        )
 
     @property
     def evaluating(self) -> bool:
