@@ -108,7 +108,8 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
             `strategy=Parallel(...)` has more.
         megatron_lm_plugin: Options of `strategy="megatron"` in Accelerate's names, or the keys of its
             `megatron_lm_config`.
-        device: Name of the kind of device, such as `"cuda"`; found if None.
+        device: Name of the kind of device, such as `"cuda"`, or of this process's device, such as `"cuda:1"`; found if
+            None.
         fused_optimizer: Deprecated, without effect. Give `fused=True` to the optimizer itself.
         log_with: Trackers that `init_trackers` opens: names, objects, several of them, or `"all"`.
 
@@ -186,10 +187,10 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         held = HeldGradients(self.prepared, self.strategy)
         self.accumulation = AccumulationWindow(accumulation, self.active_loaders, held)
         self.gradient_state = GradientState(window=self.accumulation, active=self.active_loaders)
-        self.step = OptimizerStep(self.strategy, self.precision, self.prepared, self.accumulation)
+        self.optimizer_step = OptimizerStep(self.strategy, self.precision, self.prepared, self.accumulation)
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
         engine = (self.state, self.strategy, self.precision)
-        self.preparation = Preparation(*engine, self.step, self.prepared, self.active_loaders, options)
+        self.preparation = Preparation(*engine, self.optimizer_step, self.prepared, self.active_loaders, options)
         self.trigger, self.tracking = Trigger(self.state), RunTracking(self.state, log_with, self.project_configuration)
         numbered = NumberedCheckpoints(self.project_configuration, self.state)
         self.run_state = RunState(*engine, numbered, self.prepared, self.tracking)
@@ -292,11 +293,11 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         Args:
             *models: The prepared models whose gradients accumulate; all of them if none is named.
         """
-        return self.step.accumulate(models)
+        return self.optimizer_step.accumulate(models)
 
     def no_sync(self, model: nn.Module | None) -> AbstractContextManager[None]:
         """Context in which the model's gradients are not reduced over processes."""
-        return self.step.without_sync(model)
+        return self.optimizer_step.without_sync(model)
 
     def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
         """Compute gradients: the loss is normalised by the window's micro-batches, scaled, and differentiated.
@@ -309,7 +310,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
             weight: What that sum weighs, such as the number of tokens.
             **kwargs: Arguments of `Tensor.backward`.
         """
-        self.step.backward(loss, weight, **kwargs)
+        self.optimizer_step.backward(loss, weight, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Bring gradients back to their true size, before reading or clipping them.
@@ -317,7 +318,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         Args:
             optimizer: One or several prepared optimizers; all if None.
         """
-        self.step.unscale(optimizer)
+        self.optimizer_step.unscale(optimizer)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
@@ -327,11 +328,11 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         Returns:
             The total norm before clipping; within a window that of what this process has accumulated, unclipped.
         """
-        return self.step.clip_norm(parameters, max_norm, norm_type)
+        return self.optimizer_step.clip_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamp every gradient to [-clip_value, clip_value], where a window ends."""
-        self.step.clip_value(parameters, clip_value)
+        self.optimizer_step.clip_value(parameters, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The precision's context, for computations outside a prepared model, such as a loss.

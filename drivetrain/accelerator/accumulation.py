@@ -30,6 +30,7 @@ class AccumulationWindow:
             that clearing gradients now would lose some of it.
         is_abandoned: Whether gradients are left of a window whose loop ended before its step; they are discarded.
         weighted: Whether the window's losses have weights, so that no gradient was normalised by `size`.
+        count: Micro-batches of the current window that were entered; 0 if the next one begins a window.
     """
 
     def __init__(self, plugin: GradientAccumulationPlugin, active: ActiveLoaders, gradients: HeldGradients) -> None:
@@ -42,20 +43,20 @@ class AccumulationWindow:
         self.holds_gradients = self.weighted = False
         self._entered = False
         self.is_abandoned = False
-        self._count = 0
+        self.count = 0
         self._loader: PreparedLoader | None = None
         active.on_leave.append(self._loop_ended)
 
     @property
     def is_within(self) -> bool:
         """Whether gradients are held of a window that has not ended."""
-        return self._count > 0 and self.holds_gradients
+        return self.count > 0 and self.holds_gradients
 
     def advance(self) -> None:
         """Enter the next micro-batch of a raw loop."""
         loader = self._active.innermost
         info = loader.current if loader is not None and self.plugin.sync_with_dataloader else None
-        if self._count == 0:
+        if self.count == 0:
             self._discard_abandoned()
             self._loader = loader
             self.holds_gradients = self.weighted = self.planned = False
@@ -64,16 +65,16 @@ class AccumulationWindow:
                 remaining = loader.remaining
                 if remaining is not None:
                     self.size = max(1, min(self.size, remaining))
-        self._count += 1
+        self.count += 1
         self._entered = True
-        self.sync_gradients = self._count >= self.plugin.num_steps or (info is not None and info.last)
+        self.sync_gradients = self.count >= self.plugin.num_steps or (info is not None and info.last)
         if self.sync_gradients:
-            if self._count != self.size and self.plugin.average_short_window:
+            if self.count != self.size and self.plugin.average_short_window:
                 # The loader had no length, or not the one it reported: what is held was normalised by a wrong number.
                 if self.holds_gradients and not self.weighted:
-                    self._gradients.scale(self.size / self._count)
-                self.size = self._count
-            self._count = 0
+                    self._gradients.scale(self.size / self.count)
+                self.size = self.count
+            self.count = 0
 
     def begin(self, size: int) -> None:
         """Open a window of a known number of micro-batches.
@@ -86,19 +87,19 @@ class AccumulationWindow:
         self.size = size
         self.planned = self.sync_gradients = True
         self.holds_gradients = self.weighted = False
-        self._count = 0
+        self.count = 0
 
     def advance_planned(self) -> None:
         """Enter the next micro-batch of a window that `begin` has opened."""
-        self._count += 1
+        self.count += 1
         self._entered = True
-        self.sync_gradients = self._count == self.size
+        self.sync_gradients = self.count == self.size
         if self.sync_gradients:
-            self._count = 0
+            self.count = 0
 
     def end_planned(self) -> None:
         """Leave the windows that a driver planned; gradients that no step was taken with are discarded."""
-        if self._count and self.holds_gradients:
+        if self.count and self.holds_gradients:
             self.is_abandoned = True
             self._gradients.abandon()
         self.reset()
@@ -107,7 +108,7 @@ class AccumulationWindow:
         """Change how many micro-batches a window holds, from the next window on."""
         plugin = self.plugin
         self.plugin = replace(plugin, num_steps=num_steps)
-        if self._count == 0:
+        if self.count == 0:
             self.size = num_steps
 
     def mark_backward(self) -> None:
@@ -128,7 +129,7 @@ class AccumulationWindow:
 
     def reset(self) -> None:
         """Let the next micro-batch begin a window."""
-        self._count = 0
+        self.count = 0
         self.sync_gradients = True
         self.holds_gradients = self._entered = self.planned = False
         self.size = self.plugin.num_steps

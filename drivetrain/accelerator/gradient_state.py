@@ -78,8 +78,8 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The same as a dict."""
-        return dict(vars(self.plugin))
+        """The same as a dict; what a script writes into it holds from the next micro-batch on."""
+        return vars(self.plugin)
 
     @property
     def num_steps(self) -> int:

@@ -63,7 +63,7 @@ class SavedEngine:
         strategy = run.strategy
         self._in_shards = strategy.state.reads_shards and not strategy.schedules_microbatches and not whole
         source = directory if content is None else content
-        foreign = checkpoint.read_foreign(source, state.process_index, state.num_processes, objects)
+        foreign = checkpoint.read_foreign(source, state.process_index, state.num_processes, objects, given=None)
         if foreign is not None:
             self._in_shards = False
             shared, own = foreign

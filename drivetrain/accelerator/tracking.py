@@ -10,7 +10,7 @@ from typing import Any
 from drivetrain.accelerator.handlers import ProjectConfiguration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
-from drivetrain.trackers import Tracker, TrackerGroup, resolve_trackers
+from drivetrain.trackers import GeneralTracker, Tracker, TrackerGroup, find_tracker, resolve_trackers
 from drivetrain.trackers.losses import outcome_of
 
 LogWith = str | Tracker | Iterable[str | Tracker] | None
@@ -108,5 +108,10 @@ def _checked(log_with: LogWith) -> LogWith:
             raise ConfigurationError(
                 f"log_with holds the class {item.__name__}. Give an instance: {item.__name__}().", code="DT-003"
             )
-    resolve_trackers(items)  # raises on a name that is not known, and on a package that is not installed
+    # Making them raises if a package is not installed. A class of the user's own is made by `init` alone.
+    resolve_trackers([item for item in items if not _is_of_the_user(getattr(item, "value", item))])
     return items
+
+
+def _is_of_the_user(item: Any) -> bool:
+    return isinstance(item, str) and item != "all" and issubclass(find_tracker(item), GeneralTracker)

@@ -165,8 +165,7 @@ class EarlyStopping(Callback):
         if self._check_on_train_epoch_end is not None:
             self._checks_epoch_end = self._check_on_train_epoch_end
         else:
-            whole_epochs = trainer.val_check_interval in (None, 1.0)
-            self._checks_epoch_end = whole_epochs and trainer.check_val_every_n_epoch == 1
+            self._checks_epoch_end = trainer.validates_whole_epochs and trainer.check_val_every_n_epoch == 1
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         self._fitting = False

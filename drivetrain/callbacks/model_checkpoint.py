@@ -454,7 +454,7 @@ class ModelCheckpoint(Callback):
     def _saves_at_epoch_end(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
-        return trainer.val_check_interval in (None, 1.0) or not trainer.validates
+        return trainer.validates_whole_epochs or not trainer.validates
 
     # what
 

@@ -21,6 +21,7 @@ def read_foreign(
     rank: int = 0,
     count: int | None = None,
     objects: bool = False,
+    given: Collection[str] | None = (),
 ) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
     """Read a checkpoint of Hugging Face Accelerate's or of Lightning's, alone. Nothing in it is executed by default.
 
@@ -29,6 +30,8 @@ def read_foreign(
         rank: Whose random state to read, where there is one.
         count: How many processes read it; as many as wrote it if None.
         objects: Whether objects in a file of Lightning's are unpickled, which runs whatever code it holds.
+        given: The hyper-parameters that are not needed; None if none is. Objects among these are left out rather than
+            refused.
 
     Returns:
         The shared state and a process's own, in the schema of `drivetrain.checkpoint.schema`; None where the checkpoint
@@ -39,7 +42,7 @@ def read_foreign(
         CheckpointError: It cannot be read, or holds what would have to be unpickled.
     """
     if not isinstance(path, str | os.PathLike) or is_lightning_checkpoint(path):
-        return read_lightning_state(path, rank, count, objects)
+        return read_lightning_state(path, rank, count, objects, given)
     if is_accelerate_state(path):
         return read_accelerate_state(path, rank)
     return None
@@ -63,7 +66,10 @@ def read_processes(path: str | os.PathLike[str]) -> tuple[int, Callable[[int], A
 
 
 def read_shared(
-    path: str | os.PathLike[str] | BinaryIO, only: Collection[str] | None = None, objects: bool = False
+    path: str | os.PathLike[str] | BinaryIO,
+    only: Collection[str] | None = None,
+    objects: bool = False,
+    given: Collection[str] | None = (),
 ) -> dict[str, Any]:
     """Read the shared state of a checkpoint, whichever tool wrote it, alone.
 
@@ -71,6 +77,7 @@ def read_shared(
         path: The checkpoint.
         only: The entries that are wanted; others may be there, too.
         objects: Whether objects in a file of Lightning's are unpickled, which runs whatever code it holds.
+        given: The hyper-parameters that are not needed; see `read_foreign`.
 
     Returns:
         The state in the schema of `drivetrain.checkpoint.schema`.
@@ -78,7 +85,7 @@ def read_shared(
     Raises:
         CheckpointError: There is no complete checkpoint, or it cannot be read.
     """
-    foreign = read_foreign(path, objects=objects)
+    foreign = read_foreign(path, objects=objects, given=given)
     if foreign is not None:
         return foreign[0]
     assert not hasattr(path, "read")

@@ -172,6 +172,7 @@ def _top(archive: zipfile.ZipFile) -> str:
 def _warn_of(classes: list[str]) -> None:
     logger.warning_once(
         f"The checkpoint files of this run hold objects of {', '.join(classes)}, pickled as Lightning does it: they "
-        "open with weights_only=False only, which runs whatever code a file holds. Let on_save_checkpoint add tensors "
-        "and plain values, and they open without it."
+        "open with weights_only=False only, which runs whatever code a file holds. Leave objects out by "
+        "save_hyperparameters(ignore=[...]), let on_save_checkpoint add tensors and plain values, and files open "
+        "without it."
     )

@@ -6,7 +6,7 @@ They are read with torch's `weights_only`, so nothing in them is executed.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,6 +47,7 @@ def read_lightning_state(
     rank: int = 0,
     count: int | None = None,
     objects: bool = False,
+    given: Collection[str] | None = (),
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Read a checkpoint of Lightning's, of `Trainer.save_checkpoint` or `ModelCheckpoint`.
 
@@ -55,6 +56,8 @@ def read_lightning_state(
         rank: Whose own state to read.
         count: How many processes read it; as many as wrote it if None.
         objects: Whether objects in it are unpickled, which runs whatever code it holds; else it is refused then.
+        given: The hyper-parameters that are not needed; None if none is. Objects among these are left out rather than
+            refused.
 
     Returns:
         The shared state in the schema of `drivetrain.checkpoint.schema`, and a process's own state. That is empty where
@@ -69,9 +72,9 @@ def read_lightning_state(
     name = path or "The checkpoint"
     found: Any = source
     if path is not None and os.path.isdir(path):
-        found = _sharded(Path(path), objects)
+        found = _sharded(Path(path), objects, given)
     elif not isinstance(source, Mapping):
-        found = _read(source, name, objects)
+        found = _read(source, name, objects, given)
     if not isinstance(found, Mapping) or not isinstance(found.get("state_dict"), Mapping):
         what = "a dict of tensors" if _is_weights(found) else type(found).__name__
         raise CheckpointError(
@@ -174,10 +177,14 @@ def lightning_state(
     return {**hooks, **content, KEY: extras_of(shared, content, processes, datamodule)}
 
 
-def _read(source: Any, name: str, objects: bool) -> Any:
+def _read(source: Any, name: str, objects: bool, given: Collection[str] | None) -> Any:
+    data = source if hasattr(source, "read") else None
     if objects:
-        return read_objects(name, source if hasattr(source, "read") else None)
+        return read_objects(name, data)
     classes = refused_classes(source)
+    found = _without_objects(name, data, classes, given) if classes and (given is None or given) else None
+    if found is not None:
+        return found
     if classes:
         raise CheckpointError(
             f"{name} holds objects of {', '.join(classes)}, which only unpickling makes. That could run code, so it is "
@@ -186,12 +193,46 @@ def _read(source: Any, name: str, objects: bool) -> Any:
             "those arguments to load_from_checkpoint(new_path, name=value). A script written for Lightning opens it "
             "with weights_only=False."
         )
-    return read_pickled(name, plain_classes(), source if hasattr(source, "read") else None)
+    return read_pickled(name, plain_classes(), data)
 
 
-def _sharded(folder: Path, objects: bool) -> dict[str, Any]:
+class _LeftOut:
+    """Takes the place of an object in a file, whose class is neither imported nor called."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _LeftOut:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _without_objects(
+    name: str, data: BinaryIO | None, classes: list[str], given: Collection[str] | None
+) -> dict[str, Any] | None:
+    """Read a file without hyper-parameters that are objects, or hold some. Returns None if others are objects."""
+    try:
+        found = read_pickled(name, [*plain_classes(), *((_LeftOut, each) for each in classes)], data)
+    except CheckpointError:
+        return None
+    for entry in (*_OLDER_HYPER_PARAMETERS, "hyper_parameters", _OF_DATA_MODULE):
+        if isinstance(found, dict) and isinstance(found.get(entry), Mapping):
+            gone = {key for key, each in found[entry].items() if _has_left_out((key, each))}
+            kept = {key: each for key, each in found[entry].items() if key not in gone}
+            found[entry] = kept if given is None or gone <= set(given) else found[entry]
+    return None if _has_left_out(found) else found
+
+
+def _has_left_out(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_has_left_out(each) for pair in value.items() for each in pair)
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(_has_left_out, value))
+    return value is _LeftOut or isinstance(value, _LeftOut)
+
+
+def _sharded(folder: Path, objects: bool, given: Collection[str] | None) -> dict[str, Any]:
     """What a sharded strategy wrote: tensors in the shards, and everything else in a file beside them."""
-    rest = _read(folder / _REST, os.fspath(folder / _REST), objects)
+    rest = _read(folder / _REST, os.fspath(folder / _REST), objects, given)
     if not isinstance(rest, Mapping):
         raise CheckpointError(f"{folder / _REST} holds a {type(rest).__name__} rather than the rest of a checkpoint.")
     parts = TorchShards(folder).whole()

@@ -454,6 +454,29 @@ def get_device_kind(name: str) -> DeviceKind:
     return kind
 
 
+def get_device(name: str) -> tuple[DeviceKind, int | None]:
+    """Look up a kind, and the number of a device of it, by a name such as `"cuda"` or `"cuda:1"`.
+
+    Returns:
+        The kind and the number; None for the number if the name has none, or if processes do not choose among devices
+        of the kind: on the CPU, and where one process drives all of them.
+
+    Raises:
+        ConfigurationError: No kind has this name, or it has no device of this number.
+        DeviceNotAvailableError: This machine has no such device.
+    """
+    kind, (_, _, number) = get_device_kind(name), name.partition(":")
+    if not number:
+        return kind, None
+    chooses = kind.name != "cpu" and not kind.drives_all
+    if not number.isdigit() or (chooses and int(number) >= kind.count()):
+        raise ConfigurationError(
+            f"Device {name!r} was asked for, but this process sees {kind.count()} {kind.name} device(s), from 0 on.",
+            code="DT-020",
+        )
+    return kind, int(number) if chooses else None
+
+
 def available_device_kinds() -> list[DeviceKind]:
     """The kinds that this machine has, accelerators first, the CPU last."""
     kinds = [kind for kind in dict.fromkeys(_KINDS.values()) if kind.is_available()]

@@ -19,7 +19,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from drivetrain.runtime.collective_checks import CallComparison, call_collective, verify_operation
-from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device_kind
+from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.heartbeat import Heartbeat
@@ -73,7 +73,8 @@ class PartialState:
 
     Args:
         cpu: Run on the CPU even where there is an accelerator. The launcher's `--cpu` asks the same.
-        device: Name of the kind of device, such as `"cuda"`; found if None.
+        device: Name of the kind of device, such as `"cuda"`, or of this process's device, such as `"cuda:1"`. The kind
+            is found if None. Without a number, the device is that of the process's number on the machine.
         backend: Process-group backend; the device kind's own if None.
         timeout: How long a collective may wait for a peer.
 
@@ -113,9 +114,10 @@ class PartialState:
         self.__dict__ = self._shared
         asked = "cpu" if cpu else device
         if self.initialized:
-            if asked is not None and get_device_kind(asked) is not self.kind:
+            wanted, number = (self.kind, None) if asked is None else get_device(asked)
+            if wanted is not self.kind or (number is not None and self.kind.device(number) != self.device):
                 raise ConfigurationError(
-                    f"This process already runs on {self.kind.name!r}, so it cannot be moved to {asked!r}. "
+                    f"This process already runs on {str(self.device)!r}, so it cannot be moved to {asked!r}. "
                     "Name the device where the first Accelerator, Trainer or PartialState is made.",
                     code="DT-023",
                 )
@@ -124,7 +126,7 @@ class PartialState:
             asked = "cpu"
         self.debug = _is_set("DRIVETRAIN_DEBUG", "ACCELERATE_DEBUG_MODE")
         environment = _in_existing_group(ProcessEnvironment.detect())
-        kind = get_device_kind(asked) if asked else detect_device_kind()
+        kind, number = get_device(asked) if asked else (detect_device_kind(), None)
         if kind.name != "cpu" and environment.local_world_size > max(1, kind.count()):
             raise ConfigurationError(
                 f"{environment.local_world_size} processes on this machine, but only {kind.count()} "
@@ -132,7 +134,7 @@ class PartialState:
                 "(`drivetrain launch --cpu`).",
                 code="DT-030",
             )
-        chosen = kind.device(environment.local_rank)
+        chosen = kind.device(environment.local_rank if number is None else number)
         kind.set_device(chosen)
         self.backend = None
         if environment.is_distributed:

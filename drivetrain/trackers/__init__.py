@@ -21,6 +21,7 @@ _EXPORTS = {
     "TrackioLogger": "drivetrain.trackers.trackio",
     "WandbLogger": "drivetrain.trackers.wandb",
     "available_trackers": "drivetrain.trackers.registry",
+    "find_tracker": "drivetrain.trackers.registry",
     "on_main_process": "drivetrain.trackers.general",
     "register_tracker": "drivetrain.trackers.registry",
     "resolve_trackers": "drivetrain.trackers.registry",
@@ -41,6 +42,7 @@ __all__ = [
     "TrackioLogger",
     "WandbLogger",
     "available_trackers",
+    "find_tracker",
     "on_main_process",
     "register_tracker",
     "resolve_trackers",
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     from drivetrain.trackers.group import TrackerGroup as TrackerGroup
     from drivetrain.trackers.mlflow import MLFlowLogger as MLFlowLogger
     from drivetrain.trackers.registry import available_trackers as available_trackers
+    from drivetrain.trackers.registry import find_tracker as find_tracker
     from drivetrain.trackers.registry import register_tracker as register_tracker
     from drivetrain.trackers.registry import resolve_trackers as resolve_trackers
     from drivetrain.trackers.swanlab import SwanLabLogger as SwanLabLogger

@@ -65,6 +65,22 @@ def register_tracker(tracker: TrackerClass) -> TrackerClass:
     return tracker
 
 
+def find_tracker(name: str) -> type[Tracker]:
+    """Return the class of the trackers of a name, also one of Accelerate's names.
+
+    Raises:
+        ConfigurationError: If no class has the name.
+    """
+    tracker = _TRACKERS.get(ALIASES.get(name, name))
+    if tracker is None:
+        raise ConfigurationError(
+            f"There is no tracker {name!r}.{nearest(name, _TRACKERS)} Known are "
+            f"{', '.join(map(repr, _TRACKERS))}; `register_tracker` adds one of your own.",
+            code="DT-001",
+        )
+    return tracker
+
+
 def available_trackers() -> list[str]:
     """Return the names of the trackers whose needs are installed."""
     return [name for name, tracker in _TRACKERS.items() if tracker.is_available()]
@@ -123,17 +139,10 @@ def _make(
     experiment: str | None,
     init_kwargs: Mapping[str, Mapping[str, Any]] | None,
 ) -> Tracker:
-    tracker = _TRACKERS.get(name)
-    if tracker is None:
-        raise ConfigurationError(
-            f"There is no tracker {name!r}.{nearest(name, _TRACKERS)} Known are "
-            f"{', '.join(map(repr, _TRACKERS))}; `register_tracker` adds one of your own.",
-            code="DT-001",
-        )
     given = {ALIASES.get(known, known): options for known, options in (init_kwargs or {}).items()}
     options = dict(given.get(name, {}))
     place, project = options.pop("save_dir", save_dir), options.pop("project", experiment)
-    return tracker.for_run(place, project, **options)
+    return find_tracker(name).for_run(place, project, **options)
 
 
 def _share_version(trackers: Iterable[Tracker]) -> None:

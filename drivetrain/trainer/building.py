@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from drivetrain.accelerator.launched import Launched
 from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, RunReport, TQDMProgressBar
 from drivetrain.data import DataLoaderConfiguration
 from drivetrain.launch import already_launched, relaunch_script
-from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device_kind
+from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device, get_device_kind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
 from drivetrain.runtime.logging import get_logger
@@ -122,6 +121,7 @@ def make_accelerator(
             )
         return accelerator
     kind = None if accelerator == "auto" else get_device_kind(accelerator)
+    given = devices
     strategy, devices = _left_to_verbs(strategy, kind.name if kind else None, devices, num_nodes)
     _start_processes(kind.name if kind else None, devices, num_nodes)
     if sync_batchnorm and started_by_verbs(strategy) is None:
@@ -131,7 +131,7 @@ def make_accelerator(
         strategy=strategy,
         mixed_precision=str(precision) if isinstance(precision, int) else precision,
         gradient_accumulation_steps=accumulate_grad_batches,
-        device=_own_device(strategy, kind),
+        device=_own_device(strategy, kind, _chosen_devices(given)[1]),
         dynamo_plugin=compilation,
         dataloader_config=None if num_workers is None else DataLoaderConfiguration(num_workers=num_workers),
     )
@@ -245,24 +245,6 @@ def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
     return len(texts), [int(each) for each in texts]
 
 
-def _hide_other_devices(kind: str | None, numbers: list[int]) -> None:
-    """Let this process, and those that it starts, see only some devices.
-
-    Args:
-        kind: The kind of device.
-        numbers: Theirs, among those that this process sees.
-    """
-    name = (get_device_kind(kind) if kind else detect_device_kind()).visible_variable
-    if name is None:
-        return
-    seen = [each for each in os.environ.get(name, "").split(",") if each]
-    if seen and max(numbers) >= len(seen):
-        raise ConfigurationError(
-            f"devices={numbers}: {name}={os.environ[name]} leaves {len(seen)} device(s).", code="DT-020"
-        )
-    os.environ[name] = ",".join(seen[number] if seen else str(number) for number in numbers)
-
-
 def _left_to_verbs(
     strategy: str | Strategy, kind: str | None, devices: Any, num_nodes: int
 ) -> tuple[str | Strategy, Any]:
@@ -292,21 +274,30 @@ def _left_to_verbs(
     return spawned, 1
 
 
-def _own_device(strategy: str | Strategy, kind: DeviceKind | None) -> str | None:
-    """The kind of device of this process; the CPU where it will be forked, since only that survives a fork."""
+def _own_device(strategy: str | Strategy, kind: DeviceKind | None, numbers: list[int] | None) -> str | None:
+    """The device of this process, or its kind: the CPU where it will be forked, since only that survives a fork.
+
+    Args:
+        strategy: The strategy.
+        kind: The kind of device that was asked for, if one was.
+        numbers: The devices that were asked for, one for each process of this machine.
+    """
     spawned = started_by_verbs(strategy)
     if spawned is not None and spawned.start_method == "fork":
         return "cpu"
-    return kind.name if kind else None
+    if numbers is None:
+        return kind.name if kind else None
+    local_rank = ProcessEnvironment.detect().local_rank
+    return f"{(kind or detect_device_kind()).name}:{numbers[local_rank]}"
 
 
 def _wanted_processes(kind: str | None, devices: Any) -> tuple[DeviceKind, int]:
-    """The kind of device, and how many processes are asked for on it; other devices are hidden."""
+    """The kind of device, and how many processes are asked for on it."""
     devices, numbers = _chosen_devices(devices)
     _check_devices(devices)
-    if numbers is not None:
-        _hide_other_devices(kind, numbers)
     found = detect_device_kind() if kind is None else get_device_kind(kind)
+    for number in numbers or ():
+        get_device(f"{found.name}:{number}")  # raises here, before processes are started
     return found, int(found.default_processes() if devices in ("auto", -1) else devices)
 
 
@@ -376,7 +367,7 @@ def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark
 
 
 def make_trackers(
-    given: str | Tracker | Iterable[str | Tracker] | bool | None, engine: Accelerator, options: TrainerOptions
+    given: bool | str | Tracker | Iterable[str | Tracker] | None, engine: Accelerator, options: TrainerOptions
 ) -> TrackerGroup:
     """The trackers asked for; else those of an engine that has some, else a `CSVLogger`.
 

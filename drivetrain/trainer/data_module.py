@@ -119,8 +119,8 @@ class DataModule(HoldsHyperParameters, DataHooks):
         kept = ("hyper_parameters", "hparams_name", "hparams_constructor")
         entries = (*(f"datamodule_{name}" for name in kept), "datamodule", "hooks")
         parts = ("engine/precision", *(f"driver/{name}" for name in entries))
-        unpickles = cls.unpickles(weights_only)
-        driver = checkpoint.read_shared(checkpoint_path, parts, unpickles)["driver"]
+        unpickles, given = cls.unpickles(weights_only), kwargs if hparams_file is None else None
+        driver = checkpoint.read_shared(checkpoint_path, parts, unpickles, given)["driver"]
         made = build(cls, driver, "datamodule_hyper_parameters", hparams_file, kwargs, instantiate or unpickles)
         state = state_of(cls, driver)
         if state:

@@ -219,6 +219,12 @@ class OptionAttributes:
     on_interrupt = Option[str]()
     advise = Option[bool]()
 
+    @property
+    def validates_whole_epochs(self) -> bool:
+        """Whether `fit` validates at the end of epochs. 1.0 is a whole epoch, 1 is every batch."""
+        interval = self.val_check_interval
+        return interval is None or (isinstance(interval, float) and interval == 1.0)
+
     def change_options(self, **changed: Any) -> None:
         """Change options as writing the attribute of that name does; each is checked, and holds at once.
 

@@ -87,7 +87,7 @@ class TrainerStatus:
     @property
     def timing(self) -> Timing:
         """What `fit` spends its time with, so far, or has spent: of this process, in parts; `print` shows a table."""
-        return self.accelerator.step.timing
+        return self.accelerator.optimizer_step.timing
 
     # the task
 

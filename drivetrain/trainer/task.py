@@ -176,7 +176,7 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
             return
         if metric_attribute is None and isinstance(value, nn.Module):
             metric_attribute = self._path_of(value)
-        timing = trainer.accelerator.step.timing
+        timing = trainer.accelerator.optimizer_step.timing
         outer = timing.enter(LOGGING) if timing.on else None
         trainer.logged.log(
             name,

@@ -84,8 +84,8 @@ class TaskFiles(nn.Module):
         """
         entries = ("progress", "callbacks", "hyper_parameters", "hparams_name", "hparams_constructor", "hooks")
         parts = (*EVERY_PLACE_OF_MODELS, *(f"driver/{name}" for name in entries), "hyper_parameters", "hparams_name")
-        unpickles = cls.unpickles(weights_only)
-        shared = checkpoint.read_shared(checkpoint_path, parts, unpickles)
+        unpickles, given = cls.unpickles(weights_only), kwargs if hparams_file is None else None
+        shared = checkpoint.read_shared(checkpoint_path, parts, unpickles, given)
         engine, driver = shared["engine"], shared["driver"]
         if len(engine.get("models", [])) != 1:
             count = len(engine.get("models", []))

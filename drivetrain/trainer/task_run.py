@@ -149,7 +149,7 @@ class TaskRun:
         """Call `teardown` of all, and let the engine and the loaders go."""
         trainer, engine = self._trainer, self._trainer.accelerator
         trainer.logged.enter(NOWHERE)
-        engine.step.drive(StepHooks())
+        engine.optimizer_step.drive(StepHooks())
         engine.accumulation.end_planned()
         trainer.current.leave_batch()
         try:

@@ -155,7 +155,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         devices: int | str | Sequence[int] = "auto",
         num_nodes: int = 1,
         precision: str | int | Precision | None = None,
-        logger: str | Tracker | Iterable[str | Tracker] | bool | None = None,
+        logger: bool | str | Tracker | Iterable[str | Tracker] | None = None,  # bool first, for the command line
         callbacks: Callback | Sequence[Callback] | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | None = None,
@@ -556,7 +556,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             CheckpointError: A process could not write; what was there before is intact.
         """
         refuse_unknown(_unknown, self.save_checkpoint)
-        if self.accelerator.step.is_torn:
+        if self.accelerator.optimizer_step.is_torn:
             raise CheckpointError(
                 "No checkpoint is written within a step that has begun to change parameters: between the steps of two "
                 "optimizers, in the closure of an optimizer such as L-BFGS, or in a backward that steps parameters. "

@@ -68,10 +68,11 @@ def test_a_value_logged_at_the_end_of_the_training_epoch_is_seen_in_the_same_epo
     assert float(stopping.best_score) == 1
 
 
-def test_with_several_validations_in_an_epoch_each_is_a_check(tmp_path: Path) -> None:
-    task = Scripted([2, 1, 1, 1, 1, 1])
-    fit(task, tmp_path, 3, [EarlyStopping("val_loss", patience=2)], val_check_interval=0.5)
-    assert len(task.seen) == 4
+@pytest.mark.parametrize(("interval", "validations"), [(0.5, [0, 0, 1, 1]), (1, [0, 0, 1, 1]), (1.0, [0, 1, 2, 3])])
+def test_each_validation_in_an_epoch_is_a_check(interval: float, validations: list[int], tmp_path: Path) -> None:
+    task = Scripted([2, 1, 1, 1, 1, 1, 1, 1])
+    fit(task, tmp_path, 4, [EarlyStopping("val_loss", patience=2)], val_check_interval=interval)
+    assert task.seen == validations
 
 
 def test_with_validation_every_second_epoch_the_epochs_between_are_no_checks(tmp_path: Path) -> None:

@@ -97,9 +97,10 @@ def test_an_epoch_without_validation_is_not_judged_by_an_older_value(tmp_path: P
     assert saved(tmp_path / "ckpt") == ["epoch=1.ckpt", "epoch=3.ckpt"]
 
 
-def test_with_several_validations_in_an_epoch_it_saves_after_each(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interval", [0.5, 1])
+def test_with_several_validations_in_an_epoch_it_saves_after_each(interval: float, tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path / "ckpt", "{step}", monitor="val_loss", save_top_k=-1)
-    fit(Scripted([1, 2, 3, 4]), tmp_path, 2, [checkpoint], val_check_interval=0.5)
+    fit(Scripted([1, 2, 3, 4]), tmp_path, 2, [checkpoint], val_check_interval=interval)
     assert saved(tmp_path / "ckpt") == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt", "step=4.ckpt"]
 
 

@@ -99,3 +99,47 @@ def test_predicted_batches_are_counted(keeps: bool, tmp_path: Path) -> None:
     assert (progress.current.completed, progress.total.completed) == (3, 3)
     trainer.predict(BoringModel(), data, return_predictions=keeps)
     assert (progress.current.completed, progress.total.completed) == (3, 6)
+
+
+class Reads(BoringModel):
+    """Notes the step of the loggers, whether they are due and whether the window goes on, around each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, bool, bool]] = []
+
+    def note(self) -> None:
+        loop = self.trainer.fit_loop
+        due = self.trainer._logger_connector.should_update_logs
+        self.seen.append((loop.epoch_loop._batches_that_stepped, due, loop._should_accumulate()))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.note()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note()
+
+
+def test_the_step_of_the_loggers_is_that_before_the_batchs_own(tmp_path: Path) -> None:
+    task, options = Reads(), {"accumulate_grad_batches": 2, "log_every_n_steps": 2, "limit_train_batches": 5}
+    trainer = Trainer(default_root_dir=tmp_path, max_epochs=1, **options, **QUIET)
+    trainer.fit(task)
+    batches = [(0, False, True), (0, False, False), (1, True, True), (1, True, False), (2, False, False)]
+    assert task.seen == [each for batch in batches for each in (batch, batch)]
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 3
+    assert (trainer._accelerator_connector.is_distributed, trainer._logger_connector.should_update_logs) == (
+        False,
+        True,
+    )
+    with pytest.raises(AttributeError, match=r"_accelerator_connector\.parallel_devices is not here"):
+        trainer._accelerator_connector.parallel_devices  # noqa: B018
+
+
+@pytest.mark.parametrize("names", [("completed",), ("processed",), ("ready", "started", "processed", "completed")])
+def test_the_epoch_can_be_set_by_its_counters(names: tuple[str, ...], tmp_path: Path) -> None:
+    trainer = Trainer(default_root_dir=tmp_path, max_epochs=5, limit_train_batches=1, **QUIET)
+    for name in names:
+        setattr(trainer.fit_loop.epoch_progress.current, name, 3)
+    assert trainer.current_epoch == 3
+    trainer.fit(BoringModel())
+    assert (trainer.current_epoch, trainer.global_step) == (5, 2)

@@ -11,6 +11,7 @@ import torch
 import yaml
 from torch import nn
 
+from drivetrain import CheckpointError
 from drivetrain.compat.lightning import pytorch as pl
 from drivetrain.compat.lightning.pytorch.core.saving import save_hparams_to_yaml
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
@@ -32,11 +33,23 @@ def test_a_module_is_kept_in_memory_with_a_warning() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Attribute 'loss'")
-@pytest.mark.parametrize("kind", ["lightning", "drivetrain"])
-def test_no_checkpoint_has_a_module_among_the_hyper_parameters(kind: str, tmp_path: Path) -> None:
+def test_lightnings_files_hold_modules_among_the_hyper_parameters_and_directories_do_not(tmp_path: Path) -> None:
     trainer = fit(tmp_path, Taking(loss=nn.MSELoss()), max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "x.ckpt", format=kind)
-    assert Taking.load_from_checkpoint(tmp_path / "x.ckpt").hparams == {"loss": None, "width": 2, "convert": None}
+    trainer.save_checkpoint(tmp_path / "directory", format="drivetrain")
+    assert Taking.load_from_checkpoint(tmp_path / "directory").hparams == {"loss": None, "width": 2, "convert": None}
+    trainer.save_checkpoint(tmp_path / "x.ckpt", format="lightning")
+    assert isinstance(Taking.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=False).hparams.loss, nn.MSELoss)
+    trainer.validate(Taking(), ckpt_path=tmp_path / "x.ckpt", verbose=False)
+
+
+@pytest.mark.filterwarnings("ignore:Attribute 'loss'")
+def test_what_is_given_again_need_not_be_unpickled(tmp_path: Path) -> None:
+    fit(tmp_path, Taking(loss=nn.MSELoss(), width=3), max_epochs=1).save_checkpoint(tmp_path / "x.ckpt")
+    given = nn.L1Loss()
+    found = Taking.load_from_checkpoint(tmp_path / "x.ckpt", loss=given).hparams
+    assert (found.loss, found.width) == (given, 3)
+    with pytest.raises(CheckpointError, match=r"MSELoss.*weights_only=False"):
+        Taking.load_from_checkpoint(tmp_path / "x.ckpt", width=4)
 
 
 @pytest.mark.filterwarnings("ignore:Attribute 'loss'")

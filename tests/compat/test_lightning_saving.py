@@ -6,18 +6,27 @@ import logging
 import os
 import warnings
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import drivetrain
 from drivetrain import CheckpointError, checkpoint
 from drivetrain.compat.lightning import pytorch as pl
 from drivetrain.compat.lightning.pytorch.callbacks import ModelCheckpoint
-from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
+from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class Logs(BoringModel):
@@ -32,8 +41,7 @@ class Logs(BoringModel):
 
 
 def fit(root: Path, model: Any, *callbacks: Any, resume: Any = None, **options: Any) -> Any:
-    settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    settings |= {"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0, "max_epochs": 3}
+    settings = QUIET | {"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0, "max_epochs": 3}
     trainer = pl.Trainer(default_root_dir=root, callbacks=list(callbacks), **{**settings, **options})
     trainer.fit(model, ckpt_path=resume)
     return trainer
@@ -199,10 +207,7 @@ def test_a_file_with_objects_opens_where_that_is_asked_for_alone(
 
 
 def test_a_run_resumes_from_a_file_with_objects_where_that_is_asked_for(with_object: str, tmp_path: Path) -> None:
-    settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(
-        default_root_dir=tmp_path, max_epochs=4, limit_train_batches=2, limit_val_batches=0, **settings
-    )
+    trainer = pl.Trainer(default_root_dir=tmp_path, max_epochs=4, limit_train_batches=2, limit_val_batches=0, **QUIET)
     with pytest.raises(CheckpointError, match="Scaler"):
         trainer.fit(SavesObject(), ckpt_path=with_object)
     task = SavesObject()
@@ -210,6 +215,67 @@ def test_a_run_resumes_from_a_file_with_objects_where_that_is_asked_for(with_obj
     assert (trainer.global_step, task.found[0]) == (8, Scaler(0.5))
     with pytest.raises(CheckpointError, match="Scaler"):
         trainer.validate(task, ckpt_path=with_object)
+
+
+def make(folder: str) -> None:
+    os.mkdir(folder)
+
+
+class OwnTrap(Trap):
+    def __reduce__(self) -> Any:
+        return make, (self.folder,)
+
+
+class Act(Enum):
+    RELU = "relu"
+
+
+class ObjectsAlone(BoringModel):
+    """Has objects among its hyper-parameters, and nowhere else in its checkpoints."""
+
+    def __init__(
+        self, act: Any = Act.RELU, kind: type = nn.Tanh, function: Any = torch.relu, given: Any = None
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class DataWithObject(BoringDataModule):
+    def __init__(self, act: Any = Act.RELU) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_objects_among_hyper_parameters_come_back_where_that_is_asked_for(tmp_path: Path) -> None:
+    given = {"scaler": [Scaler(0.5)], "made": partial(nn.Linear, 2), "dtype": torch.float16}
+    trainer = pl.Trainer(default_root_dir=tmp_path, max_epochs=1, limit_train_batches=2, limit_val_batches=0, **QUIET)
+    trainer.fit(ObjectsAlone(given=given), datamodule=DataWithObject())
+    path = trainer.checkpoint_callback.best_model_path
+    found = torch.load(path, weights_only=False)
+    assert found["hyper_parameters"]["given"]["scaler"] == [Scaler(0.5)]
+    hparams = ObjectsAlone.load_from_checkpoint(path, weights_only=False).hparams
+    assert (hparams.act, hparams.kind, hparams.function) == (Act.RELU, nn.Tanh, torch.relu)
+    assert (hparams.given["made"].func, hparams.given["dtype"]) == (nn.Linear, torch.float16)
+    assert DataWithObject.load_from_checkpoint(path, weights_only=False).hparams.act is Act.RELU
+    with pytest.raises(CheckpointError, match=r"holds objects of .*Act.*weights_only=False"):
+        ObjectsAlone.load_from_checkpoint(path)
+
+
+def test_a_run_resumes_without_the_objects_among_hyper_parameters(tmp_path: Path) -> None:
+    path = fit(tmp_path, ObjectsAlone(given=Scaler(0.5)), max_epochs=1).checkpoint_callback.best_model_path
+    trainer = pl.Trainer(default_root_dir=tmp_path, max_epochs=2, limit_train_batches=2, limit_val_batches=0, **QUIET)
+    task = ObjectsAlone(given=Scaler(1.5))
+    trainer.fit(task, ckpt_path=path)
+    assert (trainer.global_step, task.hparams.given) == (4, Scaler(1.5))
+    trainer.validate(task, ckpt_path=path)
+
+
+def test_nothing_runs_what_the_hyper_parameters_of_a_file_hold(tmp_path: Path) -> None:
+    path = fit(
+        tmp_path, ObjectsAlone(given=OwnTrap(str(tmp_path / "made"))), max_epochs=1
+    ).checkpoint_callback.best_model_path
+    pl.Trainer(default_root_dir=tmp_path, **QUIET).validate(ObjectsAlone(), ckpt_path=path)
+    assert not (tmp_path / "made").exists()
 
 
 def test_the_user_is_warned_of_objects_in_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -256,3 +322,39 @@ def test_the_state_of_a_callback_that_no_run_has_used_is_taken_silently(caplog: 
         saving.load_state_dict(ModelCheckpoint().state_dict())
     assert not caplog.text
     assert saving.best_model_path == ""
+
+
+# what derived callbacks call and override
+
+
+class WritesBeside(ModelCheckpoint):
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        Path(f"{filepath}.txt").write_text("beside")
+
+
+class SavesItself(ModelCheckpoint):
+    """Saves by its own rule, by a metric that nothing has logged."""
+
+    def _monitor_candidates(self, trainer: Any) -> dict[str, Any]:
+        return {**super()._monitor_candidates(trainer), "own": torch.tensor(float(-trainer.current_epoch))}
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if not self._should_skip_saving_checkpoint(trainer) and self._should_save_on_train_epoch_end(trainer):
+            candidates = self._monitor_candidates(trainer)
+            if self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0:
+                self._save_topk_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
+
+
+def test_a_derived_callback_writes_each_checkpoint_by_its_own_method(tmp_path: Path) -> None:
+    fit(tmp_path, Logs(2.0, 3.0, 1.0), WritesBeside(tmp_path, "{epoch}", monitor="val_loss", save_top_k=2))
+    found = [path.name for path in sorted(tmp_path.glob("*.txt"))]
+    assert found == ["epoch=0.ckpt.txt", "epoch=1.ckpt.txt", "epoch=2.ckpt.txt"]
+
+
+def test_a_derived_callback_saves_by_its_own_rule_and_metric(tmp_path: Path) -> None:
+    saving = SavesItself(tmp_path, "{epoch}-{own:.0f}", monitor="own", save_last=True, every_n_epochs=2)
+    fit(tmp_path, BoringModel(), saving, max_epochs=4, limit_val_batches=0)
+    assert sorted(os.listdir(tmp_path)) == ["epoch=3-own=-3.ckpt", "last.ckpt"]
+    assert (saving.best_model_score, saving._last_global_step_saved) == (-3.0, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Callback, DataModule, LearningRateMonitor, ModelCheckpoint, Task, Trainer
+from drivetrain.compat.lightning import pytorch as pl
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.trackers import CSVLogger
 from drivetrain.trainer.building import _chosen_devices
+from tests.pool import run_in_processes
+from tests.simulated.devices import simulated as simulated
+from tests.simulated.devices import start
 from tests.trainer.tasks import Kept, Weight, fitted, ones, quiet
 
 
@@ -271,6 +277,31 @@ def test_devices_that_cannot_be_are_refused(given: Any) -> None:
 
 def test_a_named_device_is_one_process() -> None:
     assert quiet(accelerator="cpu", devices=[0]).num_devices == 1
+
+
+def run_on_the_second_device() -> tuple[str, str, list[int]]:
+    start(2)
+    before = dict(os.environ)
+    task, trainer = Line(), quiet(accelerator="sim", devices=[1], max_epochs=1)
+    trainer.fit(task, DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=2))
+    assert dict(os.environ) == before
+    with pytest.raises(ConfigurationError, match=r"runs on 'sim:1'.*'sim:0'"):
+        Trainer(accelerator="sim", devices=[0])
+    with pytest.raises(ConfigurationError, match=r"'sim:2' was asked for, but this process sees 2"):
+        Trainer(accelerator="sim", devices=[2])
+    mirror = pl.Trainer(accelerator="sim", devices="1,", logger=False)
+    return str(trainer.strategy.topology.device), str(next(task.parameters()).device), mirror.device_ids
+
+
+def run_on_devices_in_another_order() -> str:
+    start(2)
+    return str(quiet(accelerator="sim", devices=[1, 0]).strategy.topology.device)
+
+
+@pytest.mark.usefixtures("simulated")
+def test_named_devices_are_chosen_by_their_number_and_the_environment_stays() -> None:
+    assert run_in_processes(run_on_the_second_device, 1) == [("sim:1", "sim:1", [1])]
+    assert run_in_processes(run_on_devices_in_another_order, 2) == ["sim:1", "sim:0"]
 
 
 def test_the_positions_of_a_checkpoint_callbacks_arguments_are_lightnings(tmp_path: Path) -> None:

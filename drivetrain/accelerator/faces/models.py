@@ -24,7 +24,7 @@ class ModelHandling:
     """Accelerate's members for models outside of the step."""
 
     preparation: Preparation
-    step: OptimizerStep
+    optimizer_step: OptimizerStep
     tracking: RunTracking
     state: AcceleratorState
     project_configuration: ProjectConfiguration
@@ -124,7 +124,7 @@ class ModelHandling:
         Raises:
             ConfigurationError: None of the prepared optimizers is one.
         """
-        self.step.fused_backward(loss, learning_rate)
+        self.optimizer_step.fused_backward(loss, learning_rate)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context in which the next backward reduces gradients, although the forward ran under `no_sync`.
@@ -132,4 +132,4 @@ class ModelHandling:
         Args:
             model: The prepared model.
         """
-        return self.step.sync_in_backward(model)
+        return self.optimizer_step.sync_in_backward(model)

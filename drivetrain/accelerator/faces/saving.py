@@ -23,7 +23,7 @@ class StateSaving:
     """Accelerate's `save_state` and what belongs to it."""
 
     run_state: RunState
-    step: OptimizerStep
+    optimizer_step: OptimizerStep
     project_configuration: ProjectConfiguration
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -114,12 +114,14 @@ class StateSaving:
             CheckpointError: It could not be written, which is raised on all processes; or an optimizer is within its
                 step.
         """
-        if self.step.is_torn:
+        if self.optimizer_step.is_torn:
             raise CheckpointError(
                 "No checkpoint is written while an optimizer is within its step, as L-BFGS is in its closure: the "
                 "weights are neither those before the step nor those after it. Save after optimizer.step()."
             )
-        if self.run_state.moment is Moment and self.step.holds_gradients:  # no driver has kept that of its last step
+        if (
+            self.run_state.moment is Moment and self.optimizer_step.holds_gradients
+        ):  # no driver has kept that of its last step
             logger.warning_once(
                 "save_state was called within a step: gradients are held that no optimizer has stepped with, and no "
                 "checkpoint holds them. A resumed run begins with the next batch, without them. Save after the step of "

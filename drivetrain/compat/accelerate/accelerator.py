@@ -6,23 +6,40 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader
 
 from drivetrain import accelerator as engine
-from drivetrain.accelerator import GradientAccumulationPlugin
+from drivetrain.accelerator.forward import PrecisionForward
 from drivetrain.accelerator.state_hooks import HookHandle, LoadHook, SaveHook
-from drivetrain.compat.accelerate.state import AcceleratorState, record_accelerator
+from drivetrain.compat.accelerate.data_loader import DataLoaderShard, SkipDataLoader, skip_first_batches
+from drivetrain.compat.accelerate.members import ReadMembers
+from drivetrain.compat.accelerate.optimizer import AcceleratedOptimizer
+from drivetrain.compat.accelerate.scheduler import AcceleratedScheduler
+from drivetrain.compat.accelerate.state import AcceleratorState, GradientState, record_accelerator
+from drivetrain.compat.accelerate.utils.dataclasses import GradientAccumulationPlugin
 from drivetrain.compat.accelerate.utils.fsdp_plugin import FullyShardedDataParallelPlugin
-from drivetrain.data import DataLoaderConfiguration, PreparedLoader, TailPolicy
+from drivetrain.data import DataLoaderConfiguration, PreparedLoader, SkippingLoader, TailPolicy
 from drivetrain.runtime.collectives import broadcast_object_list
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.precision import Float16Mixed
+from drivetrain.strategies.precision.scaler import AgreeingGradScaler
+from drivetrain.trackers import Tracker, find_tracker
 
 __all__ = ["Accelerator", "DataLoaderConfiguration", "GradientAccumulationPlugin"]
 
 _STRATEGIES = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+_KINDS: dict[type, type] = {
+    PreparedLoader: DataLoaderShard,
+    engine.PreparedOptimizer: AcceleratedOptimizer,
+    engine.PreparedScheduler: AcceleratedScheduler,
+}
+"""The engine's kinds of prepared objects, and the classes of this package that stand for them."""
 
 
 class PreparedList:
@@ -42,7 +59,7 @@ class PreparedList:
         getattr(owner.prepared, self._name)[:] = content
 
 
-class Accelerator(engine.Accelerator):
+class Accelerator(ReadMembers):
     """`drivetrain.Accelerator` as Accelerate's scripts make and read it.
 
     Args:
@@ -66,9 +83,14 @@ class Accelerator(engine.Accelerator):
             # Accelerate ignores DDP's options then, which the Trainer of transformers counts on.
             unused = self.ddp_handler
             kwargs["kwargs_handlers"] = [each for each in self.kwargs_handlers if each is not unused]
+        self._step = 0
+        self._native_amp: bool | None = None
+        self._unscaled: tuple[torch.amp.GradScaler | None] | None = None
         super().__init__(*args, **kwargs)
+        _refuse_without_directory(self.log_with, self.logging_dir)
         record_accelerator(self)
         self.state: AcceleratorState = AcceleratorState(record=self.state.record)
+        self.gradient_state: GradientState = GradientState(window=self.accumulation, active=self.active_loaders)
 
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool | None = None, **kwargs: Any) -> None:
         """As `drivetrain.Accelerator.backward`, with an argument of DeepSpeed's engine.
@@ -96,25 +118,98 @@ class Accelerator(engine.Accelerator):
         """As `drivetrain.Accelerator.prepare`, with the order and randomness of data that Accelerate has.
 
         Args:
-            *objects: As there.
+            *objects: As there. A loader that a script has marked by `_is_accelerate_prepared` is returned as it is.
             device_placement: As there.
         """
+        mine = [not _is_marked(each) for each in objects]
+        places = None if device_placement is None else list(compress(device_placement, mine))
         with self._shuffling(objects):
-            prepared = super().prepare(*objects, device_placement=device_placement)
-        show_even_batches(self.prepared.loaders)
-        return prepared
+            prepared = super().prepare(*compress(objects, mine), device_placement=places)
+        made = iter(prepared if sum(mine) > 1 else [prepared] if sum(mine) else [])
+        results = tuple(next(made) if own else given for own, given in zip(mine, objects, strict=True))
+        for result, place in zip(results, device_placement or [None] * len(results), strict=True):
+            self._mirrored(result, place)
+        return results[0] if len(results) == 1 else results
 
-    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As `drivetrain.Accelerator.prepare_model`.
+
+        Args:
+            model: As there.
+            device_placement: As there.
+            evaluation_mode: As there.
+        """
+        return self._mirrored(super().prepare_model(model, device_placement, evaluation_mode))
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """As `drivetrain.Accelerator.prepare_optimizer`.
+
+        Args:
+            optimizer: As there.
+            device_placement: As there.
+        """
+        return self._mirrored(super().prepare_optimizer(optimizer, device_placement))
+
+    def prepare_scheduler(self, scheduler: Any, *, steps_per_call: int | None = None) -> Any:
+        """As `drivetrain.Accelerator.prepare_scheduler`.
+
+        Args:
+            scheduler: As there.
+            steps_per_call: As there.
+        """
+        return self._mirrored(super().prepare_scheduler(scheduler, steps_per_call=steps_per_call))
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """As `drivetrain.Accelerator.prepare_data_loader`, with the order and randomness of data that Accelerate has.
 
         Args:
             data_loader: As there.
+            device_placement: As there.
             *args: As there.
             **kwargs: As there.
         """
+        if _is_marked(data_loader):
+            return data_loader
         with self._shuffling([data_loader]):
-            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        show_even_batches(self.prepared.loaders)
+            prepared = super().prepare_data_loader(data_loader, device_placement, *args, **kwargs)
+        return self._mirrored(prepared, device_placement)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkipDataLoader:
+        """As `drivetrain.Accelerator.skip_first_batches`.
+
+        Args:
+            dataloader: As there.
+            num_batches: As there.
+        """
+        return skip_first_batches(dataloader, num_batches)
+
+    def _prepare_deepspeed(self, *objects: Any) -> tuple[Any, ...]:
+        return tuple(self.prepare(each) for each in objects) if len(objects) < 2 else self.prepare(*objects)
+
+    _prepare_fsdp2 = _prepare_megatron_lm = _prepare_deepspeed
+
+    def _mirrored(self, prepared: Any, device_placement: bool | None = None) -> Any:
+        """Give an object that was just prepared the class that has Accelerate's members. Returns the same object."""
+        kind = _KINDS.get(type(prepared))
+        if kind is not None:
+            prepared.__class__ = kind
+            prepared.accelerator = self
+        if kind is DataLoaderShard:
+            moves = self.device_placement if device_placement is None else device_placement
+            prepared._device = self.device if moves else None
+            show_even_batches([prepared])
+        elif kind is AcceleratedScheduler:
+            prepared._split_batches = self.split_batches
+        elif isinstance(prepared, nn.Module):
+            prepared._is_accelerate_prepared = True  # type: ignore[assignment]
+            if self._native_amp is False:
+                PrecisionForward.remove(self.strategy.unwrap(prepared))
+            if self._unscaled is not None:  # a strategy may have made a scaler of its own
+                self.scaler = self._unscaled[0]
         return prepared
 
     @contextmanager
@@ -156,33 +251,86 @@ class Accelerator(engine.Accelerator):
 
         return super().register_load_state_pre_hook(given_bare)
 
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """As `drivetrain.Accelerator.accumulate`.
+
+        Args:
+            *models: As there.
+        """
+        with super().accumulate(*models):
+            self._count_micro_batch()
+            yield
+
+    def _do_sync(self) -> None:
+        self.accumulation.advance()
+        self._count_micro_batch()
+
+    def _count_micro_batch(self) -> None:
+        state = self.gradient_state
+        self._step = 0 if state.sync_with_dataloader and state.end_of_dataloader else self._step + 1
+
+    @property
+    def step(self) -> int:
+        """Micro-batches since the last loader ended; what is assigned decides where the next window ends."""
+        return self._step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._step = value
+        self.accumulation.count = value % self.gradient_accumulation_steps
+
     @property
     def native_amp(self) -> bool:
-        """Whether the precision is one that torch's autocast computes."""
-        return self.mixed_precision in ("fp16", "bf16")
+        """Whether torch's autocast computes models; False can be assigned before they are prepared."""
+        return self.mixed_precision in ("fp16", "bf16") if self._native_amp is None else self._native_amp
+
+    @native_amp.setter
+    def native_amp(self, value: bool) -> None:
+        self._native_amp = value
+
+    def autocast(self, autocast_handler: engine.AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """As `drivetrain.Accelerator.autocast`.
+
+        Args:
+            autocast_handler: As there.
+        """
+        return nullcontext() if self._native_amp is False else super().autocast(autocast_handler)
 
     @property
-    def autocast_handler(self) -> Any:
-        """The options of autocast that were given."""
-        return self._handler(engine.AutocastKwargs)
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler; under "fp16" another one can be assigned, and None to scale no more."""
+        return super().scaler if self._unscaled is None else self._unscaled[0]
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        scales, precision = scaler is not None and scaler.is_enabled(), self.precision
+        if not isinstance(precision, Float16Mixed):
+            if scales:
+                raise ConfigurationError(
+                    f"accelerator.scaler was given a loss scaler, but mixed_precision={self.mixed_precision!r} scales "
+                    'no loss. Make the Accelerator with mixed_precision="fp16", whose scaler can then be replaced.',
+                    code="DT-071",
+                )
+        elif scales and isinstance(precision.scaler, AgreeingGradScaler) and not isinstance(scaler, AgreeingGradScaler):
+            raise ConfigurationError(
+                f"Under {self.distributed_type.value} the processes must agree on overflow, which the scaler that was "
+                "assigned does not. Give its options instead: Accelerator(kwargs_handlers=[GradScalerKwargs(...)]).",
+                code="DT-071",
+            )
+        else:
+            off: Any = torch.amp.GradScaler(self.kind.autocast_type, enabled=False)
+            precision.scaler = off if scaler is None else scaler
+        self._unscaled = None if scales else (scaler,)
 
     @property
-    def ddp_handler(self) -> Any:
-        """The options of DDP that were given."""
-        return self._handler(engine.DistributedDataParallelKwargs)
+    def trackers(self) -> list[Tracker]:
+        """The trackers of the run; others can be assigned."""
+        return super().trackers
 
-    @property
-    def scaler_handler(self) -> Any:
-        """The options of the loss scale that were given."""
-        return self._handler(engine.GradScalerKwargs)
-
-    @property
-    def init_handler(self) -> Any:
-        """The options of the process group that were given."""
-        return self._handler(engine.InitProcessGroupKwargs)
-
-    def _handler(self, kind: type) -> Any:
-        return next((each for each in self.kwargs_handlers if isinstance(each, kind)), None)
+    @trackers.setter
+    def trackers(self, trackers: Sequence[Tracker]) -> None:
+        self.tracking.adopt(list(trackers))
 
     @property
     def log_with(self) -> list[Any]:
@@ -246,8 +394,11 @@ class Accelerator(engine.Accelerator):
             return directory
         return broadcast_object_list([os.fspath(directory)])[0]
 
-    def _do_sync(self) -> None:
-        self.accumulation.advance()
+
+def _is_marked(given: Any) -> bool:
+    """Whether a script has marked a loader of its own as prepared, so that Accelerate leaves it alone."""
+    own = isinstance(given, DataLoader) and not isinstance(given, PreparedLoader | SkippingLoader)
+    return own and getattr(given, "_is_accelerate_prepared", False)
 
 
 def give_generator(loader: Any) -> None:
@@ -268,6 +419,18 @@ def show_even_batches(loaders: Sequence[PreparedLoader]) -> None:
         sampler = getattr(loader.loader, "batch_sampler", None)
         if isinstance(sampler, BatchSampler):
             sampler.even_batches = loader.tail is TailPolicy.COMPLETE  # type: ignore[attr-defined]
+
+
+def _refuse_without_directory(log_with: Sequence[Any], directory: str | None) -> None:
+    """Refuse trackers by name that write files, as Accelerate does, where no directory was given for them."""
+    names = [str(getattr(each, "value", each)) for each in log_with if not isinstance(each, Tracker)]
+    for name in names if directory is None and "all" not in names else []:
+        if getattr(find_tracker(name), "requires_logging_directory", name in ("aim", "tensorboard")):
+            raise ConfigurationError(
+                f"log_with={name!r} writes files, and no directory was given. Give Accelerator(project_dir=...), or "
+                "logging_dir in its project_config.",
+                code="DT-120",
+            )
 
 
 def _count_as_deepspeed(given: dict[str, Any]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from drivetrain.compat.accelerate.absent import INTERNAL, absent_names
-from drivetrain.compat.accelerate.state import PartialState
+from drivetrain.compat.accelerate.state import GradientState, PartialState
 from drivetrain.data import (
     ActiveLoaders,
     DataLoaderConfiguration,
@@ -18,10 +18,13 @@ from drivetrain.data import (
     SkippingLoader,
     TailPolicy,
     prepare_loader,
-    skip_first_batches,
 )
+from drivetrain.data import skip_first_batches as skip_in
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.seeds import recorded_seed
+
+if TYPE_CHECKING:
+    from drivetrain.compat.accelerate.accelerator import Accelerator
 
 __all__ = [
     "BatchSamplerShard",
@@ -36,10 +39,90 @@ __all__ = [
     "skip_first_batches",
 ]
 
-DataLoaderShard = PreparedLoader
-SkipDataLoader = SkippingLoader
-
 __getattr__ = absent_names(__name__, (INTERNAL, ["DataLoaderAdapter", "DataLoaderStateMixin", "MpDeviceLoaderWrapper"]))
+
+
+class DataLoaderShard(PreparedLoader):
+    """A prepared loader with the members that only Accelerate's scripts read and assign.
+
+    Attributes:
+        accelerator: The Accelerator that prepared it, if one did.
+        rng_types: Accepted; every loader's order is the same on all processes anyway.
+        synchronized_generator: Accepted, as `rng_types`.
+    """
+
+    _is_accelerate_prepared = True
+    _device: torch.device | None = None
+    accelerator: Accelerator | None = None
+    rng_types: Sequence[Any] | None = None
+    synchronized_generator: torch.Generator | None = None
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that batches are moved to; None if they are left where they are."""
+        return self._device
+
+    @property
+    def iteration(self) -> int:
+        """The epoch of the next iteration or of the one under way; may be assigned between iterations."""
+        return self.epoch + (self._begun and self._exhausted)
+
+    @iteration.setter
+    def iteration(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    @property
+    def base_dataloader(self) -> Any:
+        """The user's own loader."""
+        return self.loader
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the accumulation window of its Accelerator is, or of the latest one."""
+        return self.accelerator.gradient_state if self.accelerator is not None else GradientState()
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether it continues by itself after `load_state`."""
+        return self.stateful
+
+    @property
+    def skip_batches(self) -> int:
+        """0: `skip_first_batches` gives a view of the loader that leaves out batches."""
+        return 0
+
+    @property
+    def _drop_last(self) -> bool:
+        return bool(getattr(self.loader, "drop_last", False))
+
+
+class SkipDataLoader(SkippingLoader):
+    """What `skip_first_batches` returns: its epoch can be assigned, as that of the loader that it skips in."""
+
+    @property
+    def iteration(self) -> int:
+        """The epoch of the next iteration or of the one under way."""
+        return self.whole.epoch
+
+    @iteration.setter
+    def iteration(self, epoch: int) -> None:
+        self.whole.set_epoch(epoch)
+
+    @property
+    def skip_batches(self) -> int:
+        """How many batches are left out."""
+        return self.count
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkipDataLoader:
+    """As `drivetrain.data.skip_first_batches`.
+
+    Args:
+        dataloader: As there.
+        num_batches: As there.
+    """
+    view = skip_in(dataloader, num_batches)
+    return SkipDataLoader(view.whole, view.count)
 
 
 class DataLoaderDispatcher(PreparedLoader):

@@ -2,14 +2,68 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain.accelerator import PreparedOptimizer as AcceleratedOptimizer
+from drivetrain.accelerator import PreparedOptimizer
+from drivetrain.compat.accelerate.state import AcceleratorState, GradientState
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import send_to_device
 
+if TYPE_CHECKING:
+    from drivetrain.compat.accelerate.accelerator import Accelerator
+
 __all__ = ["AcceleratedOptimizer", "move_to_device"]
+
+
+class AcceleratedOptimizer(PreparedOptimizer):
+    """A prepared optimizer with the members that only Accelerate's scripts read and assign.
+
+    Attributes:
+        accelerator: The Accelerator that prepared it.
+        device_placement: Accepted; the state of an optimizer is where its parameters are.
+    """
+
+    _is_accelerate_prepared = True
+    device_placement = True
+    accelerator: Accelerator
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler, which all optimizers of an Accelerator share; None if the loss is not scaled."""
+        return self.accelerator.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        if scaler is not self.accelerator.scaler:
+            raise ConfigurationError(
+                "optimizer.scaler was given another loss scaler than its Accelerator has. All optimizers share one: "
+                "assign accelerator.scaler, before optimizer.scaler.",
+                code="DT-071",
+            )
+
+    @property
+    def accelerator_state(self) -> AcceleratorState:
+        """The state of the Accelerator."""
+        return self.accelerator.state
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the accumulation window is."""
+        return self.accelerator.gradient_state
+
+    @property
+    def _is_overflow(self) -> bool:
+        return self.step_was_skipped
+
+    @_is_overflow.setter
+    def _is_overflow(self, value: bool) -> None:
+        self.step_was_skipped = value
+
+    def _switch_parameters(self, parameters_map: dict[Any, Any]) -> None:
+        for group in self.optimizer.param_groups:
+            group["params"] = [parameters_map.get(each, each) for each in group["params"]]
 
 
 def move_to_device(state: Any, device: torch.device | str) -> Any:

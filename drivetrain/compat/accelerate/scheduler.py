@@ -1,5 +1,60 @@
 """The prepared scheduler under Accelerate's name."""
 
-from drivetrain.accelerator import PreparedScheduler as AcceleratedScheduler
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from drivetrain.accelerator import PreparedScheduler
+from drivetrain.compat.accelerate.state import GradientState
+
+if TYPE_CHECKING:
+    from drivetrain.compat.accelerate.accelerator import Accelerator
 
 __all__ = ["AcceleratedScheduler"]
+
+
+class AcceleratedScheduler(PreparedScheduler):
+    """A prepared scheduler with the members that only Accelerate's scripts read and assign.
+
+    Attributes:
+        accelerator: The Accelerator that prepared it.
+    """
+
+    _is_accelerate_prepared = True
+    _split_batches = False
+    accelerator: Accelerator
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether it steps once for each optimizer step, rather than once per process; may be assigned."""
+        return self._split_batches
+
+    @split_batches.setter
+    def split_batches(self, value: bool) -> None:
+        self._split_batches = value
+        once = value or isinstance(self.scheduler, ReduceLROnPlateau)
+        self._steps_per_call = 1 if once else self.accelerator.num_processes
+
+    @property
+    def step_with_optimizer(self) -> bool:
+        """Whether it follows the optimizers; may be assigned."""
+        return self._with_optimizer
+
+    @step_with_optimizer.setter
+    def step_with_optimizer(self, value: bool) -> None:
+        self._with_optimizer = value
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the accumulation window is."""
+        return self.accelerator.gradient_state
+
+    def get_lr(self) -> Any:
+        """The rates of the scheduler's own `get_lr`."""
+        return self.scheduler.get_lr()
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the scheduler's own `print_lr`, which torch no longer has."""
+        return self.scheduler.print_lr(*args, **kwargs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain import accelerator as engine
-from drivetrain.accelerator import GradientState
 from drivetrain.runtime import state as runtime
 from drivetrain.runtime.collective_checks import CallComparison
 from drivetrain.runtime.process_group import DEFAULT_TIMEOUT, group_timeout
@@ -94,6 +93,30 @@ class AcceleratorState(engine.AcceleratorState, _Changeable):
         self.registry()[_CHOSEN] = value
 
     @property
+    def _mixed_precision(self) -> str:
+        return self.mixed_precision
+
+    @property
+    def _cpu(self) -> bool:
+        return self.kind.name == "cpu"
+
+    @property
     def use_ipex(self) -> bool:
         """False: Accelerate has dropped it too."""
         return False
+
+
+class GradientState(engine.GradientState):
+    """`drivetrain.accelerator.GradientState` with what only Accelerate's scripts do to it."""
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+    """Empty: each Accelerator has a state of its own, so there is nothing to clear."""
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Whether an XLA optimizer's step need not reduce gradients: they are when it is called."""
+        return True
+
+    @is_xla_gradients_synced.setter
+    def is_xla_gradients_synced(self, value: bool) -> None:
+        """Accepted: gradients are reduced when the optimizer steps."""

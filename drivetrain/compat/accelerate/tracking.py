@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from drivetrain import trackers
 from drivetrain.compat.accelerate.absent import absent
-from drivetrain.trackers import ClearMLLogger as ClearMLTracker
-from drivetrain.trackers import CometLogger as CometMLTracker
-from drivetrain.trackers import GeneralTracker, on_main_process, register_tracker, resolve_trackers
-from drivetrain.trackers import TensorBoardLogger as TensorBoardTracker
+from drivetrain.compat.instances import StandsFor
+from drivetrain.trackers import TensorBoardLogger, on_main_process, register_tracker, resolve_trackers
 
 __all__ = [
-    "ClearMLTracker",
-    "CometMLTracker",
     "GeneralTracker",
     "TensorBoardTracker",
     "get_available_trackers",
@@ -24,22 +21,68 @@ __all__ = [
 register_tracker_class = register_tracker
 filter_trackers = resolve_trackers
 
-# Accelerate's class -> ours, of those that are looked up on first use
-_CLASSES = {
-    "AimTracker": "AimLogger",
-    "DVCLiveTracker": "DVCLiveLogger",
-    "MLflowTracker": "MLFlowLogger",
-    "SwanLabTracker": "SwanLabLogger",
-    "TrackioTracker": "TrackioLogger",
-    "WandBTracker": "WandbLogger",
+
+class GeneralTracker(trackers.GeneralTracker):
+    """`drivetrain.GeneralTracker`, called where the loop logs, so that a script can read at once what was logged."""
+
+    in_background = False
+
+
+class TensorBoardTracker(TensorBoardLogger, metaclass=StandsFor, original=TensorBoardLogger):
+    """TensorBoard's event files in `<logging_dir>/<run_name>`.
+
+    Args:
+        run_name: The name of the run, a directory.
+        logging_dir: The directory of all runs.
+        **kwargs: For `torch.utils.tensorboard.SummaryWriter`.
+    """
+
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__(logging_dir, run_name, version="", **kwargs)
+        self.run_name, self.logging_dir, self.init_kwargs = run_name, os.path.join(logging_dir, run_name), kwargs
+
+
+# Accelerate's class -> ours, and what its arguments are called there, in order
+_CLASSES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "AimTracker": ("AimLogger", ("experiment", "repo")),
+    "ClearMLTracker": ("ClearMLLogger", ("project_name",)),
+    "CometMLTracker": ("CometLogger", ("project_name",)),
+    "DVCLiveTracker": ("DVCLiveLogger", ("run_name", "live")),
+    "MLflowTracker": ("MLFlowLogger", ("experiment_name", "logging_dir", "run_id", "tags", "nested_run", "run_name")),
+    "SwanLabTracker": ("SwanLabLogger", ("project",)),
+    "TrackioTracker": ("TrackioLogger", ("project",)),
+    "WandBTracker": ("WandbLogger", ("project",)),
 }
+_RENAMED = {"run_name": 0, "experiment_name": 0, "logging_dir": 1}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(trackers, _CLASSES[name], None)
-    return found if found is not None else absent(name, "Pass its name to log_with instead.")
+    original, arguments = _CLASSES[name]
+    found = getattr(trackers, original, None)
+    if found is None:
+        return absent(name, "Pass its name to log_with instead.")
+    globals()[name] = made = _in_order(name, found, arguments)
+    return made
+
+
+def _in_order(name: str, original: Any, arguments: tuple[str, ...]) -> type:
+    """Return a class that makes a tracker of ours from the arguments of Accelerate's constructor."""
+
+    class Made(original, metaclass=StandsFor, original=original):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            given = dict(zip(arguments, args, strict=False))
+            for word, place in _RENAMED.items():
+                if word in options and place < len(arguments) and word not in arguments:
+                    given[arguments[place]] = options.pop(word)
+            super().__init__(**given, **options)
+
+    Made.__name__ = Made.__qualname__ = name
+    Made.__doc__ = f"`drivetrain.{original.__name__}` with the arguments of Accelerate's `{name}`."
+    return Made
 
 
 def get_available_trackers() -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.compat.lightning.instances import KindOfDevice
+from drivetrain.compat.instances import KindOfDevice
 from drivetrain.runtime.devices import available_device_kinds
 from drivetrain.runtime.errors import ConfigurationError
 

@@ -6,9 +6,11 @@ import importlib
 import os
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 
 from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.deepspeed import ops
 from drivetrain.strategies.deepspeed.package import import_deepspeed
 
@@ -63,3 +65,18 @@ class Membership:
         if Membership._made_group and dist.is_initialized():
             dist.destroy_process_group()
         Membership._made_group = False
+
+
+def refuse_other_device(environment: ProcessEnvironment, device: torch.device) -> None:
+    """Refuse a device other than that of this process's number on the machine, which DeepSpeed takes by itself.
+
+    Raises:
+        ConfigurationError: The device was chosen by another number.
+    """
+    if device.index not in (None, environment.local_rank):
+        raise ConfigurationError(
+            f"DeepSpeed runs on the device of the process's number on the machine ({environment.local_rank}), not on "
+            f"{str(device)!r}. Choose devices where the script is started: `drivetrain launch --gpu_ids {device.index}`"
+            ", or an environment variable such as CUDA_VISIBLE_DEVICES.",
+            code="DT-023",
+        )

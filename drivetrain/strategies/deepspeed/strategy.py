@@ -23,7 +23,7 @@ from drivetrain.strategies.deepspeed.config import Known
 from drivetrain.strategies.deepspeed.dummies import DummyOptim, standing_in_for
 from drivetrain.strategies.deepspeed.engine import Engines, TrainedModel
 from drivetrain.strategies.deepspeed.gradients import EngineGradients, added_to, complete
-from drivetrain.strategies.deepspeed.membership import Membership
+from drivetrain.strategies.deepspeed.membership import Membership, refuse_other_device
 from drivetrain.strategies.deepspeed.package import require_deepspeed
 from drivetrain.strategies.deepspeed.settings import Settings
 from drivetrain.strategies.deepspeed.several import Several
@@ -131,6 +131,7 @@ class DeepSpeed(Strategy):
         topology = self.topology
         self.gradients = EngineGradients(self._engines, topology)
         self.state = ZeroState(topology, self.unwrap, self._engines)
+        refuse_other_device(topology.environment, topology.device)
         if self._membership is None:
             self._membership = Membership(topology.environment, topology.kind.name, self.shared_memory)
         self.check_settings(self.settings)

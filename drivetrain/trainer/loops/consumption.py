@@ -181,7 +181,7 @@ class _Tokens:
 
     def __init__(self, trainer: Trainer, task: Task) -> None:
         self._task, self._progress = task, trainer.progress
-        self._topology, self._weights = trainer.strategy.topology, trainer.accelerator.step.weights
+        self._topology, self._weights = trainer.strategy.topology, trainer.accelerator.optimizer_step.weights
         given = getattr(task, "num_tokens", None)  # in many a task the size of its vocabulary
         self._num_tokens: Callable[[Any], int | Tensor] | None = given if callable(given) else None
         self._weights.total = None

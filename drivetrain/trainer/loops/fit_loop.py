@@ -164,7 +164,7 @@ class FitLoop:
         except (EpochSkipped, DataEnded):
             finished = skipped = True
             batches.committed.release()
-            trainer.accelerator.step.close()
+            trainer.accelerator.optimizer_step.close()
         finally:
             windows.close()
             window.clear()

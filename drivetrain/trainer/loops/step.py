@@ -51,7 +51,7 @@ class PlainStep:
         self._progress, self._logged, self._current = trainer.progress, trainer.logged, trainer.current
         self._steps_schedulers = trainer.task_run.steps_schedulers
         self._ends_epochs = trainer.task_run.ends_epochs_of_schedulers
-        self._engine, self._timing = accelerator.step, accelerator.step.timing
+        self._engine, self._timing = accelerator.optimizer_step, accelerator.optimizer_step.timing
         self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
         self._forward_backward = strategy.forward_backward
         self._stand_in = self._choose_stand_in(model)

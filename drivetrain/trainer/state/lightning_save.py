@@ -11,14 +11,12 @@ from drivetrain import checkpoint
 from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
-from drivetrain.trackers.base import plain
 from drivetrain.trainer.state.saved_run import save_run
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 FORMATS = ("drivetrain", "lightning")
-_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 def save_in_format(
@@ -94,27 +92,10 @@ def _write_whole(
         for each in processes:
             if isinstance(each, str):
                 raise CheckpointError(f"The checkpoint {target} was not written: {each}")
-        _write(trainer, target, {**shared, "driver": _settled(shared["driver"])}, processes)
+        _write(trainer, target, shared, processes)
 
     decide_on_main_process(write)
     return checkpoint.PendingSave.finished(os.fspath(target))
-
-
-def _settled(driver: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a file: hyper-parameters with objects become text, unless it is unpickled for hooks anyway."""
-    if not _is_plain(driver.get("hooks", {})):
-        return dict(driver)
-    as_text = [name for name in _HYPER_PARAMETERS if name in driver and not _is_plain(driver[name])]
-    return {name: plain(value) if name in as_text else value for name, value in driver.items()}
-
-
-def _is_plain(state: Mapping[str, Any]) -> bool:
-    """Whether nothing in some state has to be pickled."""
-    try:
-        checkpoint.packed(state)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _write(

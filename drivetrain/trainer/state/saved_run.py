@@ -97,16 +97,17 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool, keeps_objects: bo
         values = {} if found is None else secrets.drop(storable(without_modules(found["values"]), keeps_objects))
         return None if found is None else found | {"values": values}
 
+    of_data = {} if data is None else data.hparams
+    of_task, of_data = (each if keeps_objects else without_modules(each) for each in (task.hparams, of_data))
     entries: dict[str, Any] = {
         "progress": trainer.progress.state_dict(),
-        "hyper_parameters": secrets.drop(storable(without_modules(task.hparams), keeps_objects)),
+        "hyper_parameters": secrets.drop(storable(of_task, keeps_objects)),
         "hparams_name": task.__dict__.get("_hparams_name"),
         "hparams_constructor": constructor_of(task),
         LOSS_IS_FINITE: trainer.is_finite,  # marks the manifest, too: the last choice for a resume
     }
     if weights_only:
         return entries
-    of_data = {} if data is None else without_modules(data.hparams)
     return entries | {
         "callbacks": {c.state_key: found for c in trainer.callbacks if (found := c.state_dict())},
         "trackers": trainer.tracker_group.state(),

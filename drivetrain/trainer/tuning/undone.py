@@ -39,7 +39,7 @@ def undone(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(isolated_random_state(devices=True))
         stack.enter_context(kept_generators(task, trainer.datamodule))
-        for part in (trainer.control, trainer.current, trainer.accelerator.step, trainer.logged):
+        for part in (trainer.control, trainer.current, trainer.accelerator.optimizer_step, trainer.logged):
             stack.enter_context(part.kept())
         stack.callback(restore_metric_states, task, metrics)
         stack.callback(trainer.progress.load_state_dict, progress)

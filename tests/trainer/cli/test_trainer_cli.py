@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from drivetrain import Callback, EarlyStopping, SaveConfigCallback, Trainer, TrainerCLI
+from drivetrain import Callback, CSVLogger, EarlyStopping, SaveConfigCallback, Trainer, TrainerCLI
 from drivetrain.runtime.seeds import set_seed
 from drivetrain.trainer.cli import TrainerArgumentParser
 from tests.trainer.cli.made import QUIET, Deep, Line, Ones, command
@@ -61,6 +61,21 @@ def test_a_printed_configuration_makes_the_same_again(capsys: pytest.CaptureFixt
 def test_callbacks_are_given_by_name_or_path_and_their_arguments_after_them(name: str) -> None:
     made = command(f"--trainer.callbacks+={name}", "--trainer.callbacks.logging_interval=epoch", run=False)
     assert [getattr(each, "logging_interval", None) for each in made.trainer.callbacks][:1] == ["epoch"]
+
+
+@pytest.mark.parametrize(
+    ("written", "loggers"),
+    [("false", 0), ("False", 0), ("true", 1), ("null", 1), ("csv", 1), ("[csv]", 1), ("CSVLogger", 1)],
+)
+def test_a_switch_for_trackers_is_no_name_of_one(written: str, loggers: int) -> None:
+    place = ["--trainer.logger.save_dir=logs"] if written == "CSVLogger" else []
+    made = command(f"--trainer.logger={written}", *place, run=False)
+    assert [type(each) for each in made.trainer.loggers] == [CSVLogger] * loggers
+
+
+def test_null_leaves_out_callbacks_and_the_profiler() -> None:
+    made = command("--trainer.callbacks=null", "--trainer.profiler=null", "--trainer.max_time=null", run=False)
+    assert (made.config.trainer.callbacks, made.config.trainer.profiler, made.trainer.max_time) == (None, None, None)
 
 
 def test_without_a_class_the_command_line_chooses_one() -> None:

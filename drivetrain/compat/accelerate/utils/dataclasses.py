@@ -9,22 +9,13 @@ from typing import Any, Literal
 
 from torch import nn
 
+from drivetrain import accelerator as engine
 from drivetrain.accelerator import (
-    AORecipeKwargs,
-    AutocastKwargs,
     DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
     DynamoBackend,
-    FP8RecipeKwargs,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
     MegatronLMPlugin,
-    MSAMPRecipeKwargs,
     ParallelismConfig,
-    ProfileKwargs,
     ProjectConfiguration,
-    TERecipeKwargs,
     TorchDynamoPlugin,
 )
 from drivetrain.compat.accelerate.utils.deepspeed_plugin import DeepSpeedPlugin
@@ -75,7 +66,7 @@ __all__ = [
 
 
 class KwargsHandler:
-    """Base of option holders that a script defines itself."""
+    """Base of option holders, also of those that a script defines itself."""
 
     def to_dict(self) -> dict[str, Any]:
         """The options by name."""
@@ -85,6 +76,46 @@ class KwargsHandler:
         """The options that differ from their defaults."""
         default = vars(type(self)())
         return {name: value for name, value in self.to_dict().items() if default.get(name) != value}
+
+
+class AORecipeKwargs(engine.AORecipeKwargs, KwargsHandler):
+    """Options of torchao's fp8; see `drivetrain.accelerator.AORecipeKwargs`."""
+
+
+class AutocastKwargs(engine.AutocastKwargs, KwargsHandler):
+    """Options of autocast; see `drivetrain.accelerator.AutocastKwargs`."""
+
+
+class DistributedDataParallelKwargs(engine.DistributedDataParallelKwargs, KwargsHandler):
+    """Options of DDP; see `drivetrain.accelerator.DistributedDataParallelKwargs`."""
+
+
+class FP8RecipeKwargs(engine.FP8RecipeKwargs, KwargsHandler):
+    """Options of fp8 under Accelerate's older name; see `drivetrain.accelerator.FP8RecipeKwargs`."""
+
+
+class GradientAccumulationPlugin(engine.GradientAccumulationPlugin, KwargsHandler):
+    """How gradients accumulate; see `drivetrain.accelerator.GradientAccumulationPlugin`."""
+
+
+class GradScalerKwargs(engine.GradScalerKwargs, KwargsHandler):
+    """Options of the loss scale; see `drivetrain.accelerator.GradScalerKwargs`."""
+
+
+class InitProcessGroupKwargs(engine.InitProcessGroupKwargs, KwargsHandler):
+    """Options of the process group; see `drivetrain.accelerator.InitProcessGroupKwargs`."""
+
+
+class MSAMPRecipeKwargs(engine.MSAMPRecipeKwargs, KwargsHandler):
+    """Options of MS-AMP's fp8; see `drivetrain.accelerator.MSAMPRecipeKwargs`."""
+
+
+class ProfileKwargs(engine.ProfileKwargs, KwargsHandler):
+    """Options of the profiler; see `drivetrain.accelerator.ProfileKwargs`."""
+
+
+class TERecipeKwargs(engine.TERecipeKwargs, KwargsHandler):
+    """Options of Transformer Engine's fp8; see `drivetrain.accelerator.TERecipeKwargs`."""
 
 
 class _ContainsValues(enum.EnumMeta):

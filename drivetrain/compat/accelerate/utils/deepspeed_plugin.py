@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from drivetrain.accelerator import DeepSpeedPlugin as EngineDeepSpeedPlugin
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies import Strategy
 
 
@@ -96,6 +97,33 @@ class DeepSpeedPlugin(EngineDeepSpeedPlugin):
                 self.deepspeed_config_process(f"{path}.", mismatches, value, must_match, **kwargs)
             elif value == "auto" and path in kwargs:
                 part[key] = kwargs[path]
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Fill in one value of the configuration if it is `"auto"`.
+
+        Args:
+            ds_key_long: Its path.
+            mismatches: Takes a line if the configuration has another value than `kwargs`.
+            must_match: Whether that is looked for.
+            **kwargs: Values by their paths.
+
+        Raises:
+            ValueError: It is `"auto"`, and `kwargs` has no value.
+        """
+        node, key = self.hf_ds_config.find_config_node(ds_key_long)
+        found = None if node is None else node.get(key)
+        if found == "auto" and ds_key_long not in kwargs:
+            raise ConfigurationError(
+                f"The DeepSpeed configuration has {ds_key_long}='auto', and no value was given for it. Give one to "
+                "fill_match, or write it into the configuration.",
+                code="DT-003",
+            )
+        if found == "auto":
+            node[key] = kwargs[ds_key_long]
+        elif must_match and mismatches is not None and found is not None and found != kwargs.get(ds_key_long, found):
+            mismatches.append(f"- ds {ds_key_long}={found} vs arg {ds_key_long}={kwargs[ds_key_long]}")
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Switch on the section of the configuration that belongs to a precision."""

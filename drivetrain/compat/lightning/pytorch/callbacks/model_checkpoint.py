@@ -56,6 +56,55 @@ class Settable:
         callback.set_after = callback.newest_model_path
 
 
+class Alias:
+    """An attribute of Lightning's under which scripts read and set one of this callback's.
+
+    Args:
+        name: The attribute that it stands for.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, callback: Any, owner: type) -> Any:
+        return self if callback is None else getattr(callback, self._name)
+
+    def __set__(self, callback: Any, value: Any) -> None:
+        setattr(callback, self._name, value)
+
+
+class SavesThrough:
+    """A Trainer whose checkpoints a callback writes by its own `_save_checkpoint`, by metrics that it was given.
+
+    Args:
+        trainer: The Trainer.
+        callback: The callback.
+        candidates: The metrics, `epoch` and `step` among them.
+    """
+
+    def __init__(self, trainer: Any, callback: Any, candidates: Mapping[str, Any]) -> None:
+        self._trainer, self._callback = trainer, callback
+        own = trainer.callback_metrics
+        self.callback_metrics = {
+            name: value for name, value in candidates.items() if name in own or name not in ("epoch", "step")
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    def save_checkpoint(self, filepath: str, weights_only: bool = False, **options: Any) -> Any:
+        """Write a checkpoint.
+
+        Args:
+            filepath: Where.
+            weights_only: As the callback has it.
+            **options: How, if not at once.
+        """
+        if options:
+            return self._trainer.save_checkpoint(filepath, weights_only, **options)
+        return self._callback._save_checkpoint(self._trainer, filepath)
+
+
 class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
     """`drivetrain.ModelCheckpoint` with the members and the state that scripts written for Lightning read.
 
@@ -211,6 +260,41 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
             and os.listdir(folder)
         ):
             rank_zero_warn(f"Checkpoint directory {folder} exists and is not empty.")
+
+    # what derived classes call, and override
+
+    _every_n_epochs, _every_n_train_steps = Alias("every_n_epochs"), Alias("every_n_train_steps")
+    _train_time_interval = Alias("train_time_interval")
+    _save_on_train_epoch_end = Alias("save_on_train_epoch_end")
+    _enable_version_counter = Alias("enable_version_counter")
+    _last_global_step_saved, _last_checkpoint_saved = Alias("_last_step"), Alias("newest_model_path")
+
+    def _monitor_candidates(self, trainer: Any) -> dict[str, Any]:
+        counted = {"epoch": torch.tensor(trainer.current_epoch), "step": torch.tensor(trainer.global_step)}
+        return {**counted, **trainer.callback_metrics}
+
+    def _should_skip_saving_checkpoint(self, trainer: Any) -> bool:
+        return not self._fitting or trainer.sanity_checking or self._last_step == trainer.global_step
+
+    def _should_save_on_train_epoch_end(self, trainer: Any) -> bool:
+        return self._saves_at_epoch_end(trainer)
+
+    def _save(self, trainer: Any, task: Any, only_last: bool = False) -> None:
+        candidates = self._monitor_candidates(trainer)
+        if not only_last:
+            self._save_topk_checkpoint(trainer, candidates)
+        self._save_last_checkpoint(trainer, candidates)
+
+    def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: Mapping[str, Any]) -> None:
+        super()._save(SavesThrough(trainer, self, monitor_candidates), trainer.lightning_module)  # type: ignore[arg-type]
+
+    def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Mapping[str, Any]) -> None:
+        if self.save_last and self._last_saved != trainer.global_step:
+            through: Any = SavesThrough(trainer, self, monitor_candidates)
+            super()._save(through, trainer.lightning_module, only_last=True)
+
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> Any:
+        return trainer.save_checkpoint(filepath, self.save_weights_only)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.ckpt_path is not None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch.optim import Optimizer
 
 from drivetrain.accelerator import PreparedOptimizer
-from drivetrain.compat.lightning.instances import StandsFor
+from drivetrain.compat.instances import StandsFor
 
 __all__ = ["LightningOptimizer"]
 

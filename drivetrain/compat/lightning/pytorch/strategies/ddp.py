@@ -6,8 +6,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from drivetrain.compat.instances import StandsFor
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation
-from drivetrain.compat.lightning.instances import StandsFor
 from drivetrain.compat.lightning.options import refuse_machinery
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.strategies import DDP

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.compat.lightning.instances import StandsFor
+from drivetrain.compat.instances import StandsFor
 from drivetrain.compat.lightning.options import refuse_machinery
 from drivetrain.compat.lightning.registry import CONFIG_VARIABLE
 from drivetrain.compat.lightning.strategy_members import StrategyMembers

@@ -4,7 +4,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from drivetrain.compat.lightning.instances import StandsFor
+from drivetrain.compat.instances import StandsFor
 from drivetrain.compat.lightning.options import refuse_machinery
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.runtime.errors import ConfigurationError, nearest

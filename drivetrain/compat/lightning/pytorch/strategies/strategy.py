@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.compat.lightning.instances import StandsFor
+from drivetrain.compat.instances import StandsFor
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.strategies import Single, Strategy
 

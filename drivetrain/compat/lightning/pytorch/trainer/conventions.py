@@ -44,6 +44,11 @@ class LightningConventions(CoreTrainer):
         return False
 
     @property
+    def validates_whole_epochs(self) -> bool:
+        """Whether callbacks take it so: 1 as well as 1.0, which Lightning's do not tell apart."""
+        return bool(self.val_check_interval == 1)
+
+    @property
     def validates_when_stopped(self) -> bool:
         """Yes, so that a checkpoint has its score."""
         return True

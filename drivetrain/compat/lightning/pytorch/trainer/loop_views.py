@@ -29,18 +29,13 @@ class Count:
 
     @property
     def ready(self) -> int:
-        """How many were begun."""
+        """How many were begun: as many as are over where that is set."""
         return int(self._ready())
 
-    @property
-    def started(self) -> int:
-        """The same."""
-        return self.ready
-
-    @property
-    def processed(self) -> int:
-        """The same as `completed`."""
-        return self.completed
+    @ready.setter
+    def ready(self, value: int) -> None:
+        if self._write is None:
+            raise AbsentNameError(f"This counter cannot be set. {INTERNAL}")
 
     @property
     def completed(self) -> int:
@@ -52,6 +47,8 @@ class Count:
         if self._write is None:
             raise AbsentNameError(f"This counter cannot be set. {INTERNAL}")
         self._write(value)
+
+    started, processed = ready, completed
 
 
 class Counts:
@@ -189,6 +186,18 @@ class EpochLoopView:
         return self._trainer.global_step
 
     @property
+    def _batches_that_stepped(self) -> int:
+        """The step under which loggers write: until a batch is over, that before its own."""
+        trainer, current = self._trainer, self._trainer.current
+        is_under_way = current.stage is Stage.TRAIN and current.batch_info is not None
+        has_stepped = is_under_way and not trainer.accelerator.optimizer_step.is_open
+        return max(trainer.global_step - has_stepped, 0)
+
+    def _should_accumulate(self) -> bool:
+        batches, trainer = self.batch_progress.current.ready, self._trainer
+        return batches % trainer.accumulate_grad_batches != 0 and batches < trainer.num_training_batches
+
+    @property
     def min_steps(self) -> int | None:
         """Steps that are taken at least."""
         return self._trainer.min_steps
@@ -272,6 +281,9 @@ class FitLoopView:
         """Batches of an epoch."""
         return self._trainer.num_training_batches
 
+    def _should_accumulate(self) -> bool:
+        return self.epoch_loop._should_accumulate()
+
     @property
     def batch_idx(self) -> int:
         """The number of the batch under way in its epoch."""
@@ -303,3 +315,36 @@ class FitLoopView:
     def skip(self) -> bool:
         """Whether there is nothing to train on."""
         return self.done or self._trainer.limit_train_batches == 0
+
+
+class ConnectorView:
+    """A part of Lightning's Trainer that scripts read of, as a view of what the run has.
+
+    Args:
+        name: What the Trainer calls it.
+        read: What it has, by name; each is called when it is read.
+    """
+
+    def __init__(self, name: str, **read: Callable[[], Any]) -> None:
+        self._name, self._read = name, read
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in self._read:
+            raise AttributeError(f"Lightning's {self._name}.{name} is not here. {INTERNAL}", name=name, obj=self)
+        return self._read[name]()
+
+
+def is_logging_due(trainer: Trainer) -> bool:
+    """Whether the values of the batch under way reach the loggers.
+
+    Args:
+        trainer: The trainer.
+    """
+    every: Any = trainer.log_every_n_steps
+    if not isinstance(every, int) or not every or trainer.stage is None:
+        return bool(every)
+    if trainer.stage is Stage.TRAIN:
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+    else:
+        step = trainer.current.batch_info.index + 1 if trainer.current.batch_info is not None else 0
+    return bool(step % every == 0 or trainer.should_stop)

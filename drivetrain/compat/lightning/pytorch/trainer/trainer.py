@@ -28,7 +28,12 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
 )
 from drivetrain.compat.lightning.pytorch.trainer.hardware import check_hardware, check_precision, kind_of
 from drivetrain.compat.lightning.pytorch.trainer.loader_checks import warn_of_loader
-from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
+from drivetrain.compat.lightning.pytorch.trainer.loop_views import (
+    ConnectorView,
+    EvaluationLoopView,
+    FitLoopView,
+    is_logging_due,
+)
 from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
 from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
 from drivetrain.compat.lightning.pytorch.trainer.plugins import give_checkpoint_io, spell, taken_from
@@ -339,6 +344,28 @@ class Trainer(LightningSaving):
         return state_of(self, self._running)
 
     @property
+    def _logger_connector(self) -> ConnectorView:
+        return ConnectorView(
+            "_logger_connector",
+            should_update_logs=lambda: is_logging_due(self),
+            callback_metrics=lambda: self.callback_metrics,
+            logged_metrics=lambda: self.logged_metrics,
+            progress_bar_metrics=lambda: self.progress_bar_metrics,
+        )
+
+    @property
+    def _accelerator_connector(self) -> ConnectorView:
+        return ConnectorView(
+            "_accelerator_connector",
+            is_distributed=lambda: self.world_size > 1,
+            use_distributed_sampler=lambda: self.use_distributed_sampler,
+            cluster_environment=lambda: self.strategy.cluster_environment,
+            strategy=lambda: self.strategy,
+            accelerator=lambda: self.accelerator,
+            precision_plugin=lambda: self.precision_plugin,
+        )
+
+    @property
     def evaluating(self) -> bool:
         """Whether `validate` or `test` runs, not a validation in `fit`."""
         return self.task_run.stage in (Stage.VALIDATE, Stage.TEST) and self.stage is not None
@@ -402,7 +429,8 @@ class Trainer(LightningSaving):
     @property
     def device_ids(self) -> list[int]:
         """The numbers of this machine's devices in use."""
-        return list(range(self.num_devices))
+        index = self.strategy.root_device.index
+        return [index] if self.num_devices == 1 and index is not None else list(range(self.num_devices))
 
     @property
     def node_rank(self) -> int:

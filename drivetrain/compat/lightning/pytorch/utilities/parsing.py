@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
-from drivetrain.trainer.hyper_parameters import HyperParameters, without_modules
+from drivetrain.trainer.hyper_parameters import HyperParameters
 from drivetrain.trainer.tuning.attribute import TunedAttribute
 
 AttributeDict = HyperParameters
@@ -29,12 +29,12 @@ def is_picklable(obj: object) -> bool:
 
 
 def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
-    """Leave out of hyper-parameters what cannot be pickled, with a warning; modules stay, which no file gets.
+    """Leave out of hyper-parameters what cannot be pickled, with a warning.
 
     Args:
         hparams: The hyper-parameters, which are changed.
     """
-    for name in [name for name, value in without_modules(hparams).items() if not is_picklable(value)]:
+    for name in [name for name, value in hparams.items() if not is_picklable(value)]:
         rank_zero_warn(
             f"Attribute {name!r} removed from hparams because it cannot be pickled. You can suppress this warning by "
             f"`self.save_hyperparameters(ignore=[{name!r}])`."

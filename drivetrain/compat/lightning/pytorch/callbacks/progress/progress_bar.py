@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.progress_bar import TQDMProgressBar as CoreProgressBar
-from drivetrain.compat.lightning.instances import StandsFor
+from drivetrain.compat.instances import StandsFor
 from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger
 
 __all__ = ["ProgressBar"]

@@ -11,7 +11,7 @@ from drivetrain.callbacks import Callback, RichModelSummary
 from drivetrain.callbacks.rich_progress_bar import RichProgressBar as CoreProgressBar
 from drivetrain.callbacks.rich_progress_bar import RichProgressBarTheme
 from drivetrain.callbacks.support.rich_package import make_console, require_rich
-from drivetrain.compat.lightning.instances import StandsFor
+from drivetrain.compat.instances import StandsFor
 from drivetrain.compat.lightning.pytorch.callbacks.progress.progress_bar import SwitchedBar
 
 if find_spec("rich") is not None:

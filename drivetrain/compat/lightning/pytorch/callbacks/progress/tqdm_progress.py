@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from drivetrain.callbacks.progress_bar import TQDMProgressBar as CoreProgressBar
-from drivetrain.compat.lightning.instances import StandsFor
+from drivetrain.compat.instances import StandsFor
 from drivetrain.compat.lightning.pytorch.callbacks.progress.progress_bar import SwitchedBar
 from drivetrain.runtime.terminal import Lenient
 

@@ -19,7 +19,7 @@ PRIMITIVES = (bool, int, float, str)
 class HyperparametersMixin(HoldsHyperParameters):
     """Keeps hyper-parameters, modules among them, and those of the objects of this kind that it is made within.
 
-    A module can be read in `self.hparams`. Neither checkpoints nor loggers get it.
+    A module can be read in `self.hparams`. Lightning's files hold it, as Lightning does it; loggers do not get it.
     """
 
     keeps_modules: ClassVar[bool] = True
@@ -55,9 +55,9 @@ class HyperparametersMixin(HoldsHyperParameters):
             self._add(around)
         for name in [name for name, value in self.hparams.items() if isinstance(value, nn.Module)]:
             rank_zero_warn(
-                f"Attribute {name!r} is an instance of `nn.Module` and is already saved with the weights: checkpoints "
-                f"leave it out of the hyper-parameters. Name it in `self.save_hyperparameters(ignore=[{name!r}])`, and "
-                f"give it again to load_from_checkpoint({name}=...)."
+                f"Attribute {name!r} is an instance of `nn.Module` and is already saved with the weights. Name it in "
+                f"`self.save_hyperparameters(ignore=[{name!r}])`, and give it again to "
+                f"load_from_checkpoint({name}=...); else files hold it twice, and open with weights_only=False only."
             )
 
     def _add(self, values: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Classes of Lightning that `isinstance` finds in drivetrain's own objects."""
+"""Classes of Lightning and Accelerate that `isinstance` finds in drivetrain's own objects."""
 
 from __future__ import annotations
 
