@@ -193,7 +193,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         self.preparation = Preparation(*engine, self.optimizer_step, self.prepared, self.active_loaders, options)
         self.trigger, self.tracking = Trigger(self.state), RunTracking(self.state, log_with, self.project_configuration)
         numbered = NumberedCheckpoints(self.project_configuration, self.state)
-        self.run_state = RunState(*engine, numbered, self.prepared, self.tracking)
+        self.run_state = RunState(*engine, numbered, self.prepared, self.tracking, self.optimizer_step)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         # It stands for this process's run, of which there is one.

@@ -18,14 +18,18 @@ from drivetrain.accelerator.optimizer import PreparedOptimizer
 from drivetrain.accelerator.prepared import Prepared, parameters_of
 from drivetrain.accelerator.saved_engine import SavedEngine
 from drivetrain.accelerator.state_hooks import StateHooks
+from drivetrain.accelerator.step import OptimizerStep
 from drivetrain.accelerator.tracking import RunTracking
 from drivetrain.data import PreparedLoader
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.optimizer_names import class_chosen
 from drivetrain.strategies.precision import Precision
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class RunState:
         numbered: The checkpoints that have a number instead of a name.
         prepared: What the engine has prepared, and what was registered.
         tracking: Its trackers continue the runs that they wrote.
+        step: The step that raw loops take, which is over when they save.
 
     Attributes:
         prepared: What the engine has prepared, and what was registered.
@@ -69,11 +74,13 @@ class RunState:
         numbered: NumberedCheckpoints,
         prepared: Prepared,
         tracking: RunTracking,
+        step: OptimizerStep,
     ) -> None:
         self.strategy, self.precision, self.prepared = strategy, precision, prepared
         self.hooks = StateHooks()
         self.moment: Callable[[], Moment] = Moment
         self._state, self._numbered, self._tracking = state, numbered, tracking
+        self._step = step
         self._kept: dict[str, Any] = {}
 
     def register(self, objects: Sequence[Any]) -> None:
@@ -198,6 +205,7 @@ class RunState:
 
     def save(self, output_dir: str | os.PathLike[str] | None, block: bool) -> str:
         """Write the engine's part, with the user's hooks; see `Accelerator.save_state`."""
+        self._check_step()
         directory = os.fspath(self._numbered.next() if output_dir is None else output_dir)
         engine, extra = self.engine(), None
         if self.hooks.on_save:
@@ -209,6 +217,21 @@ class RunState:
         if output_dir is None:
             self._numbered.record_written(Path(directory), pending)
         return directory
+
+    def _check_step(self) -> None:
+        """Refuse weights between two steps, and warn of gradients that no checkpoint holds."""
+        if self._step.is_torn:
+            raise CheckpointError(
+                "No checkpoint is written while an optimizer is within its step, as L-BFGS is in its closure: the "
+                "weights are neither those before the step nor those after it. Save after optimizer.step()."
+            )
+        keeps_moment = self.moment is not Moment  # a driver, that of its last finished step
+        if not keeps_moment and self._step.holds_gradients:
+            logger.warning_once(
+                "save_state was called within a step: gradients are held that no optimizer has stepped with, and no "
+                "checkpoint holds them. A resumed run begins with the next batch, without them. Save after the step of "
+                "the last optimizer, where accelerator.sync_gradients is True."
+            )
 
     def export(
         self,

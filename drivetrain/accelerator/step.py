@@ -128,7 +128,7 @@ class OptimizerStep:
             else partial(hooks.optimizer_step or strategy.optimizer_step, precision=precision)
         )
         self._prepare_backward = hooks.prepare_backward
-        has_more = self._scale or hooks.before_backward or hooks.prepare_backward or hooks.after_backward
+        has_more = hooks.before_backward or hooks.prepare_backward or hooks.after_backward
         self._differentiate: Callable[..., Any] = self._differentiate_with_hooks if has_more else self._run_backward
         self._prepares = bool(hooks.before_step) or hooks.clip is not None
 
@@ -168,6 +168,8 @@ class OptimizerStep:
             loss = loss * (share / size)
         elif size > 1:
             loss = loss / size
+        if self._scale is not None:
+            loss = self._scale(loss)  # which may change while nothing is held
         if size > 1 or weight is not None:
             self.window.mark_backward()
         if timing.on:
@@ -178,8 +180,6 @@ class OptimizerStep:
             self._differentiate(loss, **kwargs)
 
     def _differentiate_with_hooks(self, loss: Tensor, **kwargs: Any) -> None:
-        if self._scale is not None:
-            loss = self._scale(loss)
         if self._hooks.before_backward:
             self._call(self._hooks.before_backward, loss)
         if self._prepare_backward is not None:

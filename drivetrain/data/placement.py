@@ -136,7 +136,7 @@ class PendingBatch:
     def take(self) -> Any:
         """The batch, on the device; the one after it, where that was read and only has to be copied, is sent too.
 
-        Let go of the batch before first: then no more than two are on the device.
+        Drop the batch before it first: then no more than two are on the device.
         """
         if self._state != _PLACED:
             self._bring()

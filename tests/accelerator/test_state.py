@@ -22,7 +22,7 @@ from drivetrain import (
     ProjectConfiguration,
     set_seed,
 )
-from drivetrain.accelerator.faces import saving
+from drivetrain.accelerator import run_state
 from tests.pool import run_in_processes
 
 
@@ -511,7 +511,7 @@ def test_a_save_in_a_closure_is_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     """Whether a save has warned of gradients that it does not hold."""
-    monkeypatch.setattr(saving.logger, "_seen", set())
+    monkeypatch.setattr(run_state.logger, "_seen", set())
     return lambda: "no checkpoint holds them" in caplog.text
 
 
@@ -531,8 +531,8 @@ def test_a_save_after_the_last_step_of_a_batch_loses_nothing(
 
 def saves_and_warns(*given: str) -> tuple[tuple[str, int], bool]:
     found: list[str] = []
-    saving.logger._seen.clear()
-    saving.logger.logger.addFilter(lambda record: found.append(record.getMessage()) or True)
+    run_state.logger._seen.clear()
+    run_state.logger.logger.addFilter(lambda record: found.append(record.getMessage()) or True)
     return train_and_save(*given), any("no checkpoint holds them" in each for each in found)
 
 

@@ -10,20 +10,14 @@ from torch import nn
 
 from drivetrain import checkpoint
 from drivetrain.accelerator.handlers import ProjectConfiguration
-from drivetrain.accelerator.run_state import Moment, RunState
+from drivetrain.accelerator.run_state import RunState
 from drivetrain.accelerator.state_hooks import HookHandle, LoadHook, SaveHook
-from drivetrain.accelerator.step import OptimizerStep
-from drivetrain.runtime.errors import CheckpointError
-from drivetrain.runtime.logging import get_logger
-
-logger = get_logger(__name__)
 
 
 class StateSaving:
     """Accelerate's `save_state` and what belongs to it."""
 
     run_state: RunState
-    optimizer_step: OptimizerStep
     project_configuration: ProjectConfiguration
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -114,19 +108,6 @@ class StateSaving:
             CheckpointError: It could not be written, which is raised on all processes; or an optimizer is within its
                 step.
         """
-        if self.optimizer_step.is_torn:
-            raise CheckpointError(
-                "No checkpoint is written while an optimizer is within its step, as L-BFGS is in its closure: the "
-                "weights are neither those before the step nor those after it. Save after optimizer.step()."
-            )
-        if (
-            self.run_state.moment is Moment and self.optimizer_step.holds_gradients
-        ):  # no driver has kept that of its last step
-            logger.warning_once(
-                "save_state was called within a step: gradients are held that no optimizer has stepped with, and no "
-                "checkpoint holds them. A resumed run begins with the next batch, without them. Save after the step of "
-                "the last optimizer, where accelerator.sync_gradients is True."
-            )
         return self.run_state.save(output_dir, block)
 
     def load_state(

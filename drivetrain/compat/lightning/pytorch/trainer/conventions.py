@@ -45,7 +45,7 @@ class LightningConventions(CoreTrainer):
 
     @property
     def validates_whole_epochs(self) -> bool:
-        """Whether callbacks take it so: 1 as well as 1.0, which Lightning's do not tell apart."""
+        """Whether callbacks take it so: 1 as well as 1.0, which are the same to Lightning's."""
         return bool(self.val_check_interval == 1)
 
     @property
