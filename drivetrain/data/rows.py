@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,13 +37,16 @@ def share_of_batches(
     taken = list(range(share.start, share.stop))
     if not share.padding:
         return own[0] if len(taken) == counts[0] else pick_rows(own, counts, taken)
-    total = sum(head_sizes)
-    padding = [(share.offset + number) % total for number in range(share.padding)]
-    try:
-        return pick_rows([*head, *own], [*head_sizes, *counts], [total + row for row in taken] + padding)
-    except OtherForm:
-        batch, rows = (own[0], counts[0]) if own else (head[0], head_sizes[0])
-        return pick_rows([batch], [rows], taken + [number % rows for number in range(share.padding)])
+    total, everything, sizes_of_all = sum(head_sizes), [*head, *own], [*head_sizes, *counts]
+    real = [total + row for row in taken]
+    paddings = [[(share.offset + number) % total for number in range(share.padding)]]
+    if own:  # else made of its own rows; beside the head it shows what is a column
+        paddings.append([total + number % counts[0] for number in range(share.padding)])
+    for padding in paddings:
+        with suppress(OtherForm):
+            return pick_rows(everything, sizes_of_all, real + padding)
+    batch, rows = (own[0], counts[0]) if own else (head[0], head_sizes[0])
+    return pick_rows([batch], [rows], taken + [number % rows for number in range(share.padding)])
 
 
 class OtherForm(Exception):
@@ -51,8 +56,8 @@ class OtherForm(Exception):
 def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int]) -> Any:
     """Rows out of several batches of the same form, put together to one.
 
-    Tensors and lists, such as of strings, numbers or images, that are as long as their batch has rows are columns. All
-    else is taken from the last batch as it is.
+    Tensors, NumPy arrays and lists, such as of strings, numbers or images, that are as long as their batch has rows are
+    columns. All else is taken from the last batch as it is.
 
     Args:
         batches: The batches.
@@ -65,8 +70,8 @@ def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int
     like = batches[-1]
     if any(type(batch) is not type(like) for batch in batches):
         raise OtherForm
-    if isinstance(like, Tensor):
-        return _rows_of_tensors(batches, counts, picks)
+    if isinstance(like, Tensor | np.ndarray):
+        return _rows_of_arrays(batches, counts, picks)
     if isinstance(like, (list, tuple)):
         if _is_column(batches, counts):
             every = [value for batch in batches for value in batch]
@@ -86,16 +91,21 @@ def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int
     return like
 
 
-def _rows_of_tensors(tensors: Sequence[Tensor], counts: Sequence[int], picks: Sequence[int]) -> Tensor:
-    like = tensors[-1]
-    if not like.dim() or like.size(0) != counts[-1]:
+def _rows_of_arrays(arrays: Sequence[Any], counts: Sequence[int], picks: Sequence[int]) -> Any:
+    like = arrays[-1]
+    if not like.ndim or like.shape[0] != counts[-1]:
         return like
-    if len(set(counts)) > 1 and all(tensor.shape == like.shape for tensor in tensors):
+    if len(set(counts)) > 1 and all(array.shape == like.shape for array in arrays):
         return like  # a column is as long as its batch
-    for tensor, rows in zip(tensors, counts, strict=True):
-        if not tensor.dim() or tensor.size(0) != rows or tensor.shape[1:] != like.shape[1:]:
+    before = sum(counts[:-1])
+    if picks and min(picks) >= before:  # the others need not have its form
+        arrays, counts, picks = [like], [counts[-1]], [pick - before for pick in picks]
+    for array, rows in zip(arrays, counts, strict=True):
+        if not array.ndim or array.shape[0] != rows or array.shape[1:] != like.shape[1:]:
             raise OtherForm
-    return torch.cat(list(tensors))[torch.tensor(picks, dtype=torch.int64, device=like.device)]
+    if isinstance(like, Tensor):
+        return torch.cat(list(arrays))[torch.tensor(picks, dtype=torch.int64, device=like.device)]
+    return np.concatenate(arrays)[list(picks)]
 
 
 def _is_column(sequences: Sequence[Sequence[Any]], counts: Sequence[int]) -> bool:

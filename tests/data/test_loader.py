@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -238,3 +239,25 @@ def test_the_length_of_split_batches_is_the_number_that_this_process_gets(
         for index in range(3):
             loader = part(make(), index, 3, config=config)
             assert len(loader) == len(list(loader))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_arrays_and_lists_beside_tensors_of_other_widths_are_filled_up_too(rows: int, last: int) -> None:
+    def batch(start: int, count: int) -> dict[str, Any]:
+        numbers = range(start, start + count)
+        return {
+            "ids": torch.full((count, start + 1), float(start)) + torch.arange(count)[:, None],
+            "images": [torch.full((1, 2 + number % 2, 2), float(number)) for number in numbers],
+            "texts": [str(number) for number in numbers],
+            "array": np.arange(start, start + count, dtype=np.float32),
+            "missing": None,
+        }
+
+    batches = [batch(0, rows), batch(rows, rows), batch(2 * rows, min(rows, last))]
+    for index in range(2):
+        for given in prepare_loader(batches, shard=DataShard(index, 2)):
+            numbers = given["array"].tolist()
+            assert [len(given[name]) for name in ("ids", "images", "texts")] == [len(numbers)] * 3 == [rows] * 3
+            assert given["ids"][:, 0].tolist() == numbers == [float(each) for each in given["texts"]]
+            assert [float(each.flatten()[0]) for each in given["images"]] == numbers
