@@ -28,7 +28,7 @@ class GradientAveraging:
         self.watched: set[int] = set()
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average a parameter's gradient each time that a backward has finished it, also if it is trained later only."""
+        """Average a parameter's gradient each time that a backward has finished it, also if it is frozen at first."""
         for parameter in parameters:
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 continue  # torch computes no gradients of it
