@@ -24,6 +24,7 @@ class InBackward:
         optimizers: The bare optimizers.
         clip: What is done to each gradient before its step; nothing if None.
         beside: A parameter that no optimizer has, whose gradient is cleared with each step.
+        check: Called with each parameter that is found to be trained; raises if its gradient is completed later.
 
     Raises:
         ConfigurationError: Two of the optimizers have the same parameter, or `step` of one is another function than
@@ -35,8 +36,9 @@ class InBackward:
         optimizers: Sequence[Optimizer],
         clip: Callable[[list[Tensor]], Any] | None = None,
         beside: nn.Parameter | None = None,
+        check: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self._optimizers, self._clip, self._beside = list(optimizers), clip, beside
+        self._optimizers, self._clip, self._beside, self._check = list(optimizers), clip, beside, check
         self._places: dict[Tensor, tuple[Optimizer, int]] = {}  # each one's optimizer, and the number of its group
         self._hooks: list[Any] = []
         self._checked: set[tuple[int, int]] = set()  # groups of which a parameter has been stepped
@@ -95,6 +97,8 @@ class InBackward:
                 for parameter in group["params"]:
                     parameter.grad = None
                     if parameter not in self._places and parameter.requires_grad:
+                        if self._check is not None:
+                            self._check(parameter)
                         self._places[parameter] = optimizer, number
                         self._hooks.append(parameter.register_post_accumulate_grad_hook(self._step))
 

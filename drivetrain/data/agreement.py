@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
@@ -60,22 +59,32 @@ def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
 
 
 def digest_of(samples: Any) -> str:
-    """Return a digest of samples that does not depend on the process."""
-    digest = hashlib.blake2b(digest_size=16)
+    """Return a digest of samples that does not depend on the process.
+
+    Of an object of another kind it has the bytes (`tobytes`, as images have) or the attributes.
+    """
+    digest, seen = hashlib.blake2b(digest_size=16), set[int]()
 
     def add(value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            value = value.detach().cpu()
-            digest.update(repr((value.shape, value.dtype, value.flatten()[:64].tolist())).encode())
+            digest.update(repr((value.shape, value.dtype)).encode())
+            if value.layout is torch.strided and not value.is_quantized:
+                value = value.detach().cpu().flatten().contiguous().resolve_conj().resolve_neg()
+                digest.update(value.view(torch.uint8).numpy())
         elif isinstance(value, Mapping):
             add(list(value.items()))
         elif isinstance(value, list | tuple):
             for each in value:
                 add(each)
-        elif dataclasses.is_dataclass(value):
-            add(vars(value))
-        elif isinstance(value, str | bytes | int | float | np.ndarray | np.generic):
+        elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+            add(value.tolist())
+        elif isinstance(value, str | bytes | int | float | complex) or value is None:
             digest.update(repr(value).encode())
+        elif callable(getattr(value, "tobytes", None)):
+            digest.update(value.tobytes())
+        elif hasattr(value, "__dict__") and id(value) not in seen:
+            seen.add(id(value))
+            add(vars(value))
 
     add(samples)
     return digest.hexdigest()

@@ -66,6 +66,13 @@ class Gradients:
             ConfigurationError: Names the rank and the parameters.
         """
 
+    def require_complete(self, parameter: torch.Tensor) -> None:
+        """Raise if a backward does not leave a parameter's gradient complete, over all processes too.
+
+        Raises:
+            ConfigurationError: It is completed later, in `finish`.
+        """
+
     def zero_loss(self, task: nn.Module) -> torch.Tensor:
         """A loss with gradients of zero, for a batch that a task leaves out while its peers wait for gradients.
 

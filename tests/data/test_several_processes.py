@@ -438,6 +438,26 @@ class ReadyParts:
         return iter(torch.arange(8).view(4, 2)[rank::2])
 
 
+class Blank:
+    """A sample of a class of one's own."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.itself = number, self
+
+
+class ObjectParts(IterableDataset[Blank]):
+    def __iter__(self) -> Iterator[Blank]:
+        return map(Blank, range(PartialState().process_index, 8, 2))
+
+
+class FramedParts(IterableDataset[torch.Tensor]):
+    """Images whose first rows are empty."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in range(PartialState().process_index, 8, 2):
+            yield torch.nn.functional.pad(torch.full((2, 2), float(number)), (30, 30, 30, 30))
+
+
 class OnlyOnRank0(IterableDataset[int]):
     """Can be read on one machine only."""
 
@@ -479,7 +499,7 @@ def read_by_default(kind: str) -> tuple[str, int, bool]:
     if kind == "PartByEnvironment":
         loader = DataLoader(PartByEnvironment(), 2, num_workers=2)
     elif kind != "ReadyParts":
-        loader = DataLoader(globals()[kind](), 2)
+        loader = DataLoader(globals()[kind](), 2, collate_fn=list)
     prepared = prepare_loader(loader, shard=DataShard(state.process_index, state.num_processes))
     before, read = random_state(), 0
     try:
@@ -493,7 +513,7 @@ def read_by_default(kind: str) -> tuple[str, int, bool]:
     return "", read, before == random_state()
 
 
-@pytest.mark.parametrize("kind", ["PartByEnvironment", "ReadyParts"])
+@pytest.mark.parametrize("kind", ["PartByEnvironment", "ReadyParts", "ObjectParts", "FramedParts"])
 def test_parts_are_recognised_however_a_stream_finds_its_rank(kind: str) -> None:
     for error, rows, _ in run_in_processes(read_by_default, 2, (kind,)):
         assert "gives each process other samples" in error

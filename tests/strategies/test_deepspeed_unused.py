@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,6 +230,18 @@ def test_parameters_of_another_memory_format_are_trained(result_of):
     assert max(result_of(other_memory_formats).values()) <= EXACT
 
 
+CHANGED_BY_HAND: dict[str, Callable[[Any, Any, list[nn.Parameter]], Any]] = {
+    "group appended": lambda optimizer, bare, c: optimizer.param_groups.append({"params": c, "lr": 0.1}),
+    "groups added up": lambda optimizer, bare, c: optimizer.param_groups.__iadd__([{"params": c, "lr": 0.1}]),
+    "parameter appended": lambda optimizer, bare, c: optimizer.param_groups[0]["params"].append(c[0]),
+    "parameters replaced": lambda optimizer, bare, c: optimizer.param_groups[0].update(params=c),
+    "group appended to the user's own": lambda optimizer, bare, c: bare.param_groups.append(
+        {**bare.param_groups[0], "params": c}
+    ),
+    "parameter appended to the user's own": lambda optimizer, bare, c: bare.param_groups[0]["params"].append(c[0]),
+}
+
+
 @runs
 def refusals(directory: Path) -> dict[str, str]:
     def prepared(model: nn.Module, stage: int, of: nn.Module | None = None) -> tuple[Accelerator, nn.Module, Any]:
@@ -248,6 +261,15 @@ def refusals(directory: Path) -> dict[str, str]:
         _, optimizer = Accelerator(cpu=True, strategy=DeepSpeed(stage=stage)).prepare(model, optimizer)
         optimizer.add_param_group({"params": list(model.c.parameters())})
 
+    def by_hand(change: Callable[[Any, Any, list[nn.Parameter]], Any], stage: int) -> None:
+        model = Paths()
+        bare = torch.optim.SGD(model.b.parameters(), lr=0.1)
+        accelerator = Accelerator(cpu=True, strategy=DeepSpeed(stage=stage))
+        engine, optimizer = accelerator.prepare(model, bare)
+        change(optimizer, bare, list(model.c.parameters()))
+        accelerator.backward(engine(torch.ones(2, 4), "bc").sum())
+        optimizer.step()
+
     def two_dtypes(stage: int) -> None:
         model = Paths()
         model.c.to(torch.bfloat16)
@@ -260,6 +282,7 @@ def refusals(directory: Path) -> dict[str, str]:
         ),
         "group added": added,
         "two dtypes": two_dtypes,
+        **{name: partial(by_hand, change) for name, change in CHANGED_BY_HAND.items()},
     }
     found = {}
     for name, call in calls.items():
@@ -299,6 +322,12 @@ def test_what_zero_cannot_train_as_one_process_is_refused_with_its_names(result_
     for stage in (1, 2, 3):
         for part in parts:
             assert part in result_of(refusals)[f"{case}, {stage}"]
+
+
+@pytest.mark.parametrize("case", CHANGED_BY_HAND)
+def test_groups_that_are_changed_by_hand_are_refused_rather_than_lost(result_of, case):
+    for stage in (1, 2, 3):
+        assert "param_groups, or taken out of them, after prepare" in result_of(refusals)[f"{case}, {stage}"]
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -453,6 +453,14 @@ def layouts_and_dtypes() -> list[Any]:
     for model, options in ((TwoDtypes(trained=False), {}), (TwoDtypes(), {"wrap": nn.Linear})):
         prepared = Accelerator(cpu=True, strategy=FSDP(**options)).prepare(model)
         prepared(torch.ones(2, 4)).sum().backward()
+    accelerator = Accelerator(cpu=True, strategy=FSDP())
+    late = TwoDtypes(trained=False)
+    model = accelerator.prepare(late)
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    late.last.requires_grad_(True)
+    with pytest.raises(ConfigurationError) as unfrozen:
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+    assert str(unfrozen.value) == str(refused.value)
     gaps = []
     for kind in ("channels_last", "transposed"):
         own = trained_layout(kind, FSDP())

@@ -258,17 +258,50 @@ class Gained(NetTask):
             block.append(Gain())
 
 
-def fit_gained(options: dict[str, Any]) -> dict[str, Tensor]:
+class GainedLater(Gained):
+    """Trains its scalars and a layer from the second step on, all in the optimizer from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.later(False)
+
+    def later(self, trained: bool) -> None:
+        for block in self.net.blocks:
+            block[-1].requires_grad_(trained)
+        self.net.blocks[2].requires_grad_(trained)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.later(batch_idx >= 2)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+
+class Adding(NetTask):
+    """Adds a parameter that no stage has, after the first step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def fit_gained(options: dict[str, Any], task: type[NetTask] = Gained) -> dict[str, Tensor]:
     torch.set_num_threads(1)
     trainer = clipping_trainer(Parallel(**options) if options else "single")
-    trainer.fit(Gained(), loader(ROWS // trainer.strategy.topology.data_shard.count))
+    trainer.fit(task(), loader(ROWS // trainer.strategy.topology.data_shard.count))
     return trainer.strategy.state.full(trainer.model)
 
 
-def test_a_scalar_is_averaged_over_the_processes_with_other_data():
-    [expected] = run_in_processes(fit_gained, 1, args=({},))
-    found = run_in_processes(fit_gained, 4, args=({"pp": 2, "dp_shard": 2},), timeout=90)[0]
+@pytest.mark.parametrize("task", [Gained, GainedLater])
+def test_a_scalar_is_averaged_over_the_processes_with_other_data(task: type[NetTask]):
+    [expected] = run_in_processes(fit_gained, 1, args=({}, task))
+    found = run_in_processes(fit_gained, 4, args=({"pp": 2, "dp_shard": 2}, task), timeout=90)[0]
     assert gap(found, expected) < 5e-6
+
+
+def test_a_parameter_that_is_added_later_is_refused() -> None:
+    with pytest.raises(ProcessesFailed, match="A pipeline settles which parameters it trains when the model is split"):
+        run_in_processes(fit_gained, 2, args=({"pp": 2}, Adding), timeout=60)
 
 
 # random numbers

@@ -284,10 +284,39 @@ class Stack(Task):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
-def sharded(options: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
+class LateStack(Stack):
+    """Trains the scalar and a block from the third step on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        trained = self.current_epoch > 0 or batch_idx >= 2
+        self.scale.requires_grad_(trained)
+        self.blocks[1].requires_grad_(trained)
+
+
+class GrowingStack(Stack):
+    """Adds a parameter after the first step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.scale = nn.Parameter(torch.tensor(1.5))
+            self.trainer.optimizers[0].add_param_group({"params": [self.scale]})
+
+
+def grown() -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        quiet(strategy=FSDP(), optimizer_in_backward=True, max_epochs=1).fit(GrowingStack(), Shuffled.data(count=24))
+    return str(caught.value)
+
+
+def test_a_parameter_that_is_added_to_a_sharded_model_is_refused() -> None:
+    for error in run_in_processes(grown, 2):
+        assert "A parameter of shape () is no part of the model that FSDP has sharded" in error
+
+
+def sharded(options: dict[str, Any], kind: type[Stack] = Stack) -> tuple[dict[str, Tensor], int]:
     states = []
     for in_backward in (False, True):
-        task = Stack()
+        task = kind()
         trainer = quiet(strategy=FSDP(**options), optimizer_in_backward=in_backward, max_epochs=2)
         trainer.fit(task, Shuffled.data(count=24))
         states.append({name: each.clone() for name, each in trainer.strategy.state.full(trainer.model).items()})
@@ -295,11 +324,15 @@ def sharded(options: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
     return states[1], task.left
 
 
-@pytest.mark.parametrize("options", [{}, {"replicate_size": 2}, {"cpu_offload": True}], ids=str)
-def test_shards_are_stepped_once_their_gradients_are_reduced(options: dict[str, Any]) -> None:
-    (state, left), (_, other) = run_in_processes(sharded, 2, args=(options,))
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [({}, Stack), ({}, LateStack), ({"replicate_size": 2}, Stack), ({"cpu_offload": True}, Stack)],
+    ids=str,
+)
+def test_shards_are_stepped_once_their_gradients_are_reduced(options: dict[str, Any], kind: type[Stack]) -> None:
+    (state, left), (_, other) = run_in_processes(sharded, 2, args=(options, kind))
     assert left == other == 0
-    alone = Stack()
+    alone = kind()
     quiet(max_epochs=2).fit(alone, Shuffled.data(count=24, batch_size=8))
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=0, atol=5e-6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -51,6 +51,7 @@ class TrainedModel:
         self._held: dict[int, list[nn.Parameter]] = {}
         for holder, held in self.layout.holders():
             self._held[id(holder)] = held
+        self._settled = self._count() if groups else 0  # between steps; stage 3 puts what it steps in for a moment
 
     @property
     def is_low_precision(self) -> bool:
@@ -84,8 +85,17 @@ class TrainedModel:
         self.holds_gradients = self.is_complete = self.clipped = False
         self.pending_scale = 1.0
 
+    def _count(self) -> int:
+        return sum(len(group["params"]) for group in self.layout.inner.param_groups)
+
     def step(self) -> None:
-        """Step the engine; parameters that took no part in the losses stay as they are. Collective."""
+        """Step the engine; parameters that took no part in the losses stay as they are. Collective.
+
+        Raises:
+            ConfigurationError: The optimizer's groups have more parameters than the engine has.
+        """
+        if len(self.layout.inner.param_groups) > len(self.groups) or self._count() > self._settled:
+            _refuse_changed_groups()
         with self.layout.untouched(self.participation.unused()):
             self.engine.step()
         self.layout.finish_step()
@@ -196,10 +206,10 @@ class EngineOptimizer(OptimizerProxy):
         """The inner optimizer's groups, with the model's own parameters in them."""
         names = self.trained.groups
         parameters = self.trained.parameters
-        return [
-            _Group(group, [parameters[name] for name in names[number]])
-            for number, group in enumerate(self.optimizer.param_groups)
-        ]
+        return _Settled(
+            _Group(group, _Settled(parameters[name] for name in own))
+            for own, group in zip(names, self.optimizer.param_groups, strict=False)
+        )
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -240,6 +250,25 @@ class EngineOptimizer(OptimizerProxy):
         )
 
 
+def _refuse_changed_groups(*_: Any) -> NoReturn:
+    raise ConfigurationError(
+        "Parameters were put into the optimizer's param_groups, or taken out of them, after prepare. DeepSpeed settles "
+        "which parameters it trains when the model is placed, and would not see that. Give the optimizer all groups "
+        'before prepare, or use strategy="ddp" or "fsdp".',
+        code="DT-049",
+    )
+
+
+class _Settled(list[Any]):
+    """Groups, or parameters of one: what the engine has. Changing the list would change nothing, so it is refused."""
+
+    append = extend = insert = remove = pop = clear = _refuse_changed_groups
+    __iadd__ = __setitem__ = __delitem__ = _refuse_changed_groups
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, ([*self],)
+
+
 class _Group(dict[str, Any]):
     """A parameter group: options are read from and written to the inner optimizer's group."""
 
@@ -248,9 +277,10 @@ class _Group(dict[str, Any]):
         self._inner = inner
 
     def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            _refuse_changed_groups()
         super().__setitem__(key, value)
-        if key != "params":
-            self._inner[key] = value
+        self._inner[key] = value
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         if key not in self:

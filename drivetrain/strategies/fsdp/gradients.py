@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.fsdp import sharding
 from drivetrain.strategies.fsdp.clipping import clip_grad_norm_over_meshes_, clip_grad_value_locally_
 from drivetrain.strategies.fsdp.replicated import GradientAveraging
@@ -44,11 +46,25 @@ class ShardedGradients(Gradients):
             count = sum(len(group["params"]) for group in optimizer.param_groups)
             known = self._beside.get(optimizer)
             if known is None or known[0] != count:
-                watched = {each for averaging in self._averaging.values() for each in averaging.watched}
+                watched = self._watched()
                 held = [each for group in optimizer.param_groups for each in group["params"]]
                 beside = [each for each in held if not isinstance(each, DTensor) and id(each) not in watched]
                 known = self._beside[optimizer] = (count, beside if any(map(_is_shard, held)) else [])
             average_gradients([parameter for parameter in known[1] if parameter.requires_grad])
+
+    def _watched(self) -> set[int]:
+        return {each for averaging in self._averaging.values() for each in averaging.watched}
+
+    def require_complete(self, parameter: torch.Tensor) -> None:
+        """Refuse a parameter that is neither sharded nor a part of the model when it was sharded."""
+        known = isinstance(parameter, DTensor) or id(parameter) in self._watched()
+        if not known and PartialState().use_distributed:
+            raise ConfigurationError(
+                f"A parameter of shape {tuple(parameter.shape)} is no part of the model that FSDP has sharded, so its "
+                "gradient is averaged after the backward, but optimizer_in_backward=True steps within it. Make the "
+                "parameter before fit(), as a part of the task, or leave optimizer_in_backward out.",
+                code="DT-093",
+            )
 
     def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         """Keep gradients whole and unreduced in a context."""

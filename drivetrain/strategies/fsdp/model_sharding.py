@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from drivetrain.runtime.collectives import broadcast, reduce
-from drivetrain.runtime.errors import ConfigurationError, some_of
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.fsdp import sharding
 from drivetrain.strategies.fsdp.blocks import normalise_in_full, rewrite_blocks
 from drivetrain.strategies.fsdp.materialise import Materialiser, parameters_on_meta, take_values
@@ -178,14 +178,7 @@ class ModelSharder:
             for parameter in own:
                 if parameter.requires_grad:
                     by_dtype.setdefault(parameter.dtype, []).append(names.get(id(parameter), "?"))
-            if len(by_dtype) > 1:
-                listed = "; ".join(f"{dtype}: {some_of(found)}" for dtype, found in by_dtype.items())
-                raise ConfigurationError(
-                    f"FSDP gathers and reduces the parameters of {type(self._unwrap(unit)).__name__} together, but it "
-                    f"trains parameters of several dtypes ({listed}). Bring them to one dtype, freeze those of the "
-                    "other, or name the modules that hold them in FSDP(wrap=...).",
-                    code="DT-046",
-                )
+            sharding.refuse_several_dtypes(type(self._unwrap(unit)).__name__, by_dtype)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         """The modules inside a model that are gathered and freed as one."""

@@ -28,11 +28,15 @@ class GradientAveraging:
         self.watched: set[int] = set()
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average a parameter's gradient each time that a backward has finished it."""
+        """Average a parameter's gradient each time that a backward has finished it, also if it is frozen at first."""
         for parameter in parameters:
-            if parameter.requires_grad:
-                self.watched.add(id(parameter))
-                parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                continue  # torch computes no gradients of it
+            is_trained = parameter.requires_grad
+            self.watched.add(id(parameter))
+            parameter.requires_grad_(True)  # torch adds the hook to no other, and keeps it when that changes
+            parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(is_trained)
 
     def _average(self, parameter: Tensor) -> None:
         if not self.enabled or parameter.grad is None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from drivetrain.runtime.errors import ConfigurationError, some_of
 from drivetrain.strategies.fsdp.blocks import BlockForward
 from drivetrain.strategies.fsdp.parameters import shard_like
 
@@ -186,6 +187,45 @@ def train_shards(model: nn.Module, shards: Iterable[Tensor]) -> None:
         for one in _records_of(unit):
             if id(one.sharded_param) in wanted and hasattr(one, "_unsharded_param"):
                 one._unsharded_param.requires_grad_(True)
+
+
+def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Refuse a unit that trains parameters of two dtypes, some of which were frozen when the model was sharded.
+
+    Args:
+        model: The sharded model.
+        unwrap: Returns the user's own module of one that was prepared.
+
+    Raises:
+        ConfigurationError: Names the parameters.
+    """
+    names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
+    for unit in sharded_units(model):
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for one in _records_of(unit):
+            if one.sharded_param.requires_grad:
+                by_dtype.setdefault(one.sharded_param.dtype, []).append(names.get(id(one.sharded_param), "?"))
+        refuse_several_dtypes(type(unwrap(cast("nn.Module", unit))).__name__.removeprefix("FSDP"), by_dtype)
+
+
+def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str]]) -> None:
+    """Refuse a unit that trains parameters of two dtypes: torch 2.13 reduces their gradients as one.
+
+    Args:
+        unit: The class of the unit.
+        by_dtype: The names of the parameters that it trains.
+
+    Raises:
+        ConfigurationError: There are several dtypes.
+    """
+    if len(by_dtype) > 1:
+        listed = "; ".join(f"{dtype}: {some_of(names)}" for dtype, names in by_dtype.items())
+        raise ConfigurationError(
+            f"FSDP gathers and reduces the parameters of {unit} together, but it trains parameters of several dtypes "
+            f"({listed}). Bring them to one dtype, freeze those of the other, or name the modules that hold them in "
+            "FSDP(wrap=...).",
+            code="DT-046",
+        )
 
 
 def gathered_parameters(model: nn.Module, shards: Iterable[Tensor]) -> list[Tensor]:

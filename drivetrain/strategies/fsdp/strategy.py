@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import Capability, MicroBatch, Output, Strategy, View
 from drivetrain.strategies.capabilities import Join, StepInBackward
+from drivetrain.strategies.fsdp import sharding
 from drivetrain.strategies.fsdp.gradients import ShardedGradients
 from drivetrain.strategies.fsdp.model_sharding import ModelSharder
 from drivetrain.strategies.fsdp.options import FSDPOptions
@@ -134,6 +136,7 @@ class FSDP(Strategy):
         self._placer: Placer
         self._replaced = ReplacedParameters()
         self._window_is_open = False
+        self._prepared: WeakSet[nn.Module] = WeakSet()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FSDP:
@@ -190,6 +193,7 @@ class FSDP(Strategy):
         """Shard a model, and let its optimizers hold the shards."""
         slots = slots_of(model)
         placed = self.place(model, precision, move)
+        self._prepared.add(placed)
         self._replaced.follow(slots, optimizers)
         for optimizer in optimizers:
             refuse_for_shards(optimizer)
@@ -215,6 +219,19 @@ class FSDP(Strategy):
         outputs = super().forward_backward(model, step_fn, microbatches)
         self._window_is_open = False
         return outputs
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute the gradients of a loss, scaled already.
+
+        Raises:
+            ConfigurationError: A unit trains parameters of two dtypes, since some were unfrozen after `prepare`.
+        """
+        try:
+            super().backward(loss, **kwargs)
+        except (RuntimeError, AssertionError):
+            for model in self._prepared:
+                sharding.refuse_mixed_units(model, self.unwrap)
+            raise
 
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None

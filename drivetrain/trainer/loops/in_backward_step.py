@@ -50,6 +50,7 @@ class InBackwardStep(PlainStep):
             [prepared.optimizer for prepared in trainer.task_optimizers],
             clip=partial(clip, value=bound) if bound else None,
             beside=presence_of(trainer.task_run.model),
+            check=trainer.strategy.gradients.require_complete,
         )
         super().__init__(trainer, task, model, hooks)
         self._zero_grad, self._clears_first = self._in_backward.begin, True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,17 +28,22 @@ class StagedGradients(ShardedGradients):
     def __init__(self, rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(rank)
         self._group, self._device = group, device
+        self._held: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
-        """Leave gradients as they are: processes of other stages have other parameters."""
+        """Leave gradients as they are: processes of other stages have other parameters.
+
+        Raises:
+            ConfigurationError: An optimizer has more parameters than at its first step.
+        """
+        for optimizer in optimizers:
+            count = sum(len(group["params"]) for group in optimizer.param_groups)
+            if count > self._held.setdefault(optimizer, count):
+                _refuse_added()
 
     def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse: what the stages send each other is settled when the model is split."""
-        raise ConfigurationError(
-            "A pipeline settles which parameters it trains when the model is split, so none can be added later. Train "
-            'all from the start, or use strategy="fsdp".',
-            code="DT-049",
-        )
+        _refuse_added()
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients down to a total norm of at most `max_norm`, over all shards and stages."""
@@ -56,3 +63,11 @@ class StagedGradients(ShardedGradients):
         power = power**norm_type
         dist.all_reduce(power, group=self._group)
         return power ** (1.0 / norm_type)
+
+
+def _refuse_added() -> NoReturn:
+    raise ConfigurationError(
+        "A pipeline settles which parameters it trains when the model is split, so none can be added later. Train "
+        'all from the start, or use strategy="fsdp".',
+        code="DT-049",
+    )
