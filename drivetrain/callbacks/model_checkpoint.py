@@ -395,7 +395,7 @@ class ModelCheckpoint(Callback):
         if not self._fitting or trainer.sanity_checking:
             return
         self._validations += 1
-        epoch_is_due = not self._saves_at_epoch_end(trainer) and self._epoch_is_due(trainer)
+        epoch_is_due = not self.saves_at_epoch_end(trainer) and self._epoch_is_due(trainer)
         if self._waits_for_validation or epoch_is_due:
             self._waits_for_validation = False
             self._save(trainer, task)
@@ -408,7 +408,7 @@ class ModelCheckpoint(Callback):
         is_stale = self.monitor is not None and is_validated and not was_validated
         if is_stale and self.save_on_train_epoch_end is None:
             return
-        if self._saves_at_epoch_end(trainer) and self._epoch_is_due(trainer):
+        if self.saves_at_epoch_end(trainer) and self._epoch_is_due(trainer):
             self._save(trainer, task)
 
     def on_train_end(self, trainer: Trainer, task: Task) -> None:
@@ -451,7 +451,8 @@ class ModelCheckpoint(Callback):
         every = self.every_n_epochs
         return every > 0 and (trainer.current_epoch + 1) % every == 0 and trainer.global_step != self._last_step
 
-    def _saves_at_epoch_end(self, trainer: Trainer) -> bool:
+    def saves_at_epoch_end(self, trainer: Trainer) -> bool:
+        """Whether it saves at the end of an epoch, rather than after a validation."""
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
         return trainer.validates_whole_epochs or not trainer.validates

@@ -256,6 +256,7 @@ class PreparedLoader(DataLoader[Any]):
         if self._resume is not None and epoch != self._epoch:
             self._resume = None
         self._epoch, self._begun = epoch, False
+        self._exhausted, self._reached = False, None  # what was read belongs to another epoch
         self._forward_epoch()
 
     def _begin_epoch(self) -> None:
@@ -384,8 +385,6 @@ class PreparedLoader(DataLoader[Any]):
                 f"This loader state has no {', '.join(missing)}. It must come from state_dict() of a prepared loader."
             )
         self.set_epoch(int(state["epoch"]))
-        self._exhausted = False
-        self._reached = None
         for generator, value in zip(find_generators(self.loader), state["generators"], strict=False):
             set_generator_state(generator, value)
         start = None if state["start"] is None else EpochStart.from_state_dict(state["start"])

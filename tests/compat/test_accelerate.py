@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import ConfigurationError
 from drivetrain.compat.accelerate import Accelerator, skip_first_batches
+from drivetrain.compat.accelerate.optimizer import AcceleratedOptimizer
+from drivetrain.compat.accelerate.scheduler import AcceleratedScheduler
 from drivetrain.compat.accelerate.tracking import GeneralTracker, TensorBoardTracker, register_tracker_class
 from drivetrain.compat.accelerate.utils import (
     AutocastKwargs,
@@ -103,6 +105,22 @@ def test_what_is_written_into_the_plugins_arguments_holds(written, ends):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     accelerator.gradient_state.plugin_kwargs.update(written)
     assert [end for _, end in train(accelerator, prepared(accelerator))] == ends
+
+
+def test_an_optimizer_and_a_scheduler_made_by_hand_follow_the_windows():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, bare, _, loader = prepared(accelerator, rows=4)
+    optimizer = AcceleratedOptimizer(bare.optimizer)
+    scheduler = AcceleratedScheduler(torch.optim.lr_scheduler.StepLR(bare.optimizer, 1), optimizer)
+    steps, before = [], model.weight.detach().clone()
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean() * 1e-3)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        steps.append((torch.equal(before, model.weight), scheduler.last_epoch))
+    assert steps == [(True, 0), (False, 1), (False, 1), (False, 2)]
 
 
 def test_a_scheduler_can_be_told_to_step_once():

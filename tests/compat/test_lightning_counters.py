@@ -11,6 +11,7 @@ import torch
 from drivetrain import Trainer as CoreTrainer
 from drivetrain.compat.lightning.pytorch import Trainer
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
+from drivetrain.compat.lightning.pytorch.strategies import DDPStrategy
 from tests.pool import run_in_processes
 
 QUIET: dict[str, Any] = {
@@ -143,3 +144,16 @@ def test_the_epoch_can_be_set_by_its_counters(names: tuple[str, ...], tmp_path: 
     assert trainer.current_epoch == 3
     trainer.fit(BoringModel())
     assert (trainer.current_epoch, trainer.global_step) == (5, 2)
+
+
+@pytest.mark.parametrize("strategy", ["auto", DDPStrategy()], ids=["auto", "DDPStrategy"])
+def test_a_strategy_shows_what_it_drives(strategy: Any, tmp_path: Path) -> None:
+    task, options = BoringModel(), {"strategy": strategy, "devices": 1, "limit_train_batches": 1}
+    trainer = Trainer(default_root_dir=tmp_path, max_epochs=1, **options, **QUIET)
+    assert (trainer.strategy.lightning_module, trainer.strategy.optimizers) == (None, [])
+    trainer.fit(task)
+    shown = trainer.strategy
+    assert (shown.lightning_module, shown.model) == (task, trainer.model)
+    assert shown.optimizers == trainer.optimizers
+    assert len(shown.lr_scheduler_configs) == 1
+    assert shown.parallel_devices == [shown.root_device]

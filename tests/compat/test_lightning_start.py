@@ -28,6 +28,8 @@ from drivetrain.compat.lightning.pytorch.utilities.exceptions import Misconfigur
 from drivetrain.compat.lightning.pytorch.utilities.rank_zero import rank_zero_only
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from tests.pool import run_in_processes
+from tests.simulated.devices import simulated as simulated
+from tests.simulated.devices import start
 
 
 def quiet(**options: Any) -> Any:
@@ -37,6 +39,17 @@ def quiet(**options: Any) -> Any:
 
 
 # devices and number formats
+
+
+def numbers_of_devices() -> tuple[list[int], list[str]]:
+    start(2)
+    trainer = quiet(accelerator="sim", devices="1,")
+    return trainer.device_ids, [str(device) for device in trainer.strategy.parallel_devices]
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_device_that_is_named_is_shown_by_its_number() -> None:
+    assert run_in_processes(numbers_of_devices, 1) == [([1], ["sim:1"])]
 
 
 @pytest.mark.parametrize("devices", [0, "0", []])

@@ -105,6 +105,15 @@ def test_the_position_after_a_break_is_where_the_loop_was_left() -> None:
     assert seen == set(range(22))
 
 
+@pytest.mark.parametrize("read", [2, 6])
+def test_the_position_after_the_next_epoch_was_set_is_its_start(read: int) -> None:
+    loader = prepare_loader(DataLoader(range(6)), shard=DataShard())
+    assert len(list(itertools.islice(loader, read + 1))) == read + (read < 6)  # left within the epoch, or at its end
+    loader.set_epoch(1)
+    state = loader.state_dict()
+    assert (state["epoch"], state["batches"], loader.consumed_batches, loader.reached_end) == (1, 0, 0, False)
+
+
 def test_a_position_is_dropped_when_another_epoch_is_set() -> None:
     loader = prepare_loader(KINDS["in order"](), shard=DataShard())
     loader.skip(3)

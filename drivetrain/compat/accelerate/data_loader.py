@@ -65,7 +65,7 @@ class DataLoaderShard(PreparedLoader):
     @property
     def iteration(self) -> int:
         """The epoch of the next iteration or of the one under way; may be assigned between iterations."""
-        return self.epoch + (self._begun and self._exhausted)
+        return self.epoch + (self.current is None and self.reached_end)
 
     @iteration.setter
     def iteration(self, epoch: int) -> None:

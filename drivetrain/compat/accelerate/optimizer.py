@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from drivetrain.accelerator import PreparedOptimizer
-from drivetrain.compat.accelerate.state import AcceleratorState, GradientState
+from drivetrain.compat.accelerate.state import AcceleratorState, GradientState, latest_or_refused
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import send_to_device
 
@@ -20,14 +21,31 @@ __all__ = ["AcceleratedOptimizer", "move_to_device"]
 class AcceleratedOptimizer(PreparedOptimizer):
     """A prepared optimizer with the members that only Accelerate's scripts read and assign.
 
+    Args:
+        optimizer: The optimizer, which steps where the windows of the latest Accelerator end.
+        device_placement: Accepted; the state of an optimizer is where its parameters are.
+        scaler: That Accelerator's own, or None.
+
     Attributes:
         accelerator: The Accelerator that prepared it.
-        device_placement: Accepted; the state of an optimizer is where its parameters are.
+        device_placement: As given.
+
+    Raises:
+        ConfigurationError: There is no Accelerator yet.
     """
 
     _is_accelerate_prepared = True
     device_placement = True
     accelerator: Accelerator
+
+    def __init__(
+        self, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
+        engine = latest_or_refused(type(self).__name__)
+        super().__init__(optimizer, engine.optimizer_step, engine.prepared, engine.strategy)
+        self.accelerator, self.device_placement = engine, device_placement
+        if scaler is not None:
+            self.scaler = scaler
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

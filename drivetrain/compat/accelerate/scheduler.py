@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from drivetrain.accelerator import PreparedScheduler
-from drivetrain.compat.accelerate.state import GradientState
+from drivetrain.compat.accelerate.state import GradientState, latest_or_refused
 
 if TYPE_CHECKING:
     from drivetrain.compat.accelerate.accelerator import Accelerator
@@ -18,13 +18,30 @@ __all__ = ["AcceleratedScheduler"]
 class AcceleratedScheduler(PreparedScheduler):
     """A prepared scheduler with the members that only Accelerate's scripts read and assign.
 
+    Args:
+        scheduler: The scheduler, which steps where the windows of the latest Accelerator end.
+        optimizers: The prepared optimizers that it follows, or one.
+        step_with_optimizer: Whether it follows them at all.
+        split_batches: Whether it steps once for each optimizer step, rather than once per process.
+
     Attributes:
         accelerator: The Accelerator that prepared it.
+
+    Raises:
+        ConfigurationError: There is no Accelerator yet.
     """
 
     _is_accelerate_prepared = True
     _split_batches = False
     accelerator: Accelerator
+
+    def __init__(
+        self, scheduler: Any, optimizers: Any, step_with_optimizer: bool = True, split_batches: bool = False
+    ) -> None:
+        engine = latest_or_refused(type(self).__name__)
+        followed = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+        super().__init__(scheduler, followed, engine.accumulation, with_optimizer=step_with_optimizer)
+        self.accelerator, self.split_batches = engine, split_batches
 
     @property
     def split_batches(self) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from drivetrain import accelerator as engine
 from drivetrain.runtime import state as runtime
 from drivetrain.runtime.collective_checks import CallComparison
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.process_group import DEFAULT_TIMEOUT, group_timeout
 from drivetrain.runtime.state import DistributedType
 
@@ -22,6 +23,21 @@ __all__ = ["AcceleratorState", "GradientState", "PartialState", "is_initialized"
 def latest_accelerator() -> Accelerator | None:
     """The Accelerator that was made last in this process."""
     return runtime.PartialState.registry().get(_LATEST)
+
+
+def latest_or_refused(name: str) -> Accelerator:
+    """Return the Accelerator that was made last in this process.
+
+    Args:
+        name: What needs it.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    found = latest_accelerator()
+    if found is None:
+        raise ConfigurationError(f"{name} is part of an Accelerator's loop: make an Accelerator first.", code="DT-003")
+    return found
 
 
 def record_accelerator(accelerator: Accelerator) -> None:

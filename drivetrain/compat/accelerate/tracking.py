@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from inspect import Parameter, Signature
 from typing import Any
 
 from drivetrain import trackers
@@ -44,18 +46,24 @@ class TensorBoardTracker(TensorBoardLogger, metaclass=StandsFor, original=Tensor
         self.run_name, self.logging_dir, self.init_kwargs = run_name, os.path.join(logging_dir, run_name), kwargs
 
 
-# Accelerate's class -> ours, and what its arguments are called there, in order
-_CLASSES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "AimTracker": ("AimLogger", ("experiment", "repo")),
-    "ClearMLTracker": ("ClearMLLogger", ("project_name",)),
-    "CometMLTracker": ("CometLogger", ("project_name",)),
-    "DVCLiveTracker": ("DVCLiveLogger", ("run_name", "live")),
-    "MLflowTracker": ("MLFlowLogger", ("experiment_name", "logging_dir", "run_id", "tags", "nested_run", "run_name")),
-    "SwanLabTracker": ("SwanLabLogger", ("project",)),
-    "TrackioTracker": ("TrackioLogger", ("project",)),
-    "WandBTracker": ("WandbLogger", ("project",)),
+_PROJECT = {"run_name": "project"}
+# Accelerate's class -> ours, and the arguments of its constructor, in order, with what they are called there
+_CLASSES: dict[str, tuple[str, dict[str, str]]] = {
+    "AimTracker": ("AimLogger", {"run_name": "experiment", "logging_dir": "repo"}),
+    "ClearMLTracker": ("ClearMLLogger", {"run_name": "project_name"}),
+    "CometMLTracker": ("CometLogger", {"run_name": "project_name"}),
+    "DVCLiveTracker": ("DVCLiveLogger", {"run_name": "run_name", "live": "live"}),
+    "MLflowTracker": (
+        "MLFlowLogger",
+        {
+            name: name
+            for name in ("experiment_name", "logging_dir", "run_id", "tags", "nested_run", "run_name", "description")
+        },
+    ),
+    "SwanLabTracker": ("SwanLabLogger", _PROJECT),
+    "TrackioTracker": ("TrackioLogger", _PROJECT),
+    "WandBTracker": ("WandbLogger", _PROJECT),
 }
-_RENAMED = {"run_name": 0, "experiment_name": 0, "logging_dir": 1}
 
 
 def __getattr__(name: str) -> Any:
@@ -65,23 +73,23 @@ def __getattr__(name: str) -> Any:
     found = getattr(trackers, original, None)
     if found is None:
         return absent(name, "Pass its name to log_with instead.")
-    globals()[name] = made = _in_order(name, found, arguments)
+    globals()[name] = made = _with_arguments(name, found, arguments)
     return made
 
 
-def _in_order(name: str, original: Any, arguments: tuple[str, ...]) -> type:
+def _with_arguments(name: str, original: Any, arguments: Mapping[str, str]) -> type:
     """Return a class that makes a tracker of ours from the arguments of Accelerate's constructor."""
 
     class Made(original, metaclass=StandsFor, original=original):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
-            given = dict(zip(arguments, args, strict=False))
-            for word, place in _RENAMED.items():
-                if word in options and place < len(arguments) and word not in arguments:
-                    given[arguments[place]] = options.pop(word)
-            super().__init__(**given, **options)
+            given = dict(zip(arguments, args, strict=False)) | options
+            super().__init__(**{arguments.get(word, word): value for word, value in given.items()})
 
     Made.__name__ = Made.__qualname__ = name
     Made.__doc__ = f"`drivetrain.{original.__name__}` with the arguments of Accelerate's `{name}`."
+    words = [Parameter(word, Parameter.POSITIONAL_OR_KEYWORD, default=None) for word in arguments]
+    made: Any = Made
+    made.__signature__ = Signature([*words, Parameter("kwargs", Parameter.VAR_KEYWORD)])
     return Made
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _CHECKPOINT_IO = "_drivetrain_checkpoint_io"
 _REDUCTIONS = {"avg": "mean"}
+_DRIVERS: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
+"""The Trainer of each strategy, beside it: a strategy is pickled and copied without the Trainer."""
 
 
 def _checked(environment: Any) -> ClusterEnvironment | None:
@@ -118,6 +121,39 @@ class StrategyMembers:
         """
         if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(filepath)
+
+    # what it drives
+
+    @property
+    def _driver(self) -> Any:
+        found = _DRIVERS.get(self.holder)
+        return None if found is None else found()
+
+    @property
+    def lightning_module(self) -> Any:
+        """The module of the Trainer; None before it has one."""
+        return getattr(self._driver, "lightning_module", None)
+
+    @property
+    def model(self) -> Any:
+        """The same, as the strategy has wrapped it."""
+        return getattr(self._driver, "model", None)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers of the Trainer."""
+        return list(getattr(self._driver, "optimizers", ()))
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The schedulers of the Trainer."""
+        return list(getattr(self._driver, "lr_scheduler_configs", ()))
+
+    @property
+    def _lightning_module(self) -> Any:
+        return self.lightning_module
+
+    # this process
 
     @property
     def root_device(self) -> torch.device:
@@ -231,7 +267,7 @@ class StrategyMembers:
     def parallel_devices(self) -> list[torch.device]:
         """The devices of this machine's processes."""
         root, count = self.root_device, PartialState().environment.local_world_size
-        return [root if root.index is None else torch.device(root.type, index) for index in range(count)]
+        return [root if root.index is None or count == 1 else torch.device(root.type, index) for index in range(count)]
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -316,3 +352,13 @@ def with_members(strategy: Strategy, precision: str) -> Any:
         precision: The name of its number format.
     """
     return strategy if isinstance(strategy, StrategyMembers) else StrategyView(strategy, precision)
+
+
+def record_driver(strategy: Any, trainer: Any) -> None:
+    """Let scripts read of a strategy what its Trainer has.
+
+    Args:
+        strategy: The strategy, as scripts read it.
+        trainer: The Trainer.
+    """
+    _DRIVERS[strategy.holder] = ref(trainer)

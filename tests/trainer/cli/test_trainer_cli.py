@@ -65,10 +65,10 @@ def test_callbacks_are_given_by_name_or_path_and_their_arguments_after_them(name
 
 @pytest.mark.parametrize(
     ("written", "loggers"),
-    [("false", 0), ("False", 0), ("true", 1), ("null", 1), ("csv", 1), ("[csv]", 1), ("CSVLogger", 1)],
+    [("false", 0), ("False", 0), ("true", 1), ("null", 1), ("csv", 1), ("[csv]", 1), ("drivetrain.CSVLogger", 1)],
 )
 def test_a_switch_for_trackers_is_no_name_of_one(written: str, loggers: int) -> None:
-    place = ["--trainer.logger.save_dir=logs"] if written == "CSVLogger" else []
+    place = ["--trainer.logger.save_dir=logs"] if written.endswith("CSVLogger") else []
     made = command(f"--trainer.logger={written}", *place, run=False)
     assert [type(each) for each in made.trainer.loggers] == [CSVLogger] * loggers
 

@@ -274,24 +274,30 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
         return {**counted, **trainer.callback_metrics}
 
     def _should_skip_saving_checkpoint(self, trainer: Any) -> bool:
-        return not self._fitting or trainer.sanity_checking or self._last_step == trainer.global_step
+        is_fitting = trainer.state.fn == "fit" and not trainer.sanity_checking and not trainer.fast_dev_run
+        return not is_fitting or self._last_global_step_saved == trainer.global_step
 
     def _should_save_on_train_epoch_end(self, trainer: Any) -> bool:
-        return self._saves_at_epoch_end(trainer)
+        return self.saves_at_epoch_end(trainer)
 
     def _save(self, trainer: Any, task: Any, only_last: bool = False) -> None:
         candidates = self._monitor_candidates(trainer)
-        if not only_last:
+        if only_last:
+            self._save_by(trainer, candidates, only_last)
+        else:
             self._save_topk_checkpoint(trainer, candidates)
-        self._save_last_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
+
+    def _save_by(self, trainer: Any, candidates: Mapping[str, Any], only_last: bool = False) -> None:
+        through: Any = SavesThrough(trainer, self, candidates)
+        super()._save(through, trainer.lightning_module, only_last)
 
     def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: Mapping[str, Any]) -> None:
-        super()._save(SavesThrough(trainer, self, monitor_candidates), trainer.lightning_module)  # type: ignore[arg-type]
+        self._save_by(trainer, monitor_candidates)
 
     def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Mapping[str, Any]) -> None:
-        if self.save_last and self._last_saved != trainer.global_step:
-            through: Any = SavesThrough(trainer, self, monitor_candidates)
-            super()._save(through, trainer.lightning_module, only_last=True)
+        if self.save_last and self._last_global_step_saved != trainer.global_step:
+            self._save_by(trainer, monitor_candidates, only_last=True)
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> Any:
         return trainer.save_checkpoint(filepath, self.save_weights_only)

@@ -41,7 +41,7 @@ from drivetrain.compat.lightning.pytorch.trainer.saving import LightningSaving
 from drivetrain.compat.lightning.pytorch.trainer.states import TrainerState, state_of
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
 from drivetrain.compat.lightning.spawning import installed_packages
-from drivetrain.compat.lightning.strategy_members import with_members
+from drivetrain.compat.lightning.strategy_members import record_driver, with_members
 from drivetrain.data import CombinedLoader, DataShard
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies import started_by_verbs
@@ -135,6 +135,7 @@ class Trainer(LightningSaving):
             **options,
         )
         give_checkpoint_io(plugins, self.strategy)
+        record_driver(self.strategy, self)
         self.callbacks = as_there(self.callbacks, callbacks)
         # Augmentation and streams draw from the generators of the process, or of the loader's workers.
         self.accelerator.dataloader_config.seed_samples = False
