@@ -84,26 +84,28 @@ class ReadyBatchesReader:
         counted = shared or self._counted
         consumed: int | None = 0 if counted else None
         close: Callable[[], None] = do_nothing
+        # Where each process reads a part of its own, the state that rank 0 has saved is not that of the others.
+        saved = position.own if counted or not several_processes() else None
         if not together and position.start is None:
-            batches, consumed = _after(own.noted(iter(self._batches)), position.batches, consumed)
+            begun = own.resumed(saved, position.batches) or own.begun()
+            batches, consumed = _after(begun, position.batches, consumed)
         else:
             now = [generator_state(each) for each in generators]
             for generator, state in zip(generators, start.own, strict=False):
                 set_generator_state(generator, state)
             separate = SeparateDraws(start.shared)
             with separate.drawing():
-                # Where each process reads a part of its own, the state that rank 0 has saved is not that of the others.
-                alike = counted or not several_processes()
-                if alike and own.load(position.own, position.batches):
-                    batches, consumed = own.noted(iter(self._batches)), position.samples if counted else None
+                resumed = own.resumed(saved, position.batches)
+                if resumed is not None:
+                    batches, consumed = resumed, position.samples if counted else None
                     # Making the iterator may have drawn from generators in another order than at the start.
-                    for generator, state in zip(generators, now, strict=True):
+                    for generator, state in zip(generators, now if position.batches else (), strict=False):
                         set_generator_state(generator, state)
                 else:
                     if stay and not start.new_workers and not self._has_begun:
                         with SeparateDraws(start.shared).drawing(), kept_generators(self._batches):
                             next(iter(self._batches), None)  # starts the workers, which draw a seed then
-                    batches, consumed = _after(own.noted(iter(self._batches)), position.batches, consumed)
+                    batches, consumed = _after(own.begun(), position.batches, consumed)
                     if not position.batches or length is None:  # the interrupted run had read the next one too
                         batches = chain(list(islice(batches, 1)), batches)
             if together:
@@ -132,14 +134,17 @@ class _OwnStates:
     def __init__(self, loader: Any, ahead: int) -> None:
         methods = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
         self._loader = loader if all(map(callable, methods)) else None
+        self._batches = loader
         self._workers = getattr(loader, "num_workers", 0)
         self._ahead = ahead
         self._given = 0
+        self._has_ended = False
         self._kept: dict[int, Any] = {}
 
-    def noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches, counted where the loader keeps a state."""
-        return batches if self._loader is None else map(self._note, batches)
+    def begun(self) -> Iterator[Any]:
+        """Begin an iteration; its batches are counted where the loader keeps a state."""
+        batches = iter(self._batches)
+        return batches if self._loader is None else chain(map(self._note, batches), self._note_end())
 
     def _note(self, batch: Any) -> Any:
         self._given += 1
@@ -147,6 +152,10 @@ class _OwnStates:
             self._kept[self._given] = self._state()
             self._kept.pop(self._given - self._ahead - 1, None)
         return batch
+
+    def _note_end(self) -> Iterator[Any]:
+        self._has_ended = True
+        yield from ()
 
     def _state(self) -> dict[str, Any] | None:
         """What to save of the loader, or None if it holds what no checkpoint can."""
@@ -159,22 +168,36 @@ class _OwnStates:
                 type(self._loader).__name__,
             )
             return None
-        return {"num_workers": self._workers, "state": state}
+        return {"num_workers": self._workers, "state": state, "ended": self._has_ended}
 
-    def after(self, batches: int) -> dict[str, Any] | None:
-        """Return the loader's state after its first `batches` batches, or None if it is not known."""
+    def after(self, batches: int | None) -> dict[str, Any] | None:
+        """Return the loader's state after its first `batches` batches, or at its end; None if it is not known."""
         if self._loader is None:
             return None
-        return self._kept.get(batches) or (self._state() if self._given == batches else None)
+        if batches is None or batches >= self._given:
+            return self._state() if self._has_ended or batches == self._given else None
+        return self._kept.get(batches)
 
-    def load(self, saved: Mapping[str, Any] | None, batches: int) -> bool:
-        """Let the loader continue where a state was taken. Returns False if it has to be read up to there.
+    def resumed(self, saved: Mapping[str, Any] | None, batches: int) -> Iterator[Any] | None:
+        """Continue where a state was taken; None if the loader has to be read up to there.
 
-        torchdata's states hold the workers' parts, so they fit the same number of workers only.
+        torchdata's states hold the workers' parts, so they fit the same number of workers only. Between two epochs its
+        loaders have no more to restore than the generators that a position holds.
+
+        Args:
+            saved: The state, from `after`; None if there is none.
+            batches: How many of the epoch's batches come before; 0 to begin the one after a state taken at the end.
         """
         if self._loader is None or not saved:
-            return False
-        before = saved["num_workers"]
+            return None
+        before, ended = saved["num_workers"], saved.get("ended", False)
+        if ended:
+            if before == self._workers and not _is_torchdata_loader(self._loader):
+                self._loader.load_state_dict(copy.deepcopy(saved["state"]))
+            self._given, self._has_ended = batches, bool(batches)
+            return iter(()) if batches else self.begun()
+        if not batches:  # cut short by a limit: the loader begins anew
+            return None
         if bool(before) != bool(self._workers) and _is_of_torchdata(getattr(self._loader, "sampler", None)):
             raise CheckpointError(
                 f"This position within an epoch is that of a {type(self._loader).__name__} with num_workers={before}, "
@@ -182,10 +205,10 @@ class _OwnStates:
                 f"Resume with num_workers={before}; the number can change from 0, or to 0, between two epochs."
             )
         if before != self._workers or not _restores_order(self._loader):
-            return False
+            return None
         self._loader.load_state_dict(copy.deepcopy(saved["state"]))
         self._given = batches
-        return True
+        return self.begun()
 
 
 def _restores_order(loader: Any) -> bool:
@@ -203,6 +226,13 @@ def _restores_order(loader: Any) -> bool:
 
 def _is_of_torchdata(sampler: Any) -> bool:
     return type(sampler).__module__.partition(".")[0] == "torchdata"
+
+
+def _is_torchdata_loader(loader: Any) -> bool:
+    """Return whether a loader is torchdata's StatefulDataLoader, or of a class derived from it."""
+    return isinstance(loader, DataLoader) and any(
+        kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__
+    )
 
 
 def _is_plain(value: Any) -> bool:

@@ -58,8 +58,10 @@ class SkippingLoader(DataLoader[Any]):
         return SkippingLoader, (self.whole, self.count)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if not self.whole.resumes_within:  # a position that was loaded is where the skipping would lead, and exact
-            self.whole.skip(self.count, in_loaded_order=True)
+        if self.count:
+            self.whole.stay_in_epoch()
+            if not self.whole.resumes_within:  # a position that was loaded is where the skipping would lead, and exact
+                self.whole.skip(self.count, in_loaded_order=True)
         return iter(self.whole)
 
     def __len__(self) -> int:

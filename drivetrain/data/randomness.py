@@ -167,14 +167,15 @@ class SeparateDraws:
             with self.drawing():
                 item = next(iterator, _END)
             if item is _END:
+                self.settle()  # before the last batch is handed out, with which the run may be saved
                 return
             yield item
 
     def settle(self) -> None:
         """Advance the global generators as if they had been drawn from, where they stood at the start.
 
-        Called once the first items are drawn and again at the end. The second time, only generators that nothing else
-        has used in between are advanced further.
+        Called once the first items are drawn and again at the end. After the first time, only generators that nothing
+        else has used in between are advanced further.
         """
         now = RandomState.capture(devices=False)
         if self._left is not None:

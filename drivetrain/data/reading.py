@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 Item = TypeVar("Item")
 
 
-def no_state(batches: int) -> None:
+def no_state(batches: int | None) -> None:
     """Return None: the state of loaders that keep none of their own."""
 
 
@@ -32,13 +32,14 @@ class Opened(NamedTuple):
         pairs: This process's batches, each with what is known about it.
         start: The random state that the epoch's order is drawn from.
         close: Called when the iteration is over or left.
-        own_state: Returns what the user's loader has saved of itself after so many of its batches, or None.
+        own_state: Returns what the user's loader has saved of itself after so many of its batches, or None if that is
+            unknown; None stands for the end of the epoch.
     """
 
     pairs: Iterator[tuple[Any, BatchInfo]]
     start: EpochStart
     close: Callable[[], None]
-    own_state: Callable[[int], Mapping[str, Any] | None] = no_state
+    own_state: Callable[[int | None], Mapping[str, Any] | None] = no_state
 
 
 class Reader(Protocol):

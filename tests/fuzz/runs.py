@@ -101,7 +101,7 @@ def plain(case: Case) -> Trained:
     optimizer = make_optimizer(case, model)
     interval, scheduler = _scheduler(case, optimizer)
     loader, trained = make_loader(case), Trained()
-    world = STRATEGIES[case.strategy][0]
+    world, moves = STRATEGIES[case.strategy][0], bool(case.then)
     torch.manual_seed(case.seed)
     for epoch in range(case.epochs):
         if epoch == 1:
@@ -118,12 +118,12 @@ def plain(case: Case) -> Trained:
                     scheduler.step()
             if 0 < case.max_steps <= trained.steps:
                 break
-            if case.then and case.save in WITHIN_EPOCHS and trained.steps == case.save_at:
-                done = world * (window[-1][0] + 1)
+            if moves and case.save in WITHIN_EPOCHS and trained.steps >= case.save_at:
+                done, moves = world * (window[-1][0] + 1), False
                 world = STRATEGIES[case.then][0]
                 rounds = _together(case, batches[done:], world)
-        if case.then and trained.steps >= case.save_at:
-            world = STRATEGIES[case.then][0]
+        if moves and trained.steps >= case.save_at:
+            world, moves = STRATEGIES[case.then][0], False
         if interval == "epoch":
             scheduler.step()
         if case.validate:
@@ -394,9 +394,12 @@ def _loop(case: Case, path: str, resume: bool) -> Trained:
         accelerator.load_state(path)
         if progress.epoch > 0:
             change_parameters(case, bare, optimizer)  # which no checkpoint does
-    changed = progress.epoch > 0
-    for epoch in range(progress.epoch, case.epochs):
+    changed, first = progress.epoch > 0, progress.epoch
+    if case.seed % 2 and interval != "epoch" and loader.epoch > progress.epoch:  # all of that epoch was trained on
+        first, progress.batches = loader.epoch, 0
+    for epoch in range(first, case.epochs):
         progress.epoch = epoch
+        loader.set_epoch(epoch)
         if epoch == 1 and not changed:
             change_parameters(case, bare, optimizer)
         for batch in loader:
@@ -416,9 +419,7 @@ def _loop(case: Case, path: str, resume: bool) -> Trained:
                 progress.steps += 1
                 if progress.steps == case.max_steps:
                     break
-                # Saved with the last batch, an epoch counts as over, as in Accelerate; this loop would begin it again.
-                is_due = progress.steps >= case.save_at and not loader.end_of_dataloader
-                if case.save != "never" and not resume and is_due:
+                if case.save != "never" and not resume and progress.steps >= case.save_at:
                     accelerator.save_state(path)
                     raise Broken
         progress.batches = 0
