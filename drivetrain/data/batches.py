@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count, islice
 from typing import Any
 
@@ -46,7 +46,7 @@ class ReadyBatchesReader:
     Args:
         batches: Anything that gives batches again at each iteration.
         layout: How they are shared.
-        counted: Whether rows are counted also where there is one process, since its batches are shared later.
+        keep: How many of an epoch's first batches are kept for those who share these batches; 0 if nobody does.
     """
 
     finds_rows = reads_ahead = False
@@ -56,9 +56,9 @@ class ReadyBatchesReader:
         """Whether the batches are counted beforehand."""
         return hasattr(self._batches, "__len__")
 
-    def __init__(self, batches: Iterable[Any], layout: Layout, counted: bool = False) -> None:
+    def __init__(self, batches: Iterable[Any], layout: Layout, keep: int = 0) -> None:
         self._batches = batches
-        self._counted = counted
+        self._keep = keep or (layout.group_size if layout.shard.count > 1 else 0)
         self._has_begun = False
         self.layout = layout
         layout.check()
@@ -81,19 +81,20 @@ class ReadyBatchesReader:
             length = None
         length = least(length, limit)
         own = _OwnStates(self._batches, 2 * self.layout.group_size if length is None else 0)
-        counted = shared or self._counted
+        counted = bool(self._keep)
+        head: list[tuple[Any, int | None]] = []
         consumed: int | None = 0 if counted else None
         close: Callable[[], None] = do_nothing
         # Where each process reads a part of its own, the state that rank 0 has saved is not that of the others.
         saved = position.own if counted or not several_processes() else None
         if not together and position.start is None:
-            begun = own.resumed(saved, position.batches) or own.begun()
-            batches, consumed = _after(begun, position.batches, consumed)
+            iterator = own.resumed(saved, position.batches) or own.begun()
+            batches, consumed = _after(iterator, position.batches, consumed, head, self._keep)
         else:
             now = [generator_state(each) for each in generators]
             for generator, state in zip(generators, start.own, strict=False):
                 set_generator_state(generator, state)
-            separate = SeparateDraws(start.shared)
+            separate = SeparateDraws(start)
             with separate.drawing():
                 resumed = own.resumed(saved, position.batches)
                 if resumed is not None:
@@ -103,9 +104,9 @@ class ReadyBatchesReader:
                         set_generator_state(generator, state)
                 else:
                     if stay and not start.new_workers and not self._has_begun:
-                        with SeparateDraws(start.shared).drawing(), kept_generators(self._batches):
+                        with SeparateDraws(start).drawing(), kept_generators(self._batches):
                             next(iter(self._batches), None)  # starts the workers, which draw a seed then
-                    batches, consumed = _after(own.begun(), position.batches, consumed)
+                    batches, consumed = _after(own.begun(), position.batches, consumed, head, self._keep)
                     if not position.batches or length is None:  # the interrupted run had read the next one too
                         batches = chain(list(islice(batches, 1)), batches)
             if together:
@@ -116,8 +117,8 @@ class ReadyBatchesReader:
         self._has_begun = True
         pairs = _described(up_to(batches, limit, position.batches), position.batches, consumed, length, counted)
         if shared:
-            pairs = own_pairs(share_pairs(pairs, self.layout), self.layout.shard.index)
-        return Opened(pairs, start, close, own.after)
+            pairs = own_pairs(share_pairs(pairs, self.layout, head), self.layout.shard.index)
+        return Opened(pairs, start, close, own.after, head)
 
     def restart(self) -> None:
         """Nothing: the batches' own iterator is all that there is."""
@@ -244,10 +245,18 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str, bytes, torch.Tensor, np.ndarray)
 
 
-def _after(batches: Iterator[Any], skipped: int, consumed: int | None) -> tuple[Iterator[Any], int | None]:
-    """Read `skipped` batches. Returns the rest and how many rows were read, or None if they are not counted."""
+def _after(
+    batches: Iterator[Any], skipped: int, consumed: int | None, head: list[tuple[Any, int | None]], keep: int
+) -> tuple[Iterator[Any], int | None]:
+    """Read `skipped` batches, of which the first `keep` are put into `head`, with their rows.
+
+    Returns:
+        The rest, and how many rows were read, or None if they are not counted.
+    """
     for batch in islice(batches, skipped):
         rows = None if consumed is None else batch_size_or_none(batch)
+        if len(head) < keep:
+            head.append((batch, rows))
         consumed = None if rows is None or consumed is None else consumed + rows
     return batches, consumed
 
@@ -287,12 +296,15 @@ def own_pairs(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:
     return (pair for step in steps if (pair := step[index]) is not None)
 
 
-def share_pairs(pairs: Iterator[Pair], layout: Layout) -> Iterator[list[Pair | None]]:
+def share_pairs(
+    pairs: Iterator[Pair], layout: Layout, head: Sequence[tuple[Any, int | None]] = ()
+) -> Iterator[list[Pair | None]]:
     """Share ready batches between processes.
 
     Args:
         pairs: The batches of a world of one, each with what is known about it.
         layout: How they are shared.
+        head: The epoch's first batches, each with its rows, if these are not the first.
 
     Yields:
         For each step, every process's batch, or None for one that gets nothing.
@@ -300,7 +312,7 @@ def share_pairs(pairs: Iterator[Pair], layout: Layout) -> Iterator[list[Pair | N
     Raises:
         DataError: If batches are to be split whose rows cannot be found.
     """
-    steps = _steps(pairs, layout)
+    steps = _steps(pairs, layout, head)
     if layout.tail is not TailPolicy.UNEVEN:
         yield from steps
         return
@@ -322,8 +334,10 @@ def _with_following(
         step = following
 
 
-def _steps(pairs: Iterator[Pair], layout: Layout) -> Iterator[list[Pair | None]]:
-    """The batches of all processes, step by step."""
+def _steps(
+    pairs: Iterator[Pair], layout: Layout, first: Sequence[tuple[Any, int | None]]
+) -> Iterator[list[Pair | None]]:
+    """The batches of all processes, step by step; padding is made of the `first` ones and those that follow."""
     group_size = layout.group_size
     head: list[Any] = []
     head_sizes: list[int] = []
@@ -335,9 +349,10 @@ def _steps(pairs: Iterator[Pair], layout: Layout) -> Iterator[list[Pair | None]]
         if index is None:
             index = infos[0].index // group_size
         if not head:
-            head, head_sizes = batches, [info.rows or 1 for info in infos]
+            known_rows = [*first, *((batch, info.rows) for batch, info in group)][: max(group_size, len(group))]
+            head, head_sizes = [batch for batch, _ in known_rows], [rows or 1 for _, rows in known_rows]
             if layout.batch_size is None:
-                layout = layout._replace(batch_size=infos[0].rows)
+                layout = layout._replace(batch_size=known_rows[0][1])
         sizes = [info.rows for info in infos]
         known = all(size is not None for size in sizes)
         if not known and layout.split:

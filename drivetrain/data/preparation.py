@@ -210,19 +210,19 @@ def _make_reader(
     if dispatch is None:
         dispatch, compared = streams, streams and sharded
 
-    def make(layout: Layout, alone: bool) -> Reader:
+    def make(layout: Layout, keep: int = 0) -> Reader:
         if not plain:
-            return ReadyBatchesReader(loader, layout, counted=alone)
+            return ReadyBatchesReader(loader, layout, keep)
         if streams:
-            return StreamReader(loader, layout, seed, compared)
-        return MapReader(loader, layout, seed, alone, count)
+            return StreamReader(loader, layout, seed, compared, keep)
+        return MapReader(loader, layout, seed, keep, count)
 
     if not (dispatch and sharded):
-        return make(layout, alone=False)
+        return make(layout)
     size = loader.batch_size if plain else None
     alone_layout = layout._replace(shard=DataShard(), split=False)
     layout = layout._replace(batch_size=size)
-    return DispatchReader(lambda: make(alone_layout, alone=True), layout, loader, compared)
+    return DispatchReader(lambda: make(alone_layout, keep=layout.group_size), layout, loader, compared)
 
 
 def _sample_seed_of(config: DataLoaderConfiguration, seed: int | None) -> int | None:

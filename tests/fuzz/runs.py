@@ -147,6 +147,20 @@ def plain(case: Case, nudged: bool = False) -> Trained:
 
 
 def _plain_step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, window: Sequence[Any]) -> bool:
+    """Step on a window; returns whether there was a loss.
+
+    A training step runs in the default dtype of its precision, and so do steps by hand within it: NAdam makes a part of
+    its state of that dtype.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype_of(case) if case.driver in ("manual", "turns") else before)
+    try:
+        return _plain_step_in(case, model, optimizer, window)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _plain_step_in(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, window: Sequence[Any]) -> bool:
     def backward() -> Tensor:
         model.zero_grad()
         return _plain_backward(case, model, window)
@@ -161,27 +175,35 @@ def _plain_step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, 
     return True
 
 
-def _plain_backward(case: Case, model: nn.Module, window: Sequence[tuple[int, Tensor]]) -> Tensor | None:
-    used = [(index, rows) for index, rows in window if case.loss != "some" or index % 3 != 2]
-    weight = sum(len(rows) for _, rows in window)
-    for index, rows in used:
-        losses = losses_of(model, rows.to(dtype_of(case)), index)
-        loss = losses.sum() / weight if case.loss == "weighted" else losses.mean() / len(window)
+def _plain_backward(case: Case, model: nn.Module, window: Sequence[tuple[int, list[Tensor]]]) -> Tensor | None:
+    used = [(index, parts) for index, parts in window if case.loss != "some" or index % 3 != 2]
+    weight = sum(len(part) for _, parts in window for part in parts)
+    for index, parts in used:
+        losses = losses_of(model, torch.cat(parts).to(dtype_of(case)), index)
+        if case.loss == "weighted":
+            loss = losses.sum() / weight
+        else:
+            loss = sum(each.mean() for each in losses.split([len(part) for part in parts])) / len(parts) / len(window)
         loss.backward()
     return loss if used else None
 
 
-def _together(case: Case, batches: Sequence[Tensor], world: int) -> Iterator[tuple[int, Tensor]]:
-    """Number the rounds of batches, one batch for each process, and join the rows of each."""
+def _together(case: Case, batches: Sequence[Tensor], world: int) -> Iterator[tuple[int, list[Tensor]]]:
+    """Number the rounds of batches, one batch for each process, and give the parts of each that count alike."""
     rounds_only = case.drop_last and case.data not in ("own", "batches")
     whole = len(batches) - len(batches) % world if rounds_only else len(batches)
+    completes = case.driver == "accelerator" and world > 1
     for number, start in enumerate(range(0, whole, world)[: case.limit]):
-        rows = torch.cat(list(batches[start : start + world]))
-        missing = case.batch_size * world - len(rows)
-        if case.driver == "accelerator" and world > 1 and missing:  # completed by the epoch's first rows
+        parts = list(batches[start : start + world])
+        if completes and case.data == "batches":  # whole batches, each of which counts as much as another
+            yield number, [*parts, *itertools.islice(itertools.cycle(batches), world - len(parts))]
+            continue
+        rows, size = torch.cat(parts), len(batches[0]) if case.data == "own" else case.batch_size
+        missing = size * world - len(rows)
+        if completes and missing:  # completed by the epoch's first rows
             epoch = torch.cat(list(batches))
-            rows = torch.cat([rows, *itertools.repeat(epoch, missing // len(epoch) + 1)])[: case.batch_size * world]
-        yield number, rows
+            rows = torch.cat([rows, *itertools.repeat(epoch, missing // len(epoch) + 1)])[: size * world]
+        yield number, [rows]
 
 
 def _scheduler(case: Case, optimizer: torch.optim.Optimizer) -> tuple[str, Any]:
@@ -395,7 +417,8 @@ def _loop(case: Case, path: str, resume: bool) -> Trained:
     loader, progress = make_loader(case), Progress()
     torch.manual_seed(case.seed)
     bare = model
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    loader = accelerator.prepare_data_loader(loader)  # an unknown object is left as it is by `prepare`
     if scheduler is not None:
         scheduler = accelerator.prepare(scheduler)
     accelerator.register_for_checkpointing(progress)
