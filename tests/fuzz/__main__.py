@@ -63,7 +63,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
     parser.add_argument("--seconds", type=float, default=3600, help="how long new cases are begun")
     parser.add_argument("--count", type=int, default=sys.maxsize, help="how many cases at most")
-    parser.add_argument("--strategy", choices=STRATEGIES, action="append", help="only this one; may be repeated")
+    parser.add_argument(
+        "--strategy", choices=STRATEGIES, action="append", help="only this one; may be repeated, for a larger share"
+    )
     parser.add_argument("--case", help="run one case instead, such as \"Case(model='tied', strategy='ddp')\"")
     parser.add_argument("--keep", action="store_true", help="do not reduce the cases that fail")
     options = parser.parse_args()
@@ -91,18 +93,19 @@ def _all_verdicts(strategies: list[str], seed: int, count: int, seconds: float) 
     verdicts: list[Verdict] = []
     end, failing = time.monotonic() + seconds, 0
     with tqdm(total=None if count == sys.maxsize else count, unit=" cases") as bar:
-        for number in itertools.count():
-            first = seed + number // len(strategies) * TOGETHER
+        for strategy in itertools.cycle(strategies):
             size = min(TOGETHER, count - len(verdicts))
             if not size or time.monotonic() >= end:
-                return verdicts
-            for verdict in verdicts_of([draw(first + n, strategies[number % len(strategies)]) for n in range(size)]):
+                break
+            first = seed + sum(each.case.strategy == strategy for each in verdicts)
+            for verdict in verdicts_of([draw(first + n, strategy) for n in range(size)]):
                 verdicts.append(verdict)
                 if verdict.fails:
                     failing += 1
                     bar.write(f"{verdict.kind}: {verdict.case}\n    {verdict.text.strip().splitlines()[-1]}")
             bar.set_postfix_str(f"{failing} fail, {max(0, end - time.monotonic()):.0f} s left", refresh=False)
             bar.update(size)
+    return verdicts
 
 
 def _table(verdicts: list[Verdict]) -> str:

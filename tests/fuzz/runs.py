@@ -70,8 +70,8 @@ class Verdict:
 
     Attributes:
         case: The case.
-        kind: "equal", "rounded" (equal up to the rounding that the optimizer amplifies), "saved" (it goes on elsewhere),
-            "refused" (with reason), "different" or "error".
+        kind: "equal", "rounded" (equal up to the rounding that the optimizer amplifies), "saved" (it goes on
+            elsewhere), "refused" (with reason), "different" or "error".
         text: The error or the difference.
     """
 
