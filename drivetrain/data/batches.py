@@ -134,7 +134,8 @@ class _OwnStates:
 
     def __init__(self, loader: Any, ahead: int) -> None:
         methods = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
-        self._loader = loader if all(map(callable, methods)) else None
+        keeps = getattr(loader, "keeps_position", True)  # False of a CombinedLoader over loaders that have no state
+        self._loader = loader if keeps and all(map(callable, methods)) else None
         self._batches = loader
         self._workers = getattr(loader, "num_workers", 0)
         self._ahead = ahead

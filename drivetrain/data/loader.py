@@ -369,6 +369,11 @@ class PreparedLoader(DataLoader[Any]):
         """Undo `expect_next_epoch`, for a script that skips what it has trained on of the epoch that it is in."""
         self._next_start = None
 
+    def leave_epoch(self) -> None:
+        """Take the epoch that a loaded position is in as over: the next iteration is the next epoch."""
+        if self.resumes_within:
+            self._resume, self._begun = None, True
+
     def rewind(self) -> None:
         """Begin the next iteration at the start of the epoch that a loaded position is in, in that epoch's order."""
         if self._resume is not None and (self._resume.start or self._resume.batches):

@@ -55,6 +55,9 @@ def find_generators(*owners: Any) -> list[Any]:
         waiting.extend(attributes[name] for name in _NESTED if attributes.get(name) is not None)
         # What a loader or a sampler is wrapped in may hold it under any name.
         waiting.extend(attributes[name] for name in sorted(attributes) if isinstance(attributes[name], _WRAPPED))
+        several = attributes.get("loaders")  # of a CombinedLoader
+        if isinstance(several, list):
+            waiting.extend(each for each in several if isinstance(each, _WRAPPED))
     return found
 
 

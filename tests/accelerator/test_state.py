@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import (
     Accelerator,
     CheckpointError,
+    CombinedLoader,
     ConfigurationError,
     DataLoaderConfiguration,
     PartialState,
@@ -230,6 +231,55 @@ def epochs_around_a_save(folder: str) -> list[str]:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_saved_at_the_end_of_an_epoch_reads_each_batch_once(tmp_path, processes):
     assert run_in_processes(epochs_around_a_save, processes, args=(str(tmp_path),)) == [[]] * processes
+
+
+def combined(way: str, mode: str, seed: int) -> tuple[Accelerator, Any]:
+    """Two loaders in step: prepared as one, or one by one and registered."""
+    seed_everything(seed)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    generators = [torch.Generator().manual_seed(seed), None]
+    parts = [
+        DataLoader(torch.arange(rows), batch_size=2, shuffle=True, generator=generator)
+        for rows, generator in zip((8, 14), generators, strict=True)
+    ]
+    loader = CombinedLoader(parts, mode)
+    if way == "as one":
+        return accelerator, accelerator.prepare_data_loader(loader)
+    loader = loader.map(accelerator.prepare_data_loader)
+    accelerator.register_for_checkpointing(loader)
+    return accelerator, loader
+
+
+def combined_around_a_save(folder: str) -> list[str]:
+    """Save a combination at each batch of epoch 1, and compare the rest. Returns what differs."""
+    differ = []
+    for way, mode in itertools.product(
+        ("as one", "registered"), ("min_size", "max_size_cycle", "max_size", "sequential")
+    ):
+        accelerator, loader = combined(way, mode, seed=3)
+        read: list[list[Any]] = []
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            read.append([])
+            for batch in loader:
+                read[-1].append(str(batch))
+                if epoch == 1:
+                    accelerator.save_state(f"{folder}/{way} {mode} {len(read[-1])}")
+        for number in range(1, len(read[1]) + 1):
+            accelerator, loader = combined(way, mode, seed=17)
+            accelerator.load_state(f"{folder}/{way} {mode} {number}")
+            again = []
+            for epoch in (1, 2):
+                loader.set_epoch(epoch)
+                again.append([str(batch) for batch in loader])
+            if again != [read[1][number:], read[2]]:
+                differ.append(f"{way}, {mode}, after {number}: {again} for {read}")
+    return differ
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_combined_loaders_continue_at_the_next_batch(tmp_path, processes):
+    assert run_in_processes(combined_around_a_save, processes, args=(str(tmp_path),)) == [[]] * processes
 
 
 def saved_in_a_skipped_epoch(folder: str) -> dict[str, Any]:
