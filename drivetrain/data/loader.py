@@ -76,8 +76,8 @@ class PreparedLoader(DataLoader[Any]):
         self._exhausted = False
         self._reached: BatchInfo | None = None  # the last batch of an iteration that was left early
         self._resume: Position | None = None
-        self._finished = False  # whether the loaded position is after the last batch of its epoch
-        self._next_start: Position | None = None  # of the epoch after it, unless told to stay in it
+        self._after_last: Position | None = None  # the next epoch's start, if the loaded position is after a last batch
+        self._expects_next = False  # whether to begin there unless told to stay in the epoch
         self._start: EpochStart | None = None
         self._own_state: Callable[[int | None], Mapping[str, Any] | None] = no_state
         self._offset = 0  # batches before the first step, beyond a whole number of steps
@@ -131,7 +131,7 @@ class PreparedLoader(DataLoader[Any]):
         """Begin an iteration, of pending batches or of those that are read."""
         self._begin_epoch()
         position = self._resume or Position()
-        self._resume = self._reached = None
+        self._resume = self._reached = self._after_last = None
         self._exhausted = False
         layout = self._layout
         self._offset = position.batches % layout.group_size
@@ -165,7 +165,8 @@ class PreparedLoader(DataLoader[Any]):
             "_exhausted",
             "_reached",
             "_resume",
-            "_next_start",
+            "_after_last",
+            "_expects_next",
             "_start",
             "_own_state",
             "_offset",
@@ -258,7 +259,7 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def epoch(self) -> int:
         """The epoch of the iteration under way or the last one; before the first, and after `set_epoch`, the next."""
-        return self._epoch + (self._next_start is not None)
+        return self._epoch + self._expects_next
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` that of the next iteration, for the dataset and the samplers too.
@@ -270,16 +271,16 @@ class PreparedLoader(DataLoader[Any]):
         """
         if epoch == self._epoch:
             self.stay_in_epoch()
-        elif self._next_start is not None and epoch == self._epoch + 1:
+        elif self._after_last is not None and epoch == self._epoch + 1:
             self._go_to_next_epoch()
         else:
-            self._resume = self._next_start = None
+            self._resume, self._expects_next = None, False
         self._epoch, self._begun = epoch, False
         self._forward_epoch()
 
     def _begin_epoch(self) -> None:
         """Settle the epoch of the iteration that begins."""
-        if self._next_start is not None:
+        if self._expects_next:
             self._go_to_next_epoch()
             if self.stateful:
                 logger.warning_once(
@@ -305,9 +306,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def _go_to_next_epoch(self) -> None:
         """Begin the next iteration with the epoch that follows a loaded position after the last batch."""
-        start, self._next_start = self._next_start, None
-        self._resume = start if start is not None and start.own else None
-        self._epoch, self._finished = self._epoch + 1, False
+        self._resume = self._after_last if self._after_last is not None and self._after_last.own else None
+        self._epoch, self._after_last, self._expects_next = self._epoch + 1, None, False
 
     def _epoch_targets(self) -> list[Any]:
         """The dataset and the samplers, where they take the epoch; the dataset, or None, comes first."""
@@ -337,7 +337,7 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def resumes_within(self) -> bool:
         """Whether that position is not the start of its epoch."""
-        if self._resume is None or self._next_start is not None:
+        if self._resume is None or self._expects_next:
             return False
         return bool(self._resume.batches or self._resume.samples)
 
@@ -352,7 +352,7 @@ class PreparedLoader(DataLoader[Any]):
         """
         if num_batches:
             self.stay_in_epoch()
-        self._finished = False
+        self._after_last = None
         start = self._resume.start if in_loaded_order and self._resume is not None else None
         self._resume = Position(batches=checked_count(num_batches) * self._layout.group_size, start=start)
 
@@ -362,12 +362,11 @@ class PreparedLoader(DataLoader[Any]):
         This holds unless `set_epoch` or `skip` asks for the rest of the epoch first, of which nothing is left. A
         script that counts batches begins the next epoch there; one that counts epochs is still in the one before.
         """
-        if self._resume is not None and self._finished:
-            self._next_start = Position(own=self._resume.own)
+        self._expects_next = self._after_last is not None
 
     def stay_in_epoch(self) -> None:
         """Undo `expect_next_epoch`, for a script that skips what it has trained on of the epoch that it is in."""
-        self._next_start = None
+        self._expects_next = False
 
     def leave_epoch(self) -> None:
         """Take the epoch that a loaded position is in as over: the next iteration is the next epoch."""
@@ -408,14 +407,14 @@ class PreparedLoader(DataLoader[Any]):
             "batches": 0,
             "start": None,
             "finished": False,
-            "own": self._own_state(None) if self._exhausted else None,
+            "own": self._own_state(None) if self._exhausted or (reached is not None and reached.last) else None,
             "group": self._layout.group_size,
             "generators": [generator_state(each) for each in find_generators(self.loader)],
         }
         if self._resume is not None:
             samples, start = self._resume.samples, self._resume.start
             state.update(consumed=samples, batches=self._resume.batches, start=start and start.state_dict())
-            state.update(finished=self._finished, own=self._resume.own)
+            state.update(finished=self._after_last is not None, own=self._resume.own)
         elif self._begun and not self._exhausted and self._start is not None:
             batches = 0 if reached is None else (reached.index + 1) * self._layout.group_size + self._offset
             consumed = 0 if reached is None else reached.consumed
@@ -449,7 +448,7 @@ class PreparedLoader(DataLoader[Any]):
         own = state.get("own") if finished or batches == int(state["batches"]) else None
         position = Position(batches, state["consumed"], start, own, state.get("group"))
         self._resume = position if position.batches or position.samples or start or own else None
-        self._finished = finished
+        self._after_last, self._expects_next = Position(own=own) if finished else None, False
 
     def _batches_before(self, samples: int | None, batches: int) -> int:
         """The user's batches before a position; their size may have changed since it was taken."""
@@ -462,7 +461,7 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def consumed_batches(self) -> int:
         """Batches of this process before the next one, in the epoch under way or the one to be resumed."""
-        if self._next_start is not None:
+        if self._expects_next:
             return 0
         if self._resume is not None:
             return self._resume.batches // self._layout.group_size
