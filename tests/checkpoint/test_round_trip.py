@@ -83,7 +83,6 @@ def test_tied_weights_that_are_held_once_fill_each_of_their_names(tmp_path: Path
         load_run_state(tmp_path / "one", alone(), into=untied)
 
 
-
 def test_without_strict_what_does_not_fit_is_reported(tmp_path: Path) -> None:
     save_run_state(tmp_path / "one", run_state(), {}, alone())
     kept = torch.full((2,), 7.0)
