@@ -20,7 +20,6 @@ from drivetrain.accelerator.saved_engine import SavedEngine
 from drivetrain.accelerator.state_hooks import StateHooks
 from drivetrain.accelerator.step import OptimizerStep
 from drivetrain.accelerator.tracking import RunTracking
-from drivetrain.data import PreparedLoader
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import RandomState
@@ -128,7 +127,7 @@ class RunState:
             "models": states,
             "optimizers": [strategy.state.optimizer(self.owner(one), one.optimizer) for one in here.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in here.schedulers],
-            "loaders": [_position_of(one) for one in here.loaders] if positions is None else list(positions),
+            "loaders": [one.state_dict() for one in here.loaders] if positions is None else list(positions),
             "registered": [item.state_dict() for item in here.registered],
             "precision": self.precision.state_dict(),
             "classes": classes,
@@ -322,14 +321,3 @@ def _is_plain(state: Any) -> bool:
     if kind in (list, tuple):
         return all(map(_is_plain, state))
     return state is None or kind in (bool, int, float, str) or (kind is Tensor and state.layout is torch.strided)
-
-
-def _position_of(loader: PreparedLoader) -> dict[str, Any]:
-    """A loader's position; after the last batch of an epoch that is the start of the next one.
-
-    Scripts that count their batches begin the next epoch there, and must not find it used up.
-    """
-    position = loader.state_dict()
-    if loader.reached_end and not loader.resumes and position["batches"]:
-        position.update(epoch=position["epoch"] + 1, consumed=0, batches=0, start=None)
-    return position

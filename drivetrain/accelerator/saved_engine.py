@@ -234,10 +234,12 @@ class SavedEngine:
     def restore_loaders(self) -> None:
         """Let each loader's next iteration be the epoch that was interrupted; one that was not saved is as it is.
 
-        One that was prepared with `use_stateful_dataloader` continues in it where the run was.
+        One that was prepared with `use_stateful_dataloader` continues in it where the run was. After the last batch of
+        an epoch it is the next epoch.
         """
         for loader, position in zip(self._run.prepared.loaders, self.engine["loaders"], strict=False):
             loader.load_state_dict(position)
+            loader.expect_next_epoch()
             if not loader.stateful:
                 loader.rewind()
 

@@ -21,7 +21,7 @@ from drivetrain.checkpoint.shards import SafetensorsReader
 from drivetrain.checkpoint.storage import LocalStorage, Storage
 from drivetrain.checkpoint.stream import verify_file
 from drivetrain.checkpoint.tensor_file import run_parallel
-from drivetrain.checkpoint.tree import is_tagged, pack, tensor_keys, unpack
+from drivetrain.checkpoint.tree import is_tagged, key_at, pack, tensor_keys, unpack
 from drivetrain.checkpoint.writer_record import replaced_beside
 from drivetrain.runtime.errors import CheckpointError
 
@@ -118,14 +118,17 @@ class Checkpoint:
         packed = self.packed()
         if only is not None:
             packed = _part_of(packed, only)
-        targets = self._targets(into)
+        targets, tied = self._targets(into, packed)
         report = self._compare(packed, targets, into or {})
         if strict and not report.fits:
             raise CheckpointError(
                 f"{self.directory} holds the state of another model: {report}. Build the model as in the run that "
                 "wrote it, or load with strict=False."
             )
-        return self._tree(packed, targets, SHARED_FILE), report
+        tree = self._tree(packed, targets, SHARED_FILE)
+        for key, target in tied:
+            self.read_tensors({key: target})
+        return tree, report
 
     def own(self, rank: int) -> Any:
         """Read what was one process's own."""
@@ -188,12 +191,18 @@ class Checkpoint:
             plan = planner.finish_plan(planner.create_local_plan())
             self.tensors.read_data(plan, planner).wait()
 
-    def _targets(self, into: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    def _targets(
+        self, into: Mapping[str, Any] | None, packed: Any
+    ) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
+        """Return the tensors to fill by key, and those of tied weights, which the file holds under another's key."""
         if not into:
-            return {}
-        packed, tensors = pack(into)
-        del packed
-        return tensors
+            return {}, []
+        described, targets, tied = self.tensors.tensors(), pack(into)[1], []
+        for path, target in list(targets.items()):
+            key = None if path in described else key_at(packed, path)
+            if key in described and key in targets and described[key].size == target.shape:
+                tied.append((key, targets.pop(path)))
+        return targets, tied
 
     def _compare(self, packed: Any, targets: dict[str, Tensor], into: Mapping[str, Any]) -> LoadReport:
         described = self.tensors.tensors()

@@ -129,6 +129,20 @@ def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
     return list(found)
 
 
+def key_at(packed: Any, path: str) -> str | None:
+    """Return the key of the tensor at a path of a packed tree, which is another's path if it is tied to that; or None.
+
+    Args:
+        packed: What `pack` made.
+        path: A key of the same tree, packed with nothing tied.
+    """
+    for part in path.split("/"):
+        name = part.replace("%2F", "/").replace("%25", "%")
+        packed = subtree(packed, int(name) if isinstance(packed, list) and name.isdecimal() else name)
+    key = packed.get("__tensor__") if isinstance(packed, dict) else None
+    return key if isinstance(key, str) else None
+
+
 def described_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """An array of a tensor's shape and dtype that takes no memory."""
     return np.broadcast_to(torch.zeros((), dtype=tensor.dtype).numpy(), tuple(tensor.shape))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count, islice
 from typing import Any
 
@@ -46,7 +46,7 @@ class ReadyBatchesReader:
     Args:
         batches: Anything that gives batches again at each iteration.
         layout: How they are shared.
-        counted: Whether rows are counted also where there is one process, since its batches are shared later.
+        keep: How many of an epoch's first batches are kept for those who share these batches; 0 if nobody does.
     """
 
     finds_rows = reads_ahead = False
@@ -56,9 +56,9 @@ class ReadyBatchesReader:
         """Whether the batches are counted beforehand."""
         return hasattr(self._batches, "__len__")
 
-    def __init__(self, batches: Iterable[Any], layout: Layout, counted: bool = False) -> None:
+    def __init__(self, batches: Iterable[Any], layout: Layout, keep: int = 0) -> None:
         self._batches = batches
-        self._counted = counted
+        self._keep = keep or (layout.group_size if layout.shard.count > 1 else 0)
         self._has_begun = False
         self.layout = layout
         layout.check()
@@ -81,29 +81,32 @@ class ReadyBatchesReader:
             length = None
         length = least(length, limit)
         own = _OwnStates(self._batches, 2 * self.layout.group_size if length is None else 0)
-        counted = shared or self._counted
+        counted = bool(self._keep)
+        head: list[tuple[Any, int | None]] = []
         consumed: int | None = 0 if counted else None
         close: Callable[[], None] = do_nothing
+        # Where each process reads a part of its own, the state that rank 0 has saved is not that of the others.
+        saved = position.own if counted or not several_processes() else None
         if not together and position.start is None:
-            batches, consumed = _after(own.noted(iter(self._batches)), position.batches, consumed)
+            iterator = own.resumed(saved, position.batches) or own.begun()
+            batches, consumed = _after(iterator, position.batches, consumed, head, self._keep)
         else:
             now = [generator_state(each) for each in generators]
             for generator, state in zip(generators, start.own, strict=False):
                 set_generator_state(generator, state)
-            separate = SeparateDraws(start.shared)
+            separate = SeparateDraws(start)
             with separate.drawing():
-                # Where each process reads a part of its own, the state that rank 0 has saved is not that of the others.
-                alike = counted or not several_processes()
-                if alike and own.load(position.own, position.batches):
-                    batches, consumed = own.noted(iter(self._batches)), position.samples if counted else None
+                resumed = own.resumed(saved, position.batches)
+                if resumed is not None:
+                    batches, consumed = resumed, position.samples if counted else None
                     # Making the iterator may have drawn from generators in another order than at the start.
-                    for generator, state in zip(generators, now, strict=True):
+                    for generator, state in zip(generators, now if position.batches else (), strict=False):
                         set_generator_state(generator, state)
                 else:
                     if stay and not start.new_workers and not self._has_begun:
-                        with SeparateDraws(start.shared).drawing(), kept_generators(self._batches):
+                        with SeparateDraws(start).drawing(), kept_generators(self._batches):
                             next(iter(self._batches), None)  # starts the workers, which draw a seed then
-                    batches, consumed = _after(own.noted(iter(self._batches)), position.batches, consumed)
+                    batches, consumed = _after(own.begun(), position.batches, consumed, head, self._keep)
                     if not position.batches or length is None:  # the interrupted run had read the next one too
                         batches = chain(list(islice(batches, 1)), batches)
             if together:
@@ -114,8 +117,8 @@ class ReadyBatchesReader:
         self._has_begun = True
         pairs = _described(up_to(batches, limit, position.batches), position.batches, consumed, length, counted)
         if shared:
-            pairs = own_pairs(share_pairs(pairs, self.layout), self.layout.shard.index)
-        return Opened(pairs, start, close, own.after)
+            pairs = own_pairs(share_pairs(pairs, self.layout, head), self.layout.shard.index)
+        return Opened(pairs, start, close, own.after, head)
 
     def restart(self) -> None:
         """Nothing: the batches' own iterator is all that there is."""
@@ -131,15 +134,19 @@ class _OwnStates:
 
     def __init__(self, loader: Any, ahead: int) -> None:
         methods = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
-        self._loader = loader if all(map(callable, methods)) else None
+        keeps = getattr(loader, "keeps_position", True)  # False of a CombinedLoader over loaders that have no state
+        self._loader = loader if keeps and all(map(callable, methods)) else None
+        self._batches = loader
         self._workers = getattr(loader, "num_workers", 0)
         self._ahead = ahead
         self._given = 0
+        self._has_ended = False
         self._kept: dict[int, Any] = {}
 
-    def noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches, counted where the loader keeps a state."""
-        return batches if self._loader is None else map(self._note, batches)
+    def begun(self) -> Iterator[Any]:
+        """Begin an iteration; its batches are counted where the loader keeps a state."""
+        batches = iter(self._batches)
+        return batches if self._loader is None else chain(map(self._note, batches), self._note_end())
 
     def _note(self, batch: Any) -> Any:
         self._given += 1
@@ -147,6 +154,10 @@ class _OwnStates:
             self._kept[self._given] = self._state()
             self._kept.pop(self._given - self._ahead - 1, None)
         return batch
+
+    def _note_end(self) -> Iterator[Any]:
+        self._has_ended = True
+        yield from ()
 
     def _state(self) -> dict[str, Any] | None:
         """What to save of the loader, or None if it holds what no checkpoint can."""
@@ -159,22 +170,36 @@ class _OwnStates:
                 type(self._loader).__name__,
             )
             return None
-        return {"num_workers": self._workers, "state": state}
+        return {"num_workers": self._workers, "state": state, "ended": self._has_ended}
 
-    def after(self, batches: int) -> dict[str, Any] | None:
-        """Return the loader's state after its first `batches` batches, or None if it is not known."""
+    def after(self, batches: int | None) -> dict[str, Any] | None:
+        """Return the loader's state after its first `batches` batches, or at its end; None if it is not known."""
         if self._loader is None:
             return None
-        return self._kept.get(batches) or (self._state() if self._given == batches else None)
+        if batches is None or batches >= self._given:
+            return self._state() if self._has_ended or batches == self._given else None
+        return self._kept.get(batches)
 
-    def load(self, saved: Mapping[str, Any] | None, batches: int) -> bool:
-        """Let the loader continue where a state was taken. Returns False if it has to be read up to there.
+    def resumed(self, saved: Mapping[str, Any] | None, batches: int) -> Iterator[Any] | None:
+        """Continue where a state was taken; None if the loader has to be read up to there.
 
-        torchdata's states hold the workers' parts, so they fit the same number of workers only.
+        torchdata's states hold the workers' parts, so they fit the same number of workers only. Between two epochs its
+        loaders have no more to restore than the generators that a position holds.
+
+        Args:
+            saved: The state, from `after`; None if there is none.
+            batches: How many of the epoch's batches come before; 0 to begin the one after a state taken at the end.
         """
         if self._loader is None or not saved:
-            return False
-        before = saved["num_workers"]
+            return None
+        before, ended = saved["num_workers"], saved.get("ended", False)
+        if ended:
+            if before == self._workers and not _is_torchdata_loader(self._loader):
+                self._loader.load_state_dict(copy.deepcopy(saved["state"]))
+            self._given, self._has_ended = batches, bool(batches)
+            return iter(()) if batches else self.begun()
+        if not batches:  # cut short by a limit: the loader begins anew
+            return None
         if bool(before) != bool(self._workers) and _is_of_torchdata(getattr(self._loader, "sampler", None)):
             raise CheckpointError(
                 f"This position within an epoch is that of a {type(self._loader).__name__} with num_workers={before}, "
@@ -182,10 +207,10 @@ class _OwnStates:
                 f"Resume with num_workers={before}; the number can change from 0, or to 0, between two epochs."
             )
         if before != self._workers or not _restores_order(self._loader):
-            return False
+            return None
         self._loader.load_state_dict(copy.deepcopy(saved["state"]))
         self._given = batches
-        return True
+        return self.begun()
 
 
 def _restores_order(loader: Any) -> bool:
@@ -205,6 +230,13 @@ def _is_of_torchdata(sampler: Any) -> bool:
     return type(sampler).__module__.partition(".")[0] == "torchdata"
 
 
+def _is_torchdata_loader(loader: Any) -> bool:
+    """Return whether a loader is torchdata's StatefulDataLoader, or of a class derived from it."""
+    return isinstance(loader, DataLoader) and any(
+        kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__
+    )
+
+
 def _is_plain(value: Any) -> bool:
     """Whether a checkpoint can hold a value."""
     if isinstance(value, Mapping):
@@ -214,10 +246,18 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str, bytes, torch.Tensor, np.ndarray)
 
 
-def _after(batches: Iterator[Any], skipped: int, consumed: int | None) -> tuple[Iterator[Any], int | None]:
-    """Read `skipped` batches. Returns the rest and how many rows were read, or None if they are not counted."""
+def _after(
+    batches: Iterator[Any], skipped: int, consumed: int | None, head: list[tuple[Any, int | None]], keep: int
+) -> tuple[Iterator[Any], int | None]:
+    """Read `skipped` batches, of which the first `keep` are put into `head`, with their rows.
+
+    Returns:
+        The rest, and how many rows were read, or None if they are not counted.
+    """
     for batch in islice(batches, skipped):
         rows = None if consumed is None else batch_size_or_none(batch)
+        if len(head) < keep:
+            head.append((batch, rows))
         consumed = None if rows is None or consumed is None else consumed + rows
     return batches, consumed
 
@@ -257,12 +297,15 @@ def own_pairs(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:
     return (pair for step in steps if (pair := step[index]) is not None)
 
 
-def share_pairs(pairs: Iterator[Pair], layout: Layout) -> Iterator[list[Pair | None]]:
+def share_pairs(
+    pairs: Iterator[Pair], layout: Layout, head: Sequence[tuple[Any, int | None]] = ()
+) -> Iterator[list[Pair | None]]:
     """Share ready batches between processes.
 
     Args:
         pairs: The batches of a world of one, each with what is known about it.
         layout: How they are shared.
+        head: The epoch's first batches, each with its rows, if these are not the first.
 
     Yields:
         For each step, every process's batch, or None for one that gets nothing.
@@ -270,7 +313,7 @@ def share_pairs(pairs: Iterator[Pair], layout: Layout) -> Iterator[list[Pair | N
     Raises:
         DataError: If batches are to be split whose rows cannot be found.
     """
-    steps = _steps(pairs, layout)
+    steps = _steps(pairs, layout, head)
     if layout.tail is not TailPolicy.UNEVEN:
         yield from steps
         return
@@ -292,8 +335,10 @@ def _with_following(
         step = following
 
 
-def _steps(pairs: Iterator[Pair], layout: Layout) -> Iterator[list[Pair | None]]:
-    """The batches of all processes, step by step."""
+def _steps(
+    pairs: Iterator[Pair], layout: Layout, first: Sequence[tuple[Any, int | None]]
+) -> Iterator[list[Pair | None]]:
+    """The batches of all processes, step by step; padding is made of the `first` ones and those that follow."""
     group_size = layout.group_size
     head: list[Any] = []
     head_sizes: list[int] = []
@@ -305,9 +350,10 @@ def _steps(pairs: Iterator[Pair], layout: Layout) -> Iterator[list[Pair | None]]
         if index is None:
             index = infos[0].index // group_size
         if not head:
-            head, head_sizes = batches, [info.rows or 1 for info in infos]
+            known_rows = [*first, *((batch, info.rows) for batch, info in group)][: max(group_size, len(group))]
+            head, head_sizes = [batch for batch, _ in known_rows], [rows or 1 for _, rows in known_rows]
             if layout.batch_size is None:
-                layout = layout._replace(batch_size=infos[0].rows)
+                layout = layout._replace(batch_size=known_rows[0][1])
         sizes = [info.rows for info in infos]
         known = all(size is not None for size in sizes)
         if not known and layout.split:

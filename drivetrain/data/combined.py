@@ -60,7 +60,8 @@ class CombinedLoader:
             raise ConfigurationError("CombinedLoader needs at least one loader.", code="DT-097")
         self.current: BatchInfo | None = None
         self._ended = [False] * len(self.loaders)
-        self._begun = False
+        self._epoch: int | None = 0
+        self._begun = self._has_passed = False
         self._resumes = False
         self._index = 0
         self._limit: int | None = None
@@ -96,8 +97,16 @@ class CombinedLoader:
         return CombinedLoader(self.in_structure(loaders), self.mode)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch in every loader from its start: one that was started again may have had this number before."""
-        self._resumes = False
+        """Begin an epoch in every loader from its start: one that was started again may have had this number before.
+
+        A position that was loaded is kept if it is in this epoch.
+
+        Args:
+            epoch: From 0.
+        """
+        if self._resumes and epoch == self._epoch:
+            return
+        self._epoch, self._has_passed, self._resumes = epoch, False, False
         for loader in self.loaders:
             if hasattr(loader, "skip"):
                 loader.skip(0)
@@ -139,6 +148,9 @@ class CombinedLoader:
         if not self._resumes:
             self._ended = [False] * len(self.loaders)
             self._index = 0
+            if self._has_passed and self._epoch is not None:
+                self._epoch += 1
+        self._has_passed = True
         self._resumes = False
         self._begun = True
         self._limit = None if limit is None or limit == float("inf") else int(limit)
@@ -164,6 +176,9 @@ class CombinedLoader:
                 self._index += 1
                 yield held.pop()
             self._begun = False
+            for loader in self.loaders:
+                if isinstance(loader, PreparedLoader):
+                    loader.leave_epoch()
         finally:
             self.current = None
             batches.close()
@@ -180,20 +195,28 @@ class CombinedLoader:
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo in the end what iterating in the body changes; see `PreparedLoader.undone`."""
-        before = list(self._ended), self._begun, self._resumes, self._index
+        before = list(self._ended), self._begun, self._resumes, self._index, self._epoch, self._has_passed
         try:
             with ExitStack() as stack:
                 for loader in self.loaders:
                     stack.enter_context(loader.undone())
                 yield
         finally:
-            self._ended, self._begun, self._resumes, self._index = before
+            self._ended, self._begun, self._resumes, self._index, self._epoch, self._has_passed = before
+
+    @property
+    def keeps_position(self) -> bool:
+        """Whether every loader has a state, so that `state_dict` is a position."""
+        return all(hasattr(each, "state_dict") and hasattr(each, "load_state_dict") for each in self.loaders)
 
     def state_dict(self) -> dict[str, Any]:
         """The position: that of every loader, and which of them have ended."""
+        within = self._begun or self._resumes
+        next_one = int(not within and self._has_passed)
         return {
-            "index": self._index if self._begun or self._resumes else 0,
-            "ended": list(self._ended) if self._begun or self._resumes else [False] * len(self.loaders),
+            "epoch": None if self._epoch is None else self._epoch + next_one,
+            "index": self._index if within else 0,
+            "ended": list(self._ended) if within else [False] * len(self.loaders),
             "loaders": [loader.state_dict() if hasattr(loader, "state_dict") else {} for loader in self.loaders],
         }
 
@@ -218,6 +241,7 @@ class CombinedLoader:
             )
         self._index, self._ended = int(state["index"]), [bool(ended) for ended in state["ended"]]
         self._resumes = self._index > 0
+        self._epoch, self._has_passed = state.get("epoch"), False
         for loader, saved in zip(self.loaders, state["loaders"], strict=True):
             if saved:
                 loader.load_state_dict(saved)

@@ -71,7 +71,8 @@ class DispatchReader:
         """Begin an iteration over an epoch; on all processes together."""
         if not dist.is_initialized():  # no process to send to: a shard that is used by itself
             opened = self._own_reader().open(epoch, position, limit)
-            pairs = own_pairs(share_pairs(opened.pairs, self.layout), self.layout.shard.index)
+            steps = share_pairs(opened.pairs, self.layout, opened.head)
+            pairs = own_pairs(steps, self.layout.shard.index)
             return opened._replace(pairs=pairs)
         exchange = _Exchange(self.layout)
         if dist.get_rank() != 0:
@@ -88,7 +89,7 @@ class DispatchReader:
             raise
         broadcast_object_list([opened.start])
         self._compare(lambda: getattr(self._own_reader(), "begins_with", None))
-        steps = share_pairs(opened.pairs, self.layout)
+        steps = share_pairs(opened.pairs, self.layout, opened.head)
         return opened._replace(pairs=exchange.send(steps))
 
     def restart(self) -> None:

@@ -23,6 +23,7 @@ from drivetrain.data.reading import Opened, begun, do_nothing, last_rows, rebuil
 from drivetrain.data.seeding import ShowUsersDataset, as_is, collate_seed
 from drivetrain.data.sharding import Layout, shard_batches, with_last
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.nested import batch_size_or_none
 from drivetrain.runtime.seeds import isolated_random_state, sample_seed, seed_all_generators
 
 
@@ -162,6 +163,7 @@ class StreamReader:
         layout: How its batches are shared. The batch size in it is not used but found.
         seed: The seed that samples' random states derive from; None leaves randomness to torch's loader.
         compared: Whether `begins_with` is found also if one process reads for all.
+        keep: How many of an epoch's first batches are kept for those who share these batches.
 
     Attributes:
         begins_with: A digest of the first samples of the stream, once an iteration has begun.
@@ -170,8 +172,11 @@ class StreamReader:
         ConfigurationError: If the batches cannot be split, or come out of order in several processes.
     """
 
-    def __init__(self, loader: DataLoader[Any], layout: Layout, seed: int | None, compared: bool = False) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], layout: Layout, seed: int | None, compared: bool = False, keep: int = 0
+    ) -> None:
         self._loader = loader
+        self._keep = keep
         self.begins_with: str | None = None
         size = loader.batch_size
         self.finds_rows = size is None
@@ -244,7 +249,7 @@ class StreamReader:
             # Every process must draw the same stream: workers from one seed, this process from one state.
             for generator, state in zip(generators, start.own, strict=False):
                 set_generator_state(generator, state)
-            separate = SeparateDraws(start.shared)
+            separate = SeparateDraws(start)
             with separate.drawing():
                 records = iter(self._inner)
             if self._sharded and not self._seeded and self._loader.num_workers == 0:
@@ -261,8 +266,11 @@ class StreamReader:
         if together:
             check_same_stream(type(self._loader.dataset).__name__, self.begins_with)
         limit = None if limit is None else limit // self.layout.group_size
-        pairs = self._pairs(records, position, skipped, limit)
-        return Opened(with_rows_found(pairs, alone=not self._sharded) if self.finds_rows else pairs, start, close)
+        head: list[tuple[Any, int | None]] = []
+        pairs = self._pairs(records, position, skipped, limit, head)
+        if self.finds_rows:
+            pairs = with_rows_found(pairs, alone=not self._sharded)
+        return Opened(pairs, start, close, head=head)
 
     def _drop(self, position: Position) -> int:
         """Let the streams leave out what is no whole step. Returns how many steps are then to be left out."""
@@ -279,11 +287,22 @@ class StreamReader:
         return before // group
 
     def _pairs(
-        self, records: Iterator[Record], position: Position, skipped: int, limit: int | None
+        self,
+        records: Iterator[Record],
+        position: Position,
+        skipped: int,
+        limit: int | None,
+        head: list[tuple[Any, int | None]],
     ) -> Iterator[tuple[Any, BatchInfo]]:
-        """The batches, each with its record; one is read ahead, to recognise the last."""
+        """The batches, each with its record; one is read ahead, to recognise the last.
+
+        The first ones that are skipped are put into `head`.
+        """
         consumed = int(self._dataset.dropped.sum()) * (self.layout.batch_size or 1)
-        consumed += sum(record.global_rows for record in islice(records, skipped))
+        for record in islice(records, skipped):
+            consumed += record.global_rows
+            if len(head) < self._keep:
+                head.append((record.batch, batch_size_or_none(record.batch) if self.finds_rows else record.rows))
         index = position.batches // self.layout.group_size
         held: list[Any] = []  # nothing while this waits to be asked for the next
         for (batch, rows, padding, global_rows, _), last in with_last(up_to(records, limit, index)):

@@ -25,7 +25,10 @@ from drivetrain.data.randomness import (
 from drivetrain.data.reading import Opened, Reader, no_state
 from drivetrain.data.sharding import Layout
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
+
+logger = get_logger(__name__)
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -73,8 +76,10 @@ class PreparedLoader(DataLoader[Any]):
         self._exhausted = False
         self._reached: BatchInfo | None = None  # the last batch of an iteration that was left early
         self._resume: Position | None = None
+        self._after_last: Position | None = None  # the next epoch's start, if the loaded position is after a last batch
+        self._expects_next = False  # whether to begin there unless told to stay in the epoch
         self._start: EpochStart | None = None
-        self._own_state: Callable[[int], Mapping[str, Any] | None] = no_state
+        self._own_state: Callable[[int | None], Mapping[str, Any] | None] = no_state
         self._offset = 0  # batches before the first step, beyond a whole number of steps
         self._forwarded: list[tuple[Any, int]] = []  # the epochs that were given to samplers
         self._forwarded_epoch: int | None = None
@@ -126,7 +131,7 @@ class PreparedLoader(DataLoader[Any]):
         """Begin an iteration, of pending batches or of those that are read."""
         self._begin_epoch()
         position = self._resume or Position()
-        self._resume = self._reached = None
+        self._resume = self._reached = self._after_last = None
         self._exhausted = False
         layout = self._layout
         self._offset = position.batches % layout.group_size
@@ -154,7 +159,18 @@ class PreparedLoader(DataLoader[Any]):
         Generators that the loader, its samplers and its dataset hold are put back, and workers that stay are ended. The
         global generators are not put back, nor what a dataset remembers otherwise.
         """
-        names = ("_epoch", "_begun", "_exhausted", "_reached", "_resume", "_start", "_own_state", "_offset")
+        names = (
+            "_epoch",
+            "_begun",
+            "_exhausted",
+            "_reached",
+            "_resume",
+            "_after_last",
+            "_expects_next",
+            "_start",
+            "_own_state",
+            "_offset",
+        )
         before = [getattr(self, name) for name in names]
         with kept_generators(self.loader, getattr(self.loader, "dataset", None)):
             try:
@@ -243,7 +259,7 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def epoch(self) -> int:
         """The epoch of the iteration under way or the last one; before the first, and after `set_epoch`, the next."""
-        return self._epoch
+        return self._epoch + self._expects_next
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` that of the next iteration, for the dataset and the samplers too.
@@ -253,14 +269,29 @@ class PreparedLoader(DataLoader[Any]):
         Args:
             epoch: From 0.
         """
-        if self._resume is not None and epoch != self._epoch:
-            self._resume = None
+        if epoch == self._epoch:
+            self.stay_in_epoch()
+        elif self._after_last is not None and epoch == self._epoch + 1:
+            self._go_to_next_epoch()
+        else:
+            self._resume, self._expects_next = None, False
         self._epoch, self._begun = epoch, False
         self._exhausted, self._reached = False, None  # what was read belongs to another epoch
         self._forward_epoch()
 
     def _begin_epoch(self) -> None:
         """Settle the epoch of the iteration that begins."""
+        if self._expects_next:
+            self._go_to_next_epoch()
+            if self.stateful:
+                logger.warning_once(
+                    "The checkpoint was saved with the last batch of epoch %d, so this is epoch %d, as in Accelerate. "
+                    "A loop that counts epochs itself and still counts epoch %d trains one too many: let it begin at "
+                    "loader.epoch, or call loader.set_epoch(epoch) before each epoch.",
+                    self._epoch - 1,
+                    self._epoch,
+                    self._epoch - 1,
+                )
         if self._begun:
             self._epoch += 1
         # A user who sets the epoch of the sampler by hand means this loader's too.
@@ -273,6 +304,11 @@ class PreparedLoader(DataLoader[Any]):
             self._forward_epoch()
         if self._seedable is not None:
             self._seedable.set_epoch(self._epoch)
+
+    def _go_to_next_epoch(self) -> None:
+        """Begin the next iteration with the epoch that follows a loaded position after the last batch."""
+        self._resume = self._after_last if self._after_last is not None and self._after_last.own else None
+        self._epoch, self._after_last, self._expects_next = self._epoch + 1, None, False
 
     def _epoch_targets(self) -> list[Any]:
         """The dataset and the samplers, where they take the epoch; the dataset, or None, comes first."""
@@ -295,12 +331,6 @@ class PreparedLoader(DataLoader[Any]):
     # position
 
     @property
-    def reached_end(self) -> bool:
-        """Whether the last batch of the epoch has been handed out, so that nothing is left to resume in it."""
-        reached = self.current or self._reached
-        return self._exhausted or (reached is not None and reached.last)
-
-    @property
     def resumes(self) -> bool:
         """Whether the next iteration begins at a position that was loaded or skipped to."""
         return self._resume is not None
@@ -308,7 +338,9 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def resumes_within(self) -> bool:
         """Whether that position is not the start of its epoch."""
-        return self._resume is not None and bool(self._resume.batches or self._resume.samples)
+        if self._resume is None or self._expects_next:
+            return False
+        return bool(self._resume.batches or self._resume.samples)
 
     def skip(self, num_batches: int, in_loaded_order: bool = False) -> None:
         """Begin the next iteration, and only this one, after so many of this process's batches.
@@ -319,12 +351,32 @@ class PreparedLoader(DataLoader[Any]):
             num_batches: From 0.
             in_loaded_order: Whether an epoch that was loaded keeps its order, rather than being drawn again.
         """
+        if num_batches:
+            self.stay_in_epoch()
+        self._after_last = None
         start = self._resume.start if in_loaded_order and self._resume is not None else None
         self._resume = Position(batches=checked_count(num_batches) * self._layout.group_size, start=start)
 
+    def expect_next_epoch(self) -> None:
+        """Begin the next iteration with the next epoch, if the position that was loaded is after an epoch's last batch.
+
+        This holds unless `set_epoch` or `skip` asks for the rest of the epoch first, of which nothing is left. A
+        script that counts batches begins the next epoch there; one that counts epochs is still in the one before.
+        """
+        self._expects_next = self._after_last is not None
+
+    def stay_in_epoch(self) -> None:
+        """Undo `expect_next_epoch`, for a script that skips what it has trained on of the epoch that it is in."""
+        self._expects_next = False
+
+    def leave_epoch(self) -> None:
+        """Take the epoch that a loaded position is in as over: the next iteration is the next epoch."""
+        if self.resumes_within:
+            self._resume, self._begun = None, True
+
     def rewind(self) -> None:
         """Begin the next iteration at the start of the epoch that a loaded position is in, in that epoch's order."""
-        if self._resume is not None:
+        if self._resume is not None and (self._resume.start or self._resume.batches):
             self._resume = None if self._resume.start is None else Position(start=self._resume.start)
 
     def state_dict(self) -> dict[str, Any]:
@@ -351,22 +403,24 @@ class PreparedLoader(DataLoader[Any]):
             As `state_dict`.
         """
         state: dict[str, Any] = {
-            "epoch": self._epoch + self._exhausted,
+            "epoch": self._epoch + (self._begun and self._exhausted),
             "consumed": 0,
             "batches": 0,
             "start": None,
-            "own": None,
+            "finished": False,
+            "own": self._own_state(None) if self._exhausted or (reached is not None and reached.last) else None,
             "group": self._layout.group_size,
             "generators": [generator_state(each) for each in find_generators(self.loader)],
         }
         if self._resume is not None:
             samples, start = self._resume.samples, self._resume.start
             state.update(consumed=samples, batches=self._resume.batches, start=start and start.state_dict())
-            state["own"] = self._resume.own
+            state.update(finished=self._after_last is not None, own=self._resume.own)
         elif self._begun and not self._exhausted and self._start is not None:
             batches = 0 if reached is None else (reached.index + 1) * self._layout.group_size + self._offset
             consumed = 0 if reached is None else reached.consumed
-            state.update(consumed=consumed, batches=batches, start=self._start.state_dict())
+            finished = reached is not None and reached.last
+            state.update(consumed=consumed, batches=batches, start=self._start.state_dict(), finished=finished)
             state["own"] = self._own_state(batches) if batches else None
         return state
 
@@ -389,9 +443,11 @@ class PreparedLoader(DataLoader[Any]):
             set_generator_state(generator, value)
         start = None if state["start"] is None else EpochStart.from_state_dict(state["start"])
         batches = self._batches_before(state["consumed"], int(state["batches"]))
-        own = state.get("own") if batches == int(state["batches"]) else None
+        finished = bool(state.get("finished"))
+        own = state.get("own") if finished or batches == int(state["batches"]) else None
         position = Position(batches, state["consumed"], start, own, state.get("group"))
-        self._resume = position if position.batches or position.samples or start else None
+        self._resume = position if position.batches or position.samples or start or own else None
+        self._after_last, self._expects_next = Position(own=own) if finished else None, False
 
     def _batches_before(self, samples: int | None, batches: int) -> int:
         """The user's batches before a position; their size may have changed since it was taken."""
@@ -404,6 +460,8 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def consumed_batches(self) -> int:
         """Batches of this process before the next one, in the epoch under way or the one to be resumed."""
+        if self._expects_next:
+            return 0
         if self._resume is not None:
             return self._resume.batches // self._layout.group_size
         reached = self.current or self._reached

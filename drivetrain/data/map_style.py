@@ -37,7 +37,8 @@ from drivetrain.data.worker_count import WorkerCount
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.runtime.seeds import sample_seed
+from drivetrain.runtime.nested import batch_size_or_none
+from drivetrain.runtime.seeds import isolated_random_state, sample_seed
 
 logger = get_logger(__name__)
 
@@ -67,7 +68,8 @@ class MapReader:
         loader: The user's loader.
         layout: How its batches are shared. The batch size in it is not used but found.
         seed: The seed that samples' random states derive from; None leaves randomness to torch's loader.
-        alone: Only this process reads, so no agreement about the order is needed.
+        keep: How many of an epoch's first batches are kept for those who share these batches. Only this process then
+            reads, so no agreement about the order is needed. 0 if nobody does.
         count: Finds how many workers read; None leaves that to the loader.
 
     Raises:
@@ -80,12 +82,12 @@ class MapReader:
         loader: DataLoader[Any],
         layout: Layout,
         seed: int | None,
-        alone: bool = False,
+        keep: int = 0,
         count: WorkerCount | None = None,
     ) -> None:
         self._loader = loader
         self.order = IndexOrder(loader)
-        self._alone = alone
+        self._keep = keep
         self._compared = False  # whether all processes are known to hold the same dataset
         self.finds_rows = not self.order.batched or not loader.in_order
         distributed = self.order.distributed_sampler
@@ -171,7 +173,8 @@ class MapReader:
         generators = find_generators(self._loader, self.order.source, self.order.sampler)
         start = position.start or EpochStart.capture(generators, not self._workers_are_there)
         sharded = self.layout.shard.count > 1
-        together = several_processes() and not self._alone and self._replicas == 1
+        together = several_processes() and not self._keep and self._replicas == 1
+        head: list[tuple[Any, int | None]] = []
         close: Callable[[], None] = do_nothing
         if not sharded and not together and position == Position():
             # As in plain torch, down to when which random number is drawn.
@@ -193,7 +196,9 @@ class MapReader:
             if check and not self._compared:
                 check_same_dataset(self._loader.dataset)
                 self._compared = True
-            close = self._open_apart(requests, infos, epoch, position, start, limit, follow=follow, check=check)
+            close, first = self._open_apart(requests, infos, epoch, position, start, limit, follow=follow, check=check)
+            if first is not None and self._keep:
+                head = self._batches_of(first, requests, epoch)
         batches = self._begin()
         self._stream.begin = _nothing
         self._workers_are_there = self._workers > 0 and self._loader.persistent_workers
@@ -201,7 +206,19 @@ class MapReader:
         pairs: Iterator[tuple[Any, BatchInfo]] = map(_as_pair, batches, iter(infos.popleft, None))
         if self.finds_rows:
             pairs = with_rows_found(pairs, alone=not sharded and self._replicas == 1)
-        return Opened(pairs, start, close)
+        return Opened(pairs, start, close, head=head)
+
+    def _batches_of(self, head: Head, requests: _Requests, epoch: int) -> list[tuple[Any, int | None]]:
+        """Read an epoch's first batches apart, for a run that begins after them; each with its rows."""
+        stream, samples = IndexStream(), iter(head.samples)
+        batches = (list(islice(samples, size)) for size in head.sizes)
+        stream.begin = lambda: requests.made_from(batches, deque(), epoch)
+        inner = self._make_inner(stream, 0, stay=False)
+        inner.generator = torch.Generator()
+        with isolated_random_state():
+            found = list(inner)
+        sizes: Sequence[int | None] = [batch_size_or_none(each) for each in found] if self.finds_rows else head.sizes
+        return list(zip(found, sizes, strict=True))
 
     def _take_count(self) -> None:
         """Read with as many workers as were found to be needed."""
@@ -239,7 +256,7 @@ class MapReader:
         *,
         follow: bool,
         check: bool,
-    ) -> Callable[[], None]:
+    ) -> tuple[Callable[[], None], Head | None]:
         """Draw the order from `start`, which need not be where this process's generators are.
 
         Args:
@@ -253,9 +270,9 @@ class MapReader:
             check: Compare the orders of all processes.
 
         Returns:
-            What to call at the end of the iteration.
+            What to call at the end of the iteration, and the epoch's first samples if it does not begin with them.
         """
-        order, separate = self.order, SeparateDraws(start.shared)
+        order, separate = self.order, SeparateDraws(start)
         head: Head | None = None
         skipped = 0
         with separate.drawing():
@@ -270,7 +287,7 @@ class MapReader:
             own_seed = sample_seed(base_seed, epoch, self.layout.shard.index)
             self._inner.generator = torch.Generator().manual_seed(own_seed)
             if position.batches or position.samples:
-                keep = self.layout.group_size if self.layout.shard.count > 1 else 0
+                keep = self._keep or (self.layout.group_size if self.layout.shard.count > 1 else 0)
                 batches, head, skipped = order.from_position(iterator, position, keep)
             else:
                 batches = order.batches(iterator)
@@ -293,7 +310,7 @@ class MapReader:
             indices = _begun(indices)
         separate.settle()
         self._stream.begin = lambda: indices
-        return separate.settle if draws_later else do_nothing
+        return separate.settle if draws_later else do_nothing, head
 
 
 class _Requests(NamedTuple):

@@ -185,7 +185,7 @@ class IndexOrder:
         if self.distributed_sampler is not None:
             per_process //= self.distributed_sampler.num_replicas
         indices, first = _skip_indices(self.sampler, iterator if not self.batched else None, per_process, keep * size)
-        head = Head(first, min(size, len(first)))
+        head = Head(first, [min(size, len(first) - start) for start in range(0, len(first), size)])
         if not self.batched:
             return ([index] for index in indices), head, skipped
         return iter(BatchSampler(indices, size, self.batch_sampler.drop_last)), head, skipped
@@ -212,17 +212,15 @@ def _skip_indices(
 
 def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tuple[Iterator[Sequence[Any]], Head, int]:
     """Leave out batches of the user's batch sampler; one that was begun is cut."""
-    first: list[Any] = []
-    kept = skipped = count = first_batch = 0
+    head = Head([], [])
+    skipped = count = 0
 
     def listed() -> Iterator[list[Any]]:
-        nonlocal kept, first_batch
         for batch in iterator:
             batch = list(batch)
-            if kept < keep:
-                kept += 1
-                first.extend(batch)
-                first_batch = first_batch or len(batch)
+            if len(head.sizes) < keep:
+                head.samples.extend(batch)
+                head.sizes.append(len(batch))
             yield batch
 
     batches = listed()
@@ -237,8 +235,8 @@ def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tup
         if position.samples is not None and skipped > position.samples:
             following = [batch[position.samples - skipped :]]
             skipped = position.samples
-    following.extend(islice(batches, max(0, keep - kept)))
-    return chain(following, batches), Head(first, first_batch), skipped
+    following.extend(islice(batches, max(0, keep - len(head.sizes))))
+    return chain(following, batches), head, skipped
 
 
 class SeedableSampler:

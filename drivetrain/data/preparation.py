@@ -58,8 +58,10 @@ class SkippingLoader(DataLoader[Any]):
         return SkippingLoader, (self.whole, self.count)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if not self.whole.resumes_within:  # a position that was loaded is where the skipping would lead, and exact
-            self.whole.skip(self.count, in_loaded_order=True)
+        if self.count:
+            self.whole.stay_in_epoch()
+            if not self.whole.resumes_within:  # a position that was loaded is where the skipping would lead, and exact
+                self.whole.skip(self.count, in_loaded_order=True)
         return iter(self.whole)
 
     def __len__(self) -> int:
@@ -208,19 +210,19 @@ def _make_reader(
     if dispatch is None:
         dispatch, compared = streams, streams and sharded
 
-    def make(layout: Layout, alone: bool) -> Reader:
+    def make(layout: Layout, keep: int = 0) -> Reader:
         if not plain:
-            return ReadyBatchesReader(loader, layout, counted=alone)
+            return ReadyBatchesReader(loader, layout, keep)
         if streams:
-            return StreamReader(loader, layout, seed, compared)
-        return MapReader(loader, layout, seed, alone, count)
+            return StreamReader(loader, layout, seed, compared, keep)
+        return MapReader(loader, layout, seed, keep, count)
 
     if not (dispatch and sharded):
-        return make(layout, alone=False)
+        return make(layout)
     size = loader.batch_size if plain else None
     alone_layout = layout._replace(shard=DataShard(), split=False)
     layout = layout._replace(batch_size=size)
-    return DispatchReader(lambda: make(alone_layout, alone=True), layout, loader, compared)
+    return DispatchReader(lambda: make(alone_layout, keep=layout.group_size), layout, loader, compared)
 
 
 def _sample_seed_of(config: DataLoaderConfiguration, seed: int | None) -> int | None:

@@ -55,6 +55,9 @@ def find_generators(*owners: Any) -> list[Any]:
         waiting.extend(attributes[name] for name in _NESTED if attributes.get(name) is not None)
         # What a loader or a sampler is wrapped in may hold it under any name.
         waiting.extend(attributes[name] for name in sorted(attributes) if isinstance(attributes[name], _WRAPPED))
+        several = attributes.get("loaders")  # of a CombinedLoader
+        if isinstance(several, list):
+            waiting.extend(each for each in several if isinstance(each, _WRAPPED))
     return found
 
 
@@ -106,11 +109,15 @@ class EpochStart:
         shared: Python's, NumPy's and torch's global generators.
         own: The states of the generators that the loader and its samplers hold.
         new_workers: Whether torch's loader first draws a seed for workers; those that stay have one.
+        left: Where the global generators were left while the order is drawn batch by batch; None if drawn at once.
+        follows: Which of them, Python's, NumPy's and torch's, go where the order's draws end.
     """
 
     shared: RandomState
     own: list[Any]
     new_workers: bool = True
+    left: RandomState | None = None
+    follows: tuple[bool, bool, bool] = (False, False, False)
 
     @classmethod
     def capture(cls, generators: Iterable[Any], new_workers: bool = True) -> EpochStart:
@@ -124,28 +131,38 @@ class EpochStart:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as dicts and lists of tensors, numbers and strings."""
-        return {"shared": self.shared.state_dict(), "own": list(self.own), "new_workers": self.new_workers}
+        state = {"shared": self.shared.state_dict(), "own": list(self.own), "new_workers": self.new_workers}
+        if self.left is not None:
+            state |= {"left": self.left.state_dict(), "follows": list(self.follows)}
+        return state
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> EpochStart:
         """The way back from `state_dict`."""
-        return cls(RandomState.from_state_dict(state["shared"]), list(state["own"]), bool(state["new_workers"]))
+        left = RandomState.from_state_dict(state["left"]) if "left" in state else None
+        shared, follows = RandomState.from_state_dict(state["shared"]), state.get("follows", (False, False, False))
+        return cls(shared, list(state["own"]), bool(state["new_workers"]), left, tuple(follows))
 
 
 class SeparateDraws:
     """Draws from a state of its own, and leaves the global generators to the user.
 
     A process whose global generators stood where the epoch starts is afterwards where it would be had it drawn
-    from them itself, so that the next epoch has another order; any other process is back where it was.
+    from them itself, so that the next epoch has another order; any other process is back where it was. This holds too
+    for an epoch that was interrupted, if nothing else had drawn from the generators in it.
 
     Args:
-        start: Where the global generators stand for the first draw.
+        start: Where the global generators stand for the first draw. What it holds for a resumed run is kept up to date.
     """
 
-    def __init__(self, start: RandomState) -> None:
+    def __init__(self, start: EpochStart) -> None:
         before = RandomState.capture(devices=False)
-        self._state = start
-        self._same = _compare(before, start)
+        self._start = start
+        self._state = start.shared
+        self._same = _compare(before, start.left or start.shared)
+        if start.left is not None:
+            self._same = _both(self._same, start.follows)
+        self._resumes, self._draws_later = start.left is not None, False
         self._left: RandomState | None = None
 
     @contextmanager
@@ -161,41 +178,49 @@ class SeparateDraws:
 
     def iterate(self, items: Iterable[Item]) -> Iterator[Item]:
         """The items, each read while drawing from the separate state."""
+        self._draws_later = True
+        return self._iterate(items)
+
+    def _iterate(self, items: Iterable[Item]) -> Iterator[Item]:
         with self.drawing():
             iterator = iter(items)
         while True:
             with self.drawing():
                 item = next(iterator, _END)
             if item is _END:
+                self.settle()  # before the last batch is handed out, with which the run may be saved
                 return
             yield item
 
     def settle(self) -> None:
         """Advance the global generators as if they had been drawn from, where they stood at the start.
 
-        Called once the first items are drawn and again at the end. The second time, only generators that nothing else
-        has used in between are advanced further.
+        Called once the first items are drawn and again at the end. After the first time, only generators that nothing
+        else has used in between are advanced further.
         """
         now = RandomState.capture(devices=False)
         if self._left is not None:
-            unused = _compare(now, self._left)
-            self._same = (
-                self._same[0] and unused[0],
-                self._same[1] and unused[1],
-                self._same[2] and unused[2],
-            )
+            self._same = _both(self._same, _compare(now, self._left))
+        follows = (False, False, False) if self._resumes else self._same  # they were advanced by the first items before
+        self._resumes = False
         self._left = RandomState(
-            python=self._state.python if self._same[0] else now.python,
-            numpy=self._state.numpy if self._same[1] else now.numpy,
-            torch=self._state.torch if self._same[2] else now.torch,
+            python=self._state.python if follows[0] else now.python,
+            numpy=self._state.numpy if follows[1] else now.numpy,
+            torch=self._state.torch if follows[2] else now.torch,
         )
         self._left.restore()
+        if self._draws_later:
+            self._start.left, self._start.follows = self._left, self._same
 
 
 def _compare(one: RandomState, other: RandomState) -> tuple[bool, bool, bool]:
     """Whether Python's, NumPy's and torch's states are the same."""
     numpy = all(np.array_equal(mine, theirs) for mine, theirs in zip(one.numpy, other.numpy, strict=True))
     return one.python == other.python, numpy, torch.equal(one.torch, other.torch)
+
+
+def _both(one: tuple[bool, bool, bool], other: tuple[bool, bool, bool]) -> tuple[bool, bool, bool]:
+    return one[0] and other[0], one[1] and other[1], one[2] and other[2]
 
 
 def _plain(state: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 Item = TypeVar("Item")
 
 
-def no_state(batches: int) -> None:
+def no_state(batches: int | None) -> None:
     """Return None: the state of loaders that keep none of their own."""
 
 
@@ -32,13 +32,17 @@ class Opened(NamedTuple):
         pairs: This process's batches, each with what is known about it.
         start: The random state that the epoch's order is drawn from.
         close: Called when the iteration is over or left.
-        own_state: Returns what the user's loader has saved of itself after so many of its batches, or None.
+        own_state: Returns what the user's loader has saved of itself after so many of its batches, or None if that is
+            unknown; None stands for the end of the epoch.
+        head: The epoch's first batches, which padding is made of, each with its rows, where the iteration begins after
+            them. It is filled when the first pair is read.
     """
 
     pairs: Iterator[tuple[Any, BatchInfo]]
     start: EpochStart
     close: Callable[[], None]
-    own_state: Callable[[int], Mapping[str, Any] | None] = no_state
+    own_state: Callable[[int | None], Mapping[str, Any] | None] = no_state
+    head: Sequence[tuple[Any, int | None]] = ()
 
 
 class Reader(Protocol):

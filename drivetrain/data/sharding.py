@@ -93,10 +93,15 @@ class Layout(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The first samples of the epoch's order, which padding is made of, and the size of its first batch."""
+    """The first samples of the epoch's order, which padding is made of.
+
+    Attributes:
+        samples: The samples.
+        sizes: How many of them are in each of the epoch's first batches.
+    """
 
     samples: list[Any]
-    first_batch: int
+    sizes: list[int]
 
 
 def plan_share(
@@ -240,9 +245,9 @@ def _shares(
     for group, final in ((group, False) for group in groups) if streaming else with_last(groups):
         sizes = [len(batch) for batch in group]
         if head is None:
-            head = Head([sample for batch in group for sample in batch], sizes[0])
+            head = Head([sample for batch in group for sample in batch], sizes)
         ending = final or (streaming and (len(group) < layout.group_size or sizes[-1] < full))
-        share = plan_share(sizes, layout, first_batch=head.first_batch, final=ending)
+        share = plan_share(sizes, layout, first_batch=head.sizes[0], final=ending)
         total = sum(sizes)
         consumed += total
         if share is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import (
     Accelerator,
     CheckpointError,
+    CombinedLoader,
     ConfigurationError,
     DataLoaderConfiguration,
     PartialState,
@@ -23,6 +25,7 @@ from drivetrain import (
     set_seed,
 )
 from drivetrain.accelerator import run_state
+from tests.data.kinds import KINDS, Remembering, rows_of, seed_everything
 from tests.pool import run_in_processes
 
 
@@ -142,6 +145,141 @@ def test_continued_is_as_uninterrupted(tmp_path, processes, save_after, precisio
         assert each["last"] == other["last"]
     seen = sorted(index for each in expected for index in each["seen"])
     assert seen == sorted([*range(40)] * 3)
+
+
+# Whose orders come from generators, samplers, streams, and states of their own.
+RESUMED = {"a state of its own": Remembering} | {
+    name: KINDS[name]
+    for name in (
+        *("in order", "drop_last", "shuffled", "shuffled, own generator", "permutation", "custom batch sampler"),
+        *("custom batch sampler drawing late", "no batches", "two workers", "stream", "stream without length"),
+        *("subclass, shuffled", "object around a loader, no length", "list of batches"),
+    )
+}
+EPOCHS = 4
+
+
+def with_loaders(seed: int, stateful: bool = True) -> tuple[Accelerator, dict[str, Any]]:
+    seed_everything(seed)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=stateful))
+    return accelerator, {kind: accelerator.prepare_data_loader(make()) for kind, make in RESUMED.items()}
+
+
+def read_by_epoch(folder: str) -> dict[tuple[str, int], list[list[int]]]:
+    """Read all epochs of all loaders; save when the last batches of epoch 1 are handed out, and after that epoch."""
+    accelerator, loaders = with_loaders(seed=3)
+    read: dict[tuple[str, int], list[list[int]]] = {}
+    for epoch in range(EPOCHS):
+        iterators = {kind: iter(loader) for kind, loader in loaders.items()}
+        for kind, loader in loaders.items():
+            batches = read[kind, epoch] = []
+            while not loader.end_of_dataloader:
+                batches.append(rows_of(next(iterators[kind])))
+        if epoch == 1:
+            accelerator.save_state(f"{folder}/with last batch")
+        assert not any(list(iterator) for iterator in iterators.values())
+        if epoch == 1:
+            accelerator.save_state(f"{folder}/after epoch")
+    return read
+
+
+def resumed_by_epoch(
+    folder: str, way: str, moment: str, done: dict[str, int]
+) -> dict[tuple[str, int], list[list[int]]]:
+    """Read on from a save, with epochs counted in one of the ways of scripts.
+
+    Args:
+        folder: The folder of the checkpoints.
+        way: How the script finds the epoch: "loader" asks `loader.epoch`, "set" counts epochs and calls `set_epoch`,
+            "skip" counts epochs and skips what the epoch has seen, "steps" counts batches.
+        moment: When the checkpoint was saved.
+        done: Batches of an epoch of this process.
+    """
+    accelerator, loaders = with_loaders(seed=17, stateful=way != "skip")
+    accelerator.load_state(f"{folder}/{moment}")
+    assert {loader.epoch for loader in loaders.values()} == {2}
+    counted = 1 if moment == "with last batch" and way in ("set", "skip") else 2
+    read: dict[tuple[str, int], list[list[int]]] = {}
+    for epoch in range(counted, EPOCHS):
+        iterators = {}
+        for kind, loader in loaders.items():
+            if way == "set":
+                loader.set_epoch(epoch)
+            skipped = done[kind] if epoch == 1 else 0
+            skips = way != "set" and epoch == counted
+            iterators[kind] = iter(accelerator.skip_first_batches(loader, skipped) if skips else loader)
+        for kind, iterator in iterators.items():
+            read[kind, epoch] = [rows_of(batch) for batch in iterator]
+    return read
+
+
+def epochs_around_a_save(folder: str) -> list[str]:
+    """Compare what is read after a save at an epoch's end with the undisturbed run. Returns what differs."""
+    expected, differ = read_by_epoch(folder), []
+    done = {kind: len(expected[kind, 1]) for kind in RESUMED}
+    for way, moment in itertools.product(("loader", "set", "skip", "steps"), ("with last batch", "after epoch")):
+        found = resumed_by_epoch(folder, way, moment, done)
+        for kind in RESUMED:
+            if way == "skip" and kind == "a state of its own":  # which cannot go back to where its epoch began
+                continue
+            again = [found.get((kind, epoch), []) for epoch in range(1, EPOCHS)]
+            if again != [[], expected[kind, 2], expected[kind, 3]]:
+                differ.append(f"{kind}, {way}, {moment}: {again}")
+    return differ
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_saved_at_the_end_of_an_epoch_reads_each_batch_once(tmp_path, processes):
+    assert run_in_processes(epochs_around_a_save, processes, args=(str(tmp_path),)) == [[]] * processes
+
+
+def combined(way: str, mode: str, seed: int) -> tuple[Accelerator, Any]:
+    """Two loaders in step: prepared as one, or one by one and registered."""
+    seed_everything(seed)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    generators = [torch.Generator().manual_seed(seed), None]
+    parts = [
+        DataLoader(torch.arange(rows), batch_size=2, shuffle=True, generator=generator)
+        for rows, generator in zip((8, 14), generators, strict=True)
+    ]
+    loader = CombinedLoader(parts, mode)
+    if way == "as one":
+        return accelerator, accelerator.prepare_data_loader(loader)
+    loader = loader.map(accelerator.prepare_data_loader)
+    accelerator.register_for_checkpointing(loader)
+    return accelerator, loader
+
+
+def combined_around_a_save(folder: str) -> list[str]:
+    """Save a combination at each batch of epoch 1, and compare the rest. Returns what differs."""
+    differ = []
+    for way, mode in itertools.product(
+        ("as one", "registered"), ("min_size", "max_size_cycle", "max_size", "sequential")
+    ):
+        accelerator, loader = combined(way, mode, seed=3)
+        read: list[list[Any]] = []
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            read.append([])
+            for batch in loader:
+                read[-1].append(str(batch))
+                if epoch == 1:
+                    accelerator.save_state(f"{folder}/{way} {mode} {len(read[-1])}")
+        for number in range(1, len(read[1]) + 1):
+            accelerator, loader = combined(way, mode, seed=17)
+            accelerator.load_state(f"{folder}/{way} {mode} {number}")
+            again = []
+            for epoch in (1, 2):
+                loader.set_epoch(epoch)
+                again.append([str(batch) for batch in loader])
+            if again != [read[1][number:], read[2]]:
+                differ.append(f"{way}, {mode}, after {number}: {again} for {read}")
+    return differ
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_combined_loaders_continue_at_the_next_batch(tmp_path, processes):
+    assert run_in_processes(combined_around_a_save, processes, args=(str(tmp_path),)) == [[]] * processes
 
 
 def saved_in_a_skipped_epoch(folder: str) -> dict[str, Any]:

@@ -68,6 +68,21 @@ def test_a_checkpoint_of_another_model_is_refused_with_names_and_shapes(tmp_path
     assert "state_dict/layer.weight: (8, 4) in the checkpoint, (8, 5) here" in message
 
 
+def test_tied_weights_that_are_held_once_fill_each_of_their_names(tmp_path: Path) -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    state = {"models": [{"in/first.weight": weight, "second.weight": weight, "bias": torch.ones(2)}]}
+    save_run_state(tmp_path / "one", state, {}, alone())
+    # As shards are: an object for each name, whose memory tells nothing.
+    names = {"in/first.weight": (2, 3), "second.weight": (2, 3), "bias": (2,)}
+    into = {"models": [{name: torch.zeros(size) for name, size in names.items()}]}
+    shared, _ = load_run_state(tmp_path / "one", alone(), into=into)
+    for model in (shared["models"][0], into["models"][0]):
+        assert all(torch.equal(model[name], value) for name, value in state["models"][0].items())
+    untied = {"models": [{"in/first.weight": torch.zeros(2, 3), "third.weight": torch.zeros(2, 3)}]}
+    with pytest.raises(CheckpointError, match=r"not in the checkpoint: models/0/third\.weight"):
+        load_run_state(tmp_path / "one", alone(), into=untied)
+
+
 def test_without_strict_what_does_not_fit_is_reported(tmp_path: Path) -> None:
     save_run_state(tmp_path / "one", run_state(), {}, alone())
     kept = torch.full((2,), 7.0)

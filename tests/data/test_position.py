@@ -19,6 +19,7 @@ from drivetrain.data import (
     skip_first_batches,
 )
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.state import PartialState
 from tests.data.kinds import (
     ITERABLE,
@@ -306,6 +307,47 @@ def test_a_sampler_that_draws_late_goes_on_with_the_restored_random_state() -> N
         again.append(rows_of(batch))
         torch.rand(4)
     assert again == rest
+
+
+RESHARED = [
+    *("in order", "shuffled", "weighted", "custom sampler drawing from python", "custom batch sampler", "no batches"),
+    *("custom batch sampler drawing late", "stream", "stream that draws", "stream, no batches", "two workers"),
+    *("list of batches", "subclass, shuffled", "object around a loader, no length"),
+]
+
+
+def rest_and_next_epoch(kind: str, config: DataLoaderConfiguration) -> list[list[list[int]]]:
+    """Interrupt epoch 1 after one step. Return its rest and epoch 2, undisturbed and by a fresh loader."""
+    state = PartialState()
+    shard = DataShard(state.process_index, state.num_processes)
+    seed_everything(3)
+    loader = prepare_loader(KINDS[kind](), shard=shard, config=config)
+    rest_of(loader)
+    iterator = iter(loader)
+    next(iterator)
+    position, there = loader.state_dict(), RandomState.capture()
+    expected = [rest_of(iterator), rest_of(loader)]
+    seed_everything(17)
+    resumed = prepare_loader(KINDS[kind](), shard=shard, config=config)
+    resumed.load_state_dict(position)
+    there.restore()
+    return [*expected, rest_of(resumed), rest_of(resumed)]
+
+
+def changed_by_a_resume() -> list[str]:
+    changed = []
+    for kind, dispatch, split in itertools.product(RESHARED, (None, True), (False, True)):
+        if split and "no batches" in kind:  # which has none to split
+            continue
+        config = DataLoaderConfiguration(dispatch_batches=dispatch, split_batches=split)
+        rest, following, *again = rest_and_next_epoch(kind, config)
+        if again != [rest, following]:
+            changed.append(f"{kind}, dispatch {dispatch}, split {split}: {again} for {rest}, {following}")
+    return changed
+
+
+def test_processes_resume_with_the_same_padding_and_the_same_next_epoch() -> None:
+    assert run_in_processes(changed_by_a_resume, world_size=2, timeout=120) == [[], []]
 
 
 def test_a_loader_with_a_state_of_its_own_continues_from_it() -> None:

@@ -10,6 +10,7 @@ import argparse
 import collections
 import contextlib
 import io
+import itertools
 import sys
 import tempfile
 import time
@@ -19,7 +20,7 @@ from tqdm import tqdm
 from tests import pool
 from tests.fuzz import cases
 from tests.fuzz.cases import STRATEGIES, Case, draw, reduced
-from tests.fuzz.runs import Verdict, judge_all
+from tests.fuzz.runs import KINDS, Verdict, judge_all
 
 TOGETHER = 20  # cases that share one start of the processes
 
@@ -62,7 +63,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
     parser.add_argument("--seconds", type=float, default=3600, help="how long new cases are begun")
     parser.add_argument("--count", type=int, default=sys.maxsize, help="how many cases at most")
-    parser.add_argument("--strategy", choices=STRATEGIES, action="append", help="only this one; may be repeated")
+    parser.add_argument(
+        "--strategy", choices=STRATEGIES, action="append", help="only this one; may be repeated, for a larger share"
+    )
     parser.add_argument("--case", help="run one case instead, such as \"Case(model='tied', strategy='ddp')\"")
     parser.add_argument("--keep", action="store_true", help="do not reduce the cases that fail")
     options = parser.parse_args()
@@ -70,31 +73,49 @@ def main() -> int:
         verdict = verdicts_of([eval(options.case, vars(cases))])[0]
         print(f"{verdict.kind}: {verdict.case}\n{verdict.text}")
         return int(verdict.fails)
-    counts: collections.Counter[tuple[str, str]] = collections.Counter()
-    refusals: collections.Counter[str] = collections.Counter()
-    failing: list[Verdict] = []
-    end, seed, names = time.monotonic() + options.seconds, options.seed, options.strategy or list(STRATEGIES)
-    with tqdm(total=None if options.count == sys.maxsize else options.count, unit="case") as bar:
-        while bar.n < options.count and time.monotonic() < end:
-            for strategy in names:
-                size = min(TOGETHER, options.count - bar.n)
-                for verdict in verdicts_of([draw(seed + n, strategy) for n in range(size)]) if size else ():
-                    counts[strategy, verdict.kind] += 1
-                    if verdict.kind == "refused":
-                        refusals[verdict.text[:200]] += 1
-                    if verdict.fails:
-                        failing.append(verdict)
-                        bar.write(f"{verdict.kind}: {verdict.case}\n    {verdict.text.strip().splitlines()[-1]}")
-                bar.update(size)
-            seed += TOGETHER
+    begun = time.monotonic()
+    verdicts = _all_verdicts(options.strategy or list(STRATEGIES), options.seed, options.count, options.seconds)
+    failing = [verdict for verdict in verdicts if verdict.fails]
+    refusals = collections.Counter(each.text.splitlines()[0][:200] for each in verdicts if each.kind == "refused")
     for text, count in refusals.most_common():
         print(f"refused {count} times: {text}")
-    for verdict in failing if not options.keep else ():
-        print(f"{verdict.kind}, reduced: {kept_failing(verdict.case)}\n{verdict.text}")
-    for (strategy, kind), count in sorted(counts.items()):
-        print(f"{strategy:12} {kind:10} {count}")
-    print(f"{sum(counts.values())} cases from seed {options.seed}: {len(failing)} fail")
+    for verdict in failing:
+        case = verdict.case if options.keep else kept_failing(verdict.case)
+        print(f"{verdict.kind}{'' if options.keep else ', reduced'}: {case}\n{verdict.text}")
+    print(_table(verdicts))
+    minutes = (time.monotonic() - begun) / 60
+    print(f"{len(verdicts)} cases from seed {options.seed} in {minutes:.1f} minutes: {len(failing)} fail")
     return int(bool(failing))
+
+
+def _all_verdicts(strategies: list[str], seed: int, count: int, seconds: float) -> list[Verdict]:
+    """Run so many cases of the strategies in turn, or as many as there is time for."""
+    verdicts: list[Verdict] = []
+    end, failing = time.monotonic() + seconds, 0
+    with tqdm(total=None if count == sys.maxsize else count, unit=" cases") as bar:
+        for strategy in itertools.cycle(strategies):
+            size = min(TOGETHER, count - len(verdicts))
+            if not size or time.monotonic() >= end:
+                break
+            first = seed + sum(each.case.strategy == strategy for each in verdicts)
+            for verdict in verdicts_of([draw(first + n, strategy) for n in range(size)]):
+                verdicts.append(verdict)
+                if verdict.fails:
+                    failing += 1
+                    bar.write(f"{verdict.kind}: {verdict.case}\n    {verdict.text.strip().splitlines()[-1]}")
+            bar.set_postfix_str(f"{failing} fail, {max(0, end - time.monotonic()):.0f} s left", refresh=False)
+            bar.update(size)
+    return verdicts
+
+
+def _table(verdicts: list[Verdict]) -> str:
+    """Return a line for each strategy: how many cases came to which end."""
+    kinds = [kind for kind in KINDS if kind != "saved"]
+    lines = ["".join(f"{title:>11}" for title in ("strategy", "cases", *kinds))]
+    for strategy in dict.fromkeys(each.case.strategy for each in verdicts):
+        theirs = [each.kind for each in verdicts if each.case.strategy == strategy]
+        lines.append("".join(f"{each:>11}" for each in (strategy, len(theirs), *map(theirs.count, kinds))))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

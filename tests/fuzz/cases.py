@@ -314,7 +314,6 @@ LOADERS: dict[str, Callable[[Tensor, Case], Any]] = {
     "workers": lambda rows, case: _loader(Rows(rows), case, num_workers=1),
 }
 UNSHUFFLED = ("stream",)
-UNEVEN_AS_THEY_ARE = ("stream", "batches")  # whose last round the Accelerator completes by no rule of Accelerate's
 
 
 def make_loader(case: Case) -> Any:
@@ -447,7 +446,7 @@ def possible(case: Case) -> Case:
         case = replace(case, optimizer="sgd")
     if case.optimizer == "lbfgs":  # one group, and a closure that computes the whole step
         case = replace(case, accumulate=1, loss="mean", clip="none", model="plain", max_steps=-1)
-        case = replace(case, precision="64-true")  # rounding grows from step to step
+        case = replace(case, save="batch_end" if case.save == "exception" else case.save)  # within it nothing is saved
     if case.driver == "accelerator":
         case = replace(case, validate=False, limit=None, save="never" if case.save == "never" else "batch_end")
     if case.driver == "turns":
@@ -456,20 +455,21 @@ def possible(case: Case) -> Case:
     if case.driver in ("manual", "turns"):
         case = replace(case, clip="none", data="tensors" if case.data == "stream" else case.data)
     if case.model == "complex":  # torch neither clips complex gradients by value nor has fused kernels for them
-        case = replace(case, precision="32", clip="none", optimizer=case.optimizer.partition("_")[0])
-    if case.optimizer == "nadam":  # whose state is of torch's default dtype
-        case = replace(case, precision="32")
-    if case.driver == "accelerator" and case.data == "own":  # an unknown object, which `prepare` leaves as it is
-        case = replace(case, data="rows")
+        clip = "norm" if case.clip == "value" else case.clip
+        case = replace(case, precision="32", clip=clip, optimizer=case.optimizer.partition("_")[0])
+    if case.optimizer == "nadam" and case.precision == "64-true":  # torch loads a part of its state in another dtype
+        case = replace(case, save="never")
     if case.driver == "accelerator" and case.change == "add_group":  # a resumed script has to add it before it loads
         case = replace(case, save="never")
-    if case.driver == "accelerator" and case.data in UNEVEN_AS_THEY_ARE:
-        world = STRATEGIES[case.strategy][0]
-        case = replace(case, samples=case.batch_size * world * max(1, case.samples // (case.batch_size * world)))
     if case.scheduler != "none" and case.change == "add_group":
-        case = replace(case, scheduler="none")  # torch's schedulers hold the groups that they were made with
+        case = replace(
+            case, scheduler="per_epoch"
+        )  # in plain torch the others hold the groups that they were made with
     if any(name.startswith("zero") for name in (case.strategy, case.then)) and case.loss == "some":
         case = replace(case, loss="mean")  # a step that all processes leave out counts there: see docs/deepspeed.md
+    is_divided = any(name.startswith("zero") for name in (case.strategy, case.then))
+    if is_divided and case.model == "late" and case.optimizer.startswith(("adam", "nadam")):
+        case = replace(case, optimizer="rmsprop")  # ZeRO counts Adam's steps once for all parameters, with a warning
     if "ddp_static" in (case.strategy, case.then) and case.model == "late":  # static_graph promises another thing
         case = replace(case, model="plain")
     if case.save.startswith("validation"):

@@ -164,24 +164,25 @@ class Around:
 
 
 class Stateful(Around):
-    """Keeps by itself where it is; what it has given cannot be read again."""
+    """Keeps by itself where it is, and its epoch, which gives the order; what it has given cannot be read again."""
 
     def __init__(self, loader: DataLoader) -> None:
         super().__init__(loader)
-        self.place = 0
+        self.place = self.epoch = 0
 
     def __iter__(self) -> Any:
         size = self.wrapped.batch_size
         while self.place < SAMPLES:
             self.place += size
-            yield self.wrapped.collate_fn([self.wrapped.dataset[n] for n in range(self.place - size, self.place)])
-        self.place = 0
+            numbers = range(self.place - size, self.place)
+            yield self.wrapped.collate_fn([self.wrapped.dataset[n ^ self.epoch] for n in numbers])
+        self.place, self.epoch = 0, self.epoch + 1
 
     def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
+        return {"place": self.place, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
+        self.place, self.epoch = state["place"], state["epoch"]
 
 
 OWN_ITERATION = {"around": Around, "stateful": Stateful}

@@ -240,7 +240,7 @@ class SavedRun:
         trainer.progress.load_state_dict(entries.get("progress", {}))
         if not self._is_ours:
             positions = saved.engine["loaders"]
-            trainer.progress.begin_epoch(positions[0]["epoch"] if positions else 0)
+            trainer.progress.begin_epoch(positions[0]["epoch"] + _is_finished(positions[0]) if positions else 0)
         stopped = self._is_ours and bool(entries["should_stop"])
         trainer.control.resume_stop(stopped, entries.get("stop_askers", ()))
         trainer.tracker_group.load_state(entries.get("trackers", ()))
@@ -261,6 +261,8 @@ class SavedRun:
             state = at_start_of(state, progress.epoch + 1)
         elif self._is_ours and progress.batches_in_epoch == 0:
             # Such as one saved after fit: the loader still stands at the end of the epoch before.
+            state = at_start_of(state, progress.epoch)
+        elif not self._is_ours and _is_finished(state):
             state = at_start_of(state, progress.epoch)
         loader.load_state_dict(state)
         if not self._is_ours:
@@ -303,6 +305,11 @@ class SavedRun:
         self._saved.restore_random()
 
 
+def _is_finished(position: Mapping[str, Any]) -> bool:
+    """Return whether a loader's position is after the last batch of its epoch, which a raw loop may save."""
+    return bool(position.get("finished"))
+
+
 def moment_of(trainer: Trainer) -> Moment:
     """The moment that a save within `fit` describes: the last finished step."""
     loop = trainer.loop
@@ -323,7 +330,7 @@ def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
             "ended": [False] * len(state["loaders"]),
             "loaders": [at_start_of(each, epoch) for each in state["loaders"]],
         }
-    return {**state, "epoch": epoch, "consumed": 0, "batches": 0, "start": None}
+    return {**state, "epoch": epoch, "consumed": 0, "batches": 0, "start": None, "finished": False}
 
 
 def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> None:
