@@ -46,7 +46,7 @@ class ReadyBatchesReader:
     Args:
         batches: Anything that gives batches again at each iteration.
         layout: How they are shared.
-        keep: How many of an epoch's first batches are kept for those who share these batches; 0 if nobody does.
+        keep: How many of an epoch's first batches are kept for the processes that share these batches; 0 if none do.
     """
 
     finds_rows = reads_ahead = False
@@ -146,7 +146,7 @@ class _OwnStates:
     def begun(self) -> Iterator[Any]:
         """Begin an iteration; its batches are counted where the loader keeps a state."""
         batches = iter(self._batches)
-        return batches if self._loader is None else chain(map(self._note, batches), self._note_end())
+        return batches if self._loader is None else chain(map(self._note, batches), self._record_end())
 
     def _note(self, batch: Any) -> Any:
         self._given += 1
@@ -155,7 +155,7 @@ class _OwnStates:
             self._kept.pop(self._given - self._ahead - 1, None)
         return batch
 
-    def _note_end(self) -> Iterator[Any]:
+    def _record_end(self) -> Iterator[Any]:
         self._has_ended = True
         yield from ()
 
@@ -198,7 +198,7 @@ class _OwnStates:
                 self._loader.load_state_dict(copy.deepcopy(saved["state"]))
             self._given, self._has_ended = batches, bool(batches)
             return iter(()) if batches else self.begun()
-        if not batches:  # cut short by a limit: the loader begins anew
+        if not batches:  # cut short by a limit: the loader starts over
             return None
         if bool(before) != bool(self._workers) and _is_of_torchdata(getattr(self._loader, "sampler", None)):
             raise CheckpointError(

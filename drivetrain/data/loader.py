@@ -77,7 +77,7 @@ class PreparedLoader(DataLoader[Any]):
         self._reached: BatchInfo | None = None  # the last batch of an iteration that was left early
         self._resume: Position | None = None
         self._after_last: Position | None = None  # the next epoch's start, if the loaded position is after a last batch
-        self._expects_next = False  # whether to begin there unless told to stay in the epoch
+        self._expects_next = False  # whether to begin there, unless the script stays in the epoch
         self._start: EpochStart | None = None
         self._own_state: Callable[[int | None], Mapping[str, Any] | None] = no_state
         self._offset = 0  # batches before the first step, beyond a whole number of steps

@@ -68,8 +68,8 @@ class MapReader:
         loader: The user's loader.
         layout: How its batches are shared. The batch size in it is not used but found.
         seed: The seed that samples' random states derive from; None leaves randomness to torch's loader.
-        keep: How many of an epoch's first batches are kept for those who share these batches. Only this process then
-            reads, so no agreement about the order is needed. 0 if nobody does.
+        keep: How many of an epoch's first batches are kept for the processes that share these batches. Only this
+            process then reads, so no agreement about the order is needed. 0 if none do.
         count: Finds how many workers read; None leaves that to the loader.
 
     Raises:

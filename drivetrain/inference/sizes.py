@@ -151,7 +151,8 @@ def parameter_size(layer: nn.Module, name: str, whole: int) -> tuple[int, int]:
         name: The parameter's name in it.
         whole: Elements of the parameter as it is stored, of which this process may hold a part.
     """
-    parameter: Any = layer._parameters[name]
+    # Not by item, for which ZeRO-3 gathers the parameter if a forward was broken off, though only one process counts.
+    parameter: Any = layer._parameters.get(name)
     stored = whole * int(parameter.element_size())
     if name != "weight":
         return whole, stored
