@@ -331,6 +331,12 @@ class PreparedLoader(DataLoader[Any]):
     # position
 
     @property
+    def reached_end(self) -> bool:
+        """Whether the last batch of the epoch has been handed out, so that nothing is left to resume in it."""
+        reached = self.reached
+        return self._exhausted or (reached is not None and reached.last)
+
+    @property
     def resumes(self) -> bool:
         """Whether the next iteration begins at a position that was loaded or skipped to."""
         return self._resume is not None
