@@ -474,7 +474,7 @@ FIGURES = [
     ),
     Figure("lines of the longest file", 460, longest(file_lengths, 460)),
     Figure("lines of the longest function", 63, longest(lambda house: lengths(house, classes=False), 63)),
-    Figure("lines of the longest class", 380, longest(lambda house: lengths(house, classes=True), 375)),
+    Figure("lines of the longest class", 380, longest(lambda house: lengths(house, classes=True), 380)),
     Figure("import circles", 0, counted(lambda house: [" <-> ".join(circle) for circle in circles(house)])),
     Figure("private names of another room that are read", 0, counted(foreign_private_names)),
     Figure(f"duplicated blocks of {BLOCK} lines or more", 0, counted(duplicates)),
