@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from drivetrain import accelerator as engine
 from drivetrain.accelerator.forward import PrecisionForward
@@ -215,17 +215,20 @@ class Accelerator(ReadMembers):
     @contextmanager
     def _shuffling(self, objects: Sequence[Any]) -> Iterator[None]:
         config = self.preparation.options.dataloader_config
-        given, samples = config.data_seed, config.seed_samples
+        given, samples, dispatch = config.data_seed, config.seed_samples, config.dispatch_batches
         config.seed_samples = bool(samples)
         if config.use_seedable_sampler and given is None:
             config.data_seed = torch.initial_seed()
         elif self.num_processes > 1 and not config.dispatch_batches:
             for loader in objects:
                 give_generator(loader)
+        loaders = [each for each in objects if isinstance(each, DataLoader)]
+        if loaders and all(isinstance(each.dataset, IterableDataset) for each in loaders):
+            config.dispatch_batches = dispatch is not False  # as None means, but for comparing the processes
         try:
             yield
         finally:
-            config.data_seed, config.seed_samples = given, samples
+            config.data_seed, config.seed_samples, config.dispatch_batches = given, samples, dispatch
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
         """As `drivetrain.Accelerator.register_save_state_pre_hook`; models are given as they were.
