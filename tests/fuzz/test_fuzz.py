@@ -38,6 +38,11 @@ def test_what_was_found_gives_the_weights_of_a_plain_loop(case):
     assert [(each.kind, each.text) for each in verdicts_of([case], timeout=120)] == [("equal", "")]
 
 
+def test_a_static_graph_that_changes_is_refused_with_what_to_do():
+    [found] = verdicts_of([Case(seed=700160, strategy="ddp_static", loss="some", model="unused")], timeout=120)
+    assert (found.kind, "static_graph=True" in found.text) == ("refused", True)
+
+
 def test_every_strategy_is_tried():
     assert COUNTS.keys() == STRATEGIES.keys()
 

@@ -86,6 +86,13 @@ class StepOutput:
 
     def explain(self, loss: Tensor, error: RuntimeError | None = None) -> None:
         """Raise in our words what torch means where it cannot differentiate a loss; return where it can."""
+        if error is not None and "static_graph set to True" in str(error):
+            raise ConfigurationError(
+                f"{self._step} used other parameters than in the first step, for example since it left out a batch by "
+                "None, but DDP(static_graph=True) was given. Leave static_graph out, or give "
+                "find_unused_parameters=True in its place.",
+                code="DT-083",
+            ) from error
         if loss.numel() != 1:
             raise ConfigurationError(
                 f"{self._step} returned a tensor of shape {tuple(loss.shape)}. Return one number, such as loss.mean().",
