@@ -78,7 +78,7 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The same as a dict; what a script writes into it holds from the next micro-batch on."""
+        """Return the options as a dict; an entry that is assigned holds from the next micro-batch on."""
         return vars(self.plugin)
 
     @property

@@ -78,7 +78,7 @@ class DataLoaderShard(PreparedLoader):
 
     @property
     def gradient_state(self) -> GradientState:
-        """Where the accumulation window of its Accelerator is, or of the latest one."""
+        """Return the state of the accumulation window of its Accelerator, or else of the latest one."""
         return self.accelerator.gradient_state if self.accelerator is not None else GradientState()
 
     @property
