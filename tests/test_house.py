@@ -14,7 +14,6 @@ from tests.house import (
     duplicates,
     foreign_private_names,
     lengths,
-    members_that_work,
     public_members,
     written_from_outside,
 )
@@ -96,37 +95,6 @@ def run(trainer, self):
         "trainer.batch",
         "trainer.info",
     ]
-
-
-@pytest.mark.parametrize(
-    ("member", "fine"),
-    [
-        ("def step(self):\n        'Step.'\n        return self.engine.step(self.window.size)", True),
-        ("def gather(self, x):\n        return gather(x)", True),
-        ("def size(self, value):\n        self.window.size = value", True),
-        ("def step(self):\n        self.engine.step()\n        self.window.reset()", False),
-        ("def step(self):\n        return self.engine.step() if self.window else None", False),
-        ("def step(self):\n        return [each.step() for each in self.engine.optimizers]", False),
-        ("def step(self):\n        with self.window:\n            self.engine.step()", False),
-        ("def step(self):\n        return self.rank", False),
-        ("def set(self, value):\n        self.flag = value", False),
-        ("flag = False", False),
-        ("def __init__(self):\n        self.engine.step()", False),
-    ],
-)
-def test_members_of_a_face_that_do_more_than_forward_are_found(built, member: str, fine: bool) -> None:
-    main = "class Accelerator(Other, Steps):\n    def __init__(self):\n        self.engine, self.n = Engine(), 1 + 1\n"
-    other = "    engine: Engine\n    @property\n    def rank(self):\n        return self.state.rank\n"
-    steps = f"class Steps:\n{other}    {member}"
-    files = {"accelerator/accelerator.py": main, "accelerator/faces.py": steps}
-    assert (members_that_work(built(files), "accelerator/accelerator.py", "Accelerator") == []) is fine
-
-
-def test_a_face_with_a_base_class_is_found(built) -> None:
-    source = "class A: ...\nclass B(A): ...\nclass Accelerator(B): ...\n"
-    house = built({"accelerator/accelerator.py": source})
-    found = members_that_work(house, "accelerator/accelerator.py", "Accelerator")
-    assert "accelerator/accelerator.py:2 B has a base class" in found
 
 
 def test_lengths_leave_docstrings_out(built) -> None:
