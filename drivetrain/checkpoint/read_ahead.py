@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from drivetrain.checkpoint.mapped_file import MappedRange
@@ -28,7 +29,7 @@ class ReadAhead:
     def _begin(self) -> None:
         self._threads: ThreadPoolExecutor | None = None
         self._process = os.getpid()
-        self._parts: dict[int, Future[None] | None] = {}
+        self._parts: dict[int, futures.Future[None] | None] = {}
 
     def ask(self, number: int, ranges: Sequence[MappedRange]) -> None:
         """Have parts of files read, unless they are on their way.

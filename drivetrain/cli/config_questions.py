@@ -12,7 +12,7 @@ ONE, CPUS, GPUS, TPU = "one process", "several processes on the CPU", "several a
 PLAIN, FSDP, DEEPSPEED, MEGATRON = "DDP", "FSDP", "DeepSpeed", "Megatron"
 
 
-class Terminal(Protocol):
+class Asks(Protocol):
     """Asks the user."""
 
     def choose(self, question: str, choices: Sequence[str], default: str) -> str:
@@ -38,7 +38,7 @@ class Questionnaire:
         values: The answers, by name of setting.
     """
 
-    def __init__(self, terminal: Terminal) -> None:
+    def __init__(self, terminal: Asks) -> None:
         self.values: dict[str, Any] = {}
         self._terminal = terminal
 

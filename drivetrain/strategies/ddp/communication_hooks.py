@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn import parallel
 
 from drivetrain.runtime.errors import ConfigurationError
 
@@ -36,7 +36,7 @@ def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 
 
 def register_communication_hook(
-    model: DistributedDataParallel, name: str, options: dict[str, Any], wrapper: str | None = None
+    model: parallel.DistributedDataParallel, name: str, options: dict[str, Any], wrapper: str | None = None
 ) -> None:
     """Register one of the hooks by name.
 
@@ -145,7 +145,7 @@ def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., A
     return compressed
 
 
-def register_function_hook(model: DistributedDataParallel, hook: Callable[..., Any], state: Any) -> None:
+def register_function_hook(model: parallel.DistributedDataParallel, hook: Callable[..., Any], state: Any) -> None:
     """Register a function `(state, bucket) -> Future` with its state.
 
     Torch compares a hook's annotations with its own classes, which those of a module with postponed annotations,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from drivetrain.callbacks.support.progress_display import Stage, make_display
+from drivetrain.callbacks.support.progress_display import Stage as BarStage
+from drivetrain.callbacks.support.progress_display import make_display
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
@@ -29,7 +30,7 @@ def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., No
     if trainer.progress_bar_callback is None or not trainer.is_global_zero:
         yield lambda **values: None
         return
-    display, stage = make_display(REFRESH_SECONDS), Stage(title, [total], passing=True)
+    display, stage = make_display(REFRESH_SECONDS), BarStage(title, [total], passing=True)
     display.open(stage)
 
     def advance(**values: float) -> None:

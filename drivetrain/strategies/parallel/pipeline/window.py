@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,14 +12,12 @@ from torch import Tensor
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.seeds import isolated_random_state, own_generator, sample_seed, seed_all_generators
+from drivetrain.strategies.base import MicroBatch, Output
 from drivetrain.strategies.parallel.pipeline.calls import Caught, ModelCalls
 from drivetrain.strategies.parallel.pipeline.options import PipelineGroup
 from drivetrain.strategies.parallel.pipeline.schedule import ScheduledStage, Scheduler
 from drivetrain.strategies.parallel.pipeline.stage import Call
 from drivetrain.strategies.topology import Topology
-
-MicroBatch = TypeVar("MicroBatch")
-Output = TypeVar("Output")
 
 
 class TrainingWindow:
