@@ -34,8 +34,8 @@ def read_foreign(
             refused.
 
     Returns:
-        The shared state and a process's own, in the schema of `drivetrain.checkpoint.schema`; None where the checkpoint
-        is neither, as the directories of this package. The second is None too where this package wrote the file from
+        The shared state and a process's own, in the schema of `drivetrain.checkpoint.schema`; None where the
+        checkpoint is neither, as the directories of this package. The second is None too where this package wrote the file from
         another number of processes.
 
     Raises:

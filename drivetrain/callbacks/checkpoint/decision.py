@@ -135,9 +135,9 @@ def _score(options: ModelCheckpoint, trainer: Trainer, was_validated: bool) -> f
 
 
 def _warn_of_unknown_fields(options: ModelCheckpoint, name: CheckpointName, metrics: Mapping[str, Any]) -> None:
-    for field in name.fields:
-        if field not in metrics and field not in ("epoch", "step"):
+    for key in name.fields:
+        if key not in metrics and key not in ("epoch", "step"):
             logger.warning_once(
-                f"ModelCheckpoint(filename={options.filename!r}): there is no metric {field!r}, so the name has nan. "
+                f"ModelCheckpoint(filename={options.filename!r}): there is no metric {key!r}, so the name has nan. "
                 f"Logged so far: {', '.join(map(repr, sorted(metrics))) or 'nothing'}."
             )

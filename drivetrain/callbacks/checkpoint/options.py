@@ -107,8 +107,8 @@ def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int 
             "several rhythms, use several ModelCheckpoints.",
             code="DT-004",
         )
-    for name, number in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
-        if number is not None and number < 0:
+    for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
+        if value is not None and value < 0:
             raise ConfigurationError(
-                f"ModelCheckpoint({name}={number}): Must be >= 0, where 0 is never.", code="DT-002"
+                f"ModelCheckpoint({name}={value}): Must be >= 0, where 0 is never.", code="DT-002"
             )

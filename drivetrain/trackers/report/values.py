@@ -64,9 +64,9 @@ class Curve:
             return self
         width = len(self) / (most // 2)
         kept = {0, len(self) - 1}
-        for number in range(most // 2):
-            first = int(number * width)
-            stretch = self.values[first : int((number + 1) * width)]
+        for part in range(most // 2):
+            first = int(part * width)
+            stretch = self.values[first : int((part + 1) * width)]
             kept |= {first + stretch.index(min(stretch)), first + stretch.index(max(stretch))}
         indices = sorted(kept)
         return Curve([self.steps[index] for index in indices], [self.values[index] for index in indices])
