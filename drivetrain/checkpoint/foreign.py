@@ -35,8 +35,8 @@ def read_foreign(
 
     Returns:
         The shared state and a process's own, in the schema of `drivetrain.checkpoint.schema`; None where the
-        checkpoint is neither, as the directories of this package. The second is None too where this package wrote the file from
-        another number of processes.
+        checkpoint is neither, as the directories of this package. The second is None too where this package
+        wrote the file from another number of processes.
 
     Raises:
         CheckpointError: It cannot be read, or holds what would have to be unpickled.

@@ -72,8 +72,8 @@ class LayerwiseCastingHook(ModelHook):
         self._restore(module)
 
     def _restore(self, module: nn.Module) -> None:
-        for table, name, stored, cast in self._stored.pop(id(module), ()):
-            if table[name] is cast:  # not where another hook has moved it since
+        for table, name, stored, copy in self._stored.pop(id(module), ()):
+            if table[name] is copy:  # not where another hook has moved it since
                 table[name] = stored
 
     def _cast_input(self, tensor: torch.Tensor) -> torch.Tensor:

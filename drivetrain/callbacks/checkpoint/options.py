@@ -109,6 +109,4 @@ def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int 
         )
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None and value < 0:
-            raise ConfigurationError(
-                f"ModelCheckpoint({name}={value}): Must be >= 0, where 0 is never.", code="DT-002"
-            )
+            raise ConfigurationError(f"ModelCheckpoint({name}={value}): Must be >= 0, where 0 is never.", code="DT-002")

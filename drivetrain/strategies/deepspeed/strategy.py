@@ -16,7 +16,7 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import Capability, Given, RunOptions, Strategy, View
 from drivetrain.strategies.capabilities import Configurations, ConfiguredPrecision, PlainEvaluation
-from drivetrain.strategies.deepspeed import adagrad, native, ops, options
+from drivetrain.strategies.deepspeed import adagrad, native, ops
 from drivetrain.strategies.deepspeed import config as configuration
 from drivetrain.strategies.deepspeed.accelerate_config import arguments_from
 from drivetrain.strategies.deepspeed.config import Known
@@ -24,6 +24,7 @@ from drivetrain.strategies.deepspeed.dummies import DummyOptim, standing_in_for
 from drivetrain.strategies.deepspeed.engine import Engines, TrainedModel
 from drivetrain.strategies.deepspeed.gradients import EngineGradients, added_to, complete
 from drivetrain.strategies.deepspeed.membership import Membership, refuse_other_device
+from drivetrain.strategies.deepspeed.options import build_config, check_zero_options, uses_nvme
 from drivetrain.strategies.deepspeed.package import require_deepspeed
 from drivetrain.strategies.deepspeed.settings import Settings
 from drivetrain.strategies.deepspeed.several import Several
@@ -74,7 +75,7 @@ class DeepSpeed(Strategy):
         **zero_options: Any,
     ) -> None:
         require_deepspeed()
-        config, stage = options.build_config(
+        config, stage = build_config(
             config,
             stage,
             {"offload_optimizer": offload_optimizer, "offload_param": offload_param},
@@ -165,8 +166,8 @@ class DeepSpeed(Strategy):
 
     def check_settings(self, settings: Settings) -> None:
         """Refuse a configuration that cannot work here, or not in the run's precision."""
-        options.check_zero_options(settings.config)
-        if options.uses_nvme(settings.config):
+        check_zero_options(settings.config)
+        if uses_nvme(settings.config):
             ops.require_async_io()
         precision = None if self._run is None else self._run.precision
         if precision is not None and precision.name in ("fp16", "fp16-true") and settings.stage == 0:
