@@ -62,8 +62,8 @@ def read_lightning_state(
     Returns:
         The shared state in the schema of `drivetrain.checkpoint.schema`, and a process's own state. That is empty
         where Lightning wrote the file, which has no random state, and None where another number of processes of
-        this package did. Optimizers' states name parameters by their position. What is not Lightning's own in the file is among the
-        `hooks`, as `on_load_checkpoint` looks for it.
+        this package did. Optimizers' states name parameters by their position. What is not Lightning's own in the
+        file is among the `hooks`, as `on_load_checkpoint` looks for it.
 
     Raises:
         CheckpointError: It cannot be read, needs classes that only unpickling makes, or is something else.

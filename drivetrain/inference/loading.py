@@ -26,7 +26,7 @@ from drivetrain.runtime.logging import get_logger
 logger = get_logger(__name__)
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Tensor]
-DeviceMap = Mapping[str, torch.device | str | int]
+Devices = Mapping[str, torch.device | str | int]
 
 _SHOWN = 8
 
@@ -356,7 +356,7 @@ def listed(names: Sequence[str], between: str = ", ") -> str:
     return f"{shown}{between}and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
-def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None) -> dict[str, Tensor]:
+def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Devices | None = None) -> dict[str, Tensor]:
     """Read the weights in a file, without executing what is in it.
 
     Args:

@@ -37,7 +37,7 @@ class Membership:
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
             Membership._made_group = True
         if importlib.import_module("deepspeed.comm.comm").cdb is None:
-            with ops.shared_memory(kind, shared_memory):
+            with ops.use_shared_memory(kind, shared_memory):
                 self.package.init_distributed(auto_mpi_discovery=False, verbose=False)
         Membership._joined += 1
 

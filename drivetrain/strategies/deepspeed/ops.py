@@ -107,7 +107,7 @@ def _is_open(path: Path) -> bool | None:
 
 
 @contextmanager
-def shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
+def use_shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
     """Decide whether DeepSpeed joins its processes by shared memory too; it would build the operator for that.
 
     Args:
