@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import RunReport, Task, Trainer
-from drivetrain.callbacks.support.run_sampler import Clock
+from drivetrain.callbacks.report.run_report import Clock
 
 RUNS = ("first", "second")
 

@@ -66,7 +66,7 @@ _EXPORTS: dict[str, str] = {
     "RichProgressBarTheme": "drivetrain.callbacks.rich_progress_bar",
     "RunReport": "drivetrain.callbacks",
     "ModelPruning": "drivetrain.callbacks",
-    "measure_flops": "drivetrain.callbacks.support.flops",
+    "measure_flops": "drivetrain.callbacks.throughput_monitor",
     "GradientNorm": "drivetrain.callbacks",
     "MemoryMonitor": "drivetrain.callbacks",
     "StragglerMonitor": "drivetrain.callbacks",
@@ -86,9 +86,9 @@ _EXPORTS: dict[str, str] = {
     "LambdaCallback": "drivetrain.callbacks",
     "BatchSizeFinder": "drivetrain.callbacks",
     "LearningRateFinder": "drivetrain.callbacks",
-    "LRFinder": "drivetrain.trainer.tuning.lr_finder",
+    "LRFinder": "drivetrain.trainer.tuning.lr_search",
     "Tuner": "drivetrain.trainer.tuning.tuner",
-    "Advice": "drivetrain.trainer.tuning.advice",
+    "Advice": "drivetrain.trainer.tuning.tuner",
     "Strategy": "drivetrain.strategies",
     "DDP": "drivetrain.strategies",
     "FSDP": "drivetrain.strategies.fsdp",
@@ -236,7 +236,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks import WeightAveraging as WeightAveraging
     from drivetrain.callbacks import WeightHistograms as WeightHistograms
     from drivetrain.callbacks.rich_progress_bar import RichProgressBarTheme as RichProgressBarTheme
-    from drivetrain.callbacks.support.flops import measure_flops as measure_flops
+    from drivetrain.callbacks.throughput_monitor import measure_flops as measure_flops
     from drivetrain.checkpoint import consolidate as consolidate
     from drivetrain.checkpoint import import_checkpoint as import_checkpoint
     from drivetrain.checkpoint import newest_checkpoint as newest_checkpoint
@@ -327,6 +327,6 @@ if TYPE_CHECKING:
     from drivetrain.trainer.profilers import PyTorchProfiler as PyTorchProfiler
     from drivetrain.trainer.profilers import SimpleProfiler as SimpleProfiler
     from drivetrain.trainer.profilers import XLAProfiler as XLAProfiler
-    from drivetrain.trainer.tuning.advice import Advice as Advice
-    from drivetrain.trainer.tuning.lr_finder import LRFinder as LRFinder
+    from drivetrain.trainer.tuning.lr_search import LRFinder as LRFinder
+    from drivetrain.trainer.tuning.tuner import Advice as Advice
     from drivetrain.trainer.tuning.tuner import Tuner as Tuner

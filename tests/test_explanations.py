@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drivetrain.cli.memory_model import estimate_training
-from drivetrain.cli.model_size import ModelSize
+from drivetrain.inference.model_size import ModelSize, estimate_training
 from tests.browser import CHROMIUM, needs_chromium
 from tests.pool import ROOT, run_in_processes
 from tests.test_snippets import run_script, scripts_of

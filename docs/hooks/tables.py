@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT))  # the command line imports no torch, so it can be
 
 from drivetrain.cli.launch import LaunchOption  # noqa: E402
 from drivetrain.cli.main import cli  # noqa: E402
-from drivetrain.launch.settings.file import KEYS  # noqa: E402
 from drivetrain.launch.settings.setting import Setting  # noqa: E402
+from drivetrain.launch.settings.sources import KEYS  # noqa: E402
 from drivetrain.launch.settings.table import GROUPS, SETTINGS  # noqa: E402
 
 MARK = re.compile(r"^<!-- list: ([a-z ]+) -->$", re.MULTILINE)
@@ -265,12 +265,12 @@ OF_TASK = (
 NO_HOOKS_OF_CALLBACKS = {"build_state_key", "state_key", "print"}
 SOURCES = {
     "Task": (
-        ("trainer/task_hooks.py", "TaskHooks"),
-        ("trainer/data_hooks.py", "DataHooks"),
+        ("trainer/task.py", "TaskHooks"),
+        ("trainer/data_module.py", "DataHooks"),
         ("trainer/task.py", "Task"),
     ),
     "Callback": (("callbacks/base.py", "Callback"),),
-    "DataModule": (("trainer/data_hooks.py", "DataHooks"), ("trainer/data_module.py", "DataModule")),
+    "DataModule": (("trainer/data_module.py", "DataHooks"), ("trainer/data_module.py", "DataModule")),
 }
 
 

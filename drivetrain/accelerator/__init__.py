@@ -1,31 +1,31 @@
 """The raw engine: composes strategy, precision, data, checkpoint and trackers."""
 
-from drivetrain.accelerator.accelerator import Accelerator
-from drivetrain.accelerator.dynamo_plugin import DynamoBackend, TorchDynamoPlugin
-from drivetrain.accelerator.engine_state import AcceleratorState
-from drivetrain.accelerator.fp8_handlers import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from drivetrain.accelerator.gradient_state import GradientState
-from drivetrain.accelerator.handlers import (
+from drivetrain.accelerator.accelerate_names import (
+    AORecipeKwargs,
     AutocastKwargs,
     DDPCommunicationHookType,
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
+    DynamoBackend,
+    FP8RecipeKwargs,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    MSAMPRecipeKwargs,
+    ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
+    TERecipeKwargs,
+    TorchContextParallelConfig,
+    TorchDynamoPlugin,
 )
+from drivetrain.accelerator.accelerator import Accelerator
 from drivetrain.accelerator.local_sgd import LocalSGD
 from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
-from drivetrain.accelerator.optimizer import PreparedOptimizer
-from drivetrain.accelerator.plugins import (
-    DeepSpeedPlugin,
-    FullyShardedDataParallelPlugin,
-    ParallelismConfig,
-    TorchContextParallelConfig,
-)
-from drivetrain.accelerator.scheduler import PreparedScheduler
-from drivetrain.accelerator.weighted_mean import WeightedMean
+from drivetrain.accelerator.preparation import AcceleratorState
+from drivetrain.accelerator.prepared import GradientState, PreparedOptimizer, PreparedScheduler
+from drivetrain.accelerator.step import WeightedMean
 
 __all__ = [
     "AORecipeKwargs",

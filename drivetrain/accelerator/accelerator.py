@@ -3,16 +3,43 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.accelerator.accumulation import AccumulationWindow
-from drivetrain.accelerator.building import (
+from drivetrain import checkpoint
+from drivetrain.accelerator.accelerate_names import (
+    AutocastKwargs,
+    DeepSpeedPlugin,
+    DynamoBackend,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    ParallelismConfig,
+    Plugins,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    checked_handlers,
+    find_handler,
+    make_dynamo_plugin,
+    process_options,
+)
+from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
+from drivetrain.accelerator.metrics import gather_real_rows
+from drivetrain.accelerator.preparation import (
+    FUSED_HINT,
+    AcceleratorState,
+    Preparation,
+    PreparationOptions,
+    accelerate_name,
+    autocast_context,
+    backend_of,
+    is_spread,
     make_accumulation,
     make_dataloader_config,
     make_precision,
@@ -20,56 +47,811 @@ from drivetrain.accelerator.building import (
     make_state,
     set_up_strategy,
 )
-from drivetrain.accelerator.checkpoints import NumberedCheckpoints
-from drivetrain.accelerator.dynamo_plugin import DynamoBackend, TorchDynamoPlugin, make_dynamo_plugin
-from drivetrain.accelerator.faces.collectives import Collectives
-from drivetrain.accelerator.faces.models import ModelHandling
-from drivetrain.accelerator.faces.processes import ProcessControl
-from drivetrain.accelerator.faces.saving import StateSaving
-from drivetrain.accelerator.faces.status import EngineStatus
-from drivetrain.accelerator.faces.tracking import Tracking
-from drivetrain.accelerator.forward import autocast_context
-from drivetrain.accelerator.given_plugins import Plugins
-from drivetrain.accelerator.gradient_state import GradientState
-from drivetrain.accelerator.gradients import HeldGradients
-from drivetrain.accelerator.handlers import (
-    AutocastKwargs,
-    GradientAccumulationPlugin,
-    InitProcessGroupKwargs,
-    ProfileKwargs,
-    ProjectConfiguration,
-    checked_handlers,
-    find_handler,
-    process_options,
+from drivetrain.accelerator.prepared import (
+    AccumulationWindow,
+    GradientState,
+    HeldGradients,
+    Prepared,
+    PreparedOptimizer,
+    PreparedScheduler,
 )
-from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
-from drivetrain.accelerator.optimizer import PreparedOptimizer
-from drivetrain.accelerator.plugins import (
-    DeepSpeedPlugin,
-    FullyShardedDataParallelPlugin,
-    ParallelismConfig,
-)
-from drivetrain.accelerator.preparation import FUSED_HINT, Preparation, PreparationOptions
-from drivetrain.accelerator.prepared import Prepared
-from drivetrain.accelerator.run_state import RunState
-from drivetrain.accelerator.scheduler import PreparedScheduler
+from drivetrain.accelerator.run_state import HookHandle, LoadHook, NumberedCheckpoints, RunState, SaveHook
 from drivetrain.accelerator.step import OptimizerStep
 from drivetrain.accelerator.tracking import LogWith, RunTracking
-from drivetrain.accelerator.trigger import Trigger
 from drivetrain.data import (
     ActiveLoaders,
     DataLoaderConfiguration,
     DataShard,
     PreparedLoader,
+    SkippingLoader,
     TailPolicy,
 )
-from drivetrain.runtime.deprecation import warn_ignored
-from drivetrain.runtime.keywords import KnownKeywords, made_again
-from drivetrain.runtime.state import PartialState
+from drivetrain.data import skip_first_batches as skip_first_batches_of
+from drivetrain.runtime import collectives
+from drivetrain.runtime.collectives import reduce
+from drivetrain.runtime.devices import DeviceKind
+from drivetrain.runtime.errors import ConfigurationError, KnownKeywords, made_again, warn_ignored
+from drivetrain.runtime.state import DistributedType, PartialState
 from drivetrain.strategies import Strategy
-from drivetrain.strategies.base import Given, RunOptions
-from drivetrain.strategies.capabilities import ContextParallel, split_context
+from drivetrain.strategies.base import ContextParallel, Given, RunOptions, split_context
 from drivetrain.strategies.precision import Precision
+from drivetrain.strategies.registry import grid_rank
+from drivetrain.trackers import Tracker
+
+# Who am I, who goes first, who speaks: the process control of `PartialState` on the Accelerator
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class ProcessControl:
+    """Accelerate's process members, each the one of `self.state`."""
+
+    state: AcceleratorState
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process's tensors live."""
+        return self.state.device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes are spread."""
+        return self.state.distributed_type
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.state.use_distributed
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether there is more than one process, each with a device of its own."""
+        return self.state.use_distributed
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes of the run."""
+        return self.state.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """Global rank of this process."""
+        return self.state.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its machine."""
+        return self.state.local_process_index
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.state.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.state.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the process with the highest rank."""
+        return self.state.is_last_process
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here."""
+        self.state.wait_for_everyone()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Run the body on the main process first, then on the others."""
+        return self.state.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Run the body on each machine's first process first, then on the others."""
+        return self.state.local_main_process_first()
+
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False, dynamic: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Give each process its part of `inputs`, or the next item each time; see `PartialState`."""
+        return self.state.split_between_processes(inputs, apply_padding, dynamic)
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Decorate a function so that only the main process runs it."""
+        return self.state.on_main_process(function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Decorate a function so that only each machine's first process runs it."""
+        return self.state.on_local_main_process(function)
+
+    def on_last_process(self, function: Function) -> Function:
+        """Decorate a function so that only the last process runs it."""
+        return self.state.on_last_process(function)
+
+    def on_process(self, function: Function | None = None, process_index: int | None = None) -> Any:
+        """Decorate a function so that only the process with this rank runs it."""
+        return self.state.on_process(function, process_index)
+
+    def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
+        """Decorate a function so that only the process with this rank on its machine runs it."""
+        return self.state.on_local_process(function, local_process_index)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per machine."""
+        self.state.print(*args, **kwargs)
+
+
+# The part of the Accelerator's face that saves and loads; `RunState` does the work
+
+
+class StateSaving:
+    """Accelerate's `save_state` and what belongs to it."""
+
+    run_state: RunState
+    project_configuration: ProjectConfiguration
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load further objects with the run.
+
+        Raises:
+            ConfigurationError: One has no `state_dict` and `load_state_dict`.
+            CheckpointError: The state of one holds what no checkpoint can.
+        """
+        self.run_state.register(objects)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a prepared model's weights as `safetensors`, `transformers` and Accelerate open them.
+
+        Call it on all processes. The main process writes, or with `ProjectConfiguration(save_on_each_node=True)` the
+        first one of each machine.
+
+        Args:
+            model: A prepared model.
+            save_directory: The directory, which gets `model.safetensors`, or several files and an index.
+            max_shard_size: Bytes in a file at most, such as `"5GB"`.
+            safe_serialization: Whether as safetensors; else as `pytorch_model.bin`, which `torch.load` opens.
+        """
+        self.run_state.export(
+            model, save_directory, max_shard_size, safe_serialization, self.project_configuration.save_on_each_node
+        )
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
+        """Call a function before `save_state` writes.
+
+        Args:
+            hook: Called on every process as `hook(models, weights, output_dir)` with the prepared models and their
+                state dicts, and a directory that becomes the checkpoint: what it writes there is part of it. What it
+                takes out of `weights` is not saved again.
+
+        Returns:
+            A handle whose `remove()` takes it back.
+        """
+        return self.run_state.hooks.add_save(hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
+        """Call a function before `load_state` loads.
+
+        Args:
+            hook: Called on every process as `hook(models, input_dir)`. What it takes out of `models` is not loaded.
+
+        Returns:
+            A handle whose `remove()` takes it back.
+        """
+        return self.run_state.hooks.add_load(hook)
+
+    @property
+    def save_queue(self) -> checkpoint.SaveQueue:
+        """What writes checkpoints; `check()` raises what has failed in the background, `finish()` waits."""
+        return self.run_state.saves
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        block: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Write models, optimizers, schedulers, loss scale, loader positions and random states.
+
+        Call it on all processes. The directory appears complete or not at all.
+
+        Args:
+            output_dir: The checkpoint's directory or URL; numbered under `project_dir/checkpoints` with automatic
+                naming.
+            safe_serialization: Accepted; nothing in a checkpoint is pickled.
+            block: Whether to return only when it is there. Else the state is copied and written while training
+                continues, optimizers' states copied until their next step; what fails then is raised by the next
+                `save_state`, by `save_queue.check()` or `.finish()`.
+            **save_model_func_kwargs: Accepted; models are written in one way.
+
+        Returns:
+            The directory.
+
+        Raises:
+            CheckpointError: It could not be written, which is raised on all processes; or an optimizer is within its
+                step.
+        """
+        return self.run_state.save(output_dir, block)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Load a checkpoint into what is prepared now, in the same order of preparation.
+
+        It may also be one that Accelerate's `save_state` wrote, whose files are read without executing what they hold.
+        A loader's next iteration is the epoch that was interrupted, in the same order and from its start: skip what
+        the run has seen with `skip_first_batches`, or by counting. With
+        `DataLoaderConfiguration(use_stateful_dataloader=True)` it begins with the next sample by itself. Where fewer
+        objects are prepared than were saved, those are loaded and a warning names the rest. Of a Trainer's checkpoint
+        the engine's part is loaded; what the Trainer has added is kept, and written again by `save_state`.
+
+        Args:
+            input_dir: The checkpoint's directory; with automatic naming the latest one if None.
+            load_kwargs: Accepted; tensors are read onto the devices of what they replace.
+            **load_model_func_kwargs: Accepted, as `load_kwargs`.
+
+        Raises:
+            CheckpointError: There is none, or it lacks the state of an object that is prepared.
+        """
+        self.run_state.load(input_dir)
+
+
+# What may be asked of an Accelerator, and the few settings that may change
+
+
+class EngineStatus:
+    """What an Accelerator reports of its parts, and their settings, in Accelerate's words."""
+
+    state: AcceleratorState
+    strategy: Strategy
+    precision: Precision
+    accumulation: AccumulationWindow
+    preparation: Preparation
+    project_configuration: ProjectConfiguration
+    prepared: Prepared
+
+    @property
+    def mixed_precision(self) -> str:
+        """Name of the precision; full precision is `"no"`, as in Accelerate."""
+        return accelerate_name(self.precision, self.strategy)
+
+    @property
+    def kind(self) -> DeviceKind:
+        """The kind of device that this run is on."""
+        return self.state.kind
+
+    @property
+    def device_placement(self) -> bool:
+        """Whether `prepare` and prepared loaders move models and batches to the device."""
+        return self.preparation.options.device_placement
+
+    @device_placement.setter
+    def device_placement(self, value: bool) -> None:
+        self.preparation.options.device_placement = value
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch ends an accumulation window."""
+        return self.accumulation.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.accumulation.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.accumulation.plugin.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.accumulation.set_steps(value)
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How loaders are sharded."""
+        return self.preparation.options.dataloader_config
+
+    @dataloader_config.setter
+    def dataloader_config(self, value: DataLoaderConfiguration) -> None:
+        self.preparation.options.dataloader_config = value
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch is the global one."""
+        return self.preparation.options.dataloader_config.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether every process gets as many batches, the tail completed with rows that metrics drop."""
+        return self.preparation.options.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.preparation.options.dataloader_config.even_batches = value
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads for all; None where iterable datasets are read so."""
+        return self.preparation.options.dataloader_config.dispatch_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether random samplers are seeded at each epoch."""
+        return self.preparation.options.dataloader_config.use_seedable_sampler
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders continue by themselves after `load_state`."""
+        return self.preparation.options.dataloader_config.use_stateful_dataloader
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied without waiting."""
+        return self.preparation.options.dataloader_config.non_blocking
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The DeepSpeed plugin in use, if one was given."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The sizes of the grid of processes, if they were given."""
+        return self.state.parallelism_config
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether parameters are sharded by torch's `fully_shard`."""
+        return self.state.is_fsdp2
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether parameters are sharded by torch's `fully_shard`, which other ways of sharding compose with."""
+        return self.state.is_fsdp2
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This process's place among those that split its layers."""
+        return grid_rank(self.strategy, "tp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This process's stage."""
+        return grid_rank(self.strategy, "pp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This process's place among those that split its sequences."""
+        return grid_rank(self.strategy, "cp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This process's replica."""
+        return grid_rank(self.strategy, "dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This process's place among those that shard parameters."""
+        return grid_rank(self.strategy, "dp_shard")
+
+    @property
+    def fp8_backend(self) -> str | None:
+        """Which package computes in 8 bits; None under other precisions."""
+        return backend_of(self.precision)
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process is one that writes weights."""
+        return self.state.is_main_process
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next checkpoint."""
+        return self.project_configuration.iteration
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether prepared schedulers follow the optimizers."""
+        return self.preparation.options.step_scheduler_with_optimizer
+
+    @step_scheduler_with_optimizer.setter
+    def step_scheduler_with_optimizer(self, value: bool) -> None:
+        self.preparation.options.step_scheduler_with_optimizer = value
+
+    @property
+    def step_scheduler_per_process(self) -> bool:
+        """Whether a prepared scheduler steps once per process for each optimizer step."""
+        return self.preparation.options.step_scheduler_per_process
+
+    @step_scheduler_per_process.setter
+    def step_scheduler_per_process(self, value: bool) -> None:
+        self.preparation.options.step_scheduler_per_process = value
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of the precision, if it has one."""
+        return getattr(self.precision, "scaler", None)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any optimizer was skipped on overflow."""
+        return self.prepared.step_was_skipped
+
+    @property
+    def project_dir(self) -> str | None:
+        """Where the run writes."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Where trackers write."""
+        return self.project_configuration.logging_dir
+
+
+# The part of the Accelerator's face that speaks to experiment trackers; `RunTracking` does the work
+
+
+class Tracking:
+    """Accelerate's tracking members."""
+
+    tracking: RunTracking
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Open the trackers that `log_with` asked for; call it on all processes.
+
+        After `load_state` they continue the runs of the checkpoint.
+
+        Args:
+            project_name: The name of the project, or of the directory of its runs.
+            config: Hyper-parameters; secrets among them are left out.
+            init_kwargs: Further arguments of trackers, by name: `{"comet_ml": {"online": False}}`.
+        """
+        self.tracking.init(project_name, config, init_kwargs)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Give values to the trackers; only the main process does anything, and does not wait for slow ones.
+
+        Args:
+            values: Names and values: numbers, tensors of one element, text.
+            step: The step that they belong to.
+            log_kwargs: Further arguments of a tracker's own `log`, by name.
+        """
+        self.tracking.group.log(values, step, log_kwargs)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Give images to the trackers; only the main process does anything.
+
+        Args:
+            values: Names and images, one or several of a name: tensors or arrays of shape (H, W), (C, H, W), (H, W, C)
+                or with the number of images before it, in [0, 1] or of bytes; or PIL images.
+            step: The step that they belong to.
+        """
+        self.tracking.group.log_images(values, step)
+
+    def log_table(
+        self, name: str, columns: Sequence[str] | None = None, data: Any = None, step: int | None = None
+    ) -> None:
+        """Give a table to the trackers; only the main process does anything.
+
+        Args:
+            name: Its name.
+            columns: The names of its columns; the first row of `data` if None, or a DataFrame's own.
+            data: The rows, or a pandas DataFrame.
+            step: The step that it belongs to.
+        """
+        self.tracking.group.log_table(name, columns, data, step)
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """The trackers of the run."""
+        return self.tracking.group.trackers
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """One of the trackers; on other processes than the main one, an object that ignores every call.
+
+        Args:
+            name: Its name.
+            unwrap: Whether to return the raw object behind it, such as TensorBoard's `SummaryWriter`.
+
+        Raises:
+            ConfigurationError: There is none with this name.
+        """
+        return self.tracking.get(name, unwrap)
+
+
+# A flag that one process raises and all processes read
+
+
+class Trigger:
+    """A flag that any process may raise, such as on a metric that only it computes.
+
+    Args:
+        state: This process among its peers.
+    """
+
+    def __init__(self, state: PartialState) -> None:
+        self._state = state
+        self._raised = False
+
+    def set(self) -> None:
+        """Raise the flag on this process."""
+        self._raised = True
+
+    def check(self) -> bool:
+        """Whether any process raised the flag; lowers it. Call it on all processes."""
+        flag = torch.tensor(int(self._raised), device=self._state.device)
+        self._raised = False
+        return bool(reduce(flag, "max").item())
+
+
+# The part of the Accelerator's face that exchanges values between processes
+
+
+class Collectives:
+    """Accelerate's `gather`, `reduce` and what belongs to them."""
+
+    strategy: Strategy
+    active_loaders: ActiveLoaders
+    trigger: Trigger
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate tensors of all processes along the first dimension, on every process."""
+        return collectives.gather(tensor)
+
+    def gather_for_metrics(
+        self,
+        input_data: Any,
+        use_gather_object: bool = False,
+        *,
+        loader: PreparedLoader | SkippingLoader | None = None,
+    ) -> Any:
+        """Gather per-sample values of the current batch, without the rows that only pad it.
+
+        A tensor is per-sample where its first dimension is the batch's number of rows; others are gathered whole.
+
+        Args:
+            input_data: Nested structure of tensors, and of lists that hold one object per sample, such as a string.
+            use_gather_object: Gather as objects even where all are tensors.
+            loader: Whose batch this is, where several loaders are iterated at once.
+
+        Returns:
+            The real rows of all processes, in the order of the plain loader.
+        """
+        return gather_real_rows(input_data, loader, self.active_loaders, self.strategy.topology, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Combine tensors of all processes elementwise: `"sum"`, `"mean"`, `"max"`, `"min"` or `"none"`."""
+        return collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad tensors of all processes to the largest size along one dimension."""
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this process that `check_trigger` sees on all."""
+        self.trigger.set()
+
+    def check_trigger(self) -> bool:
+        """Whether any process raised the flag; lowers it."""
+        return self.trigger.check()
+
+
+# Torch's profiler around a part of a loop
+
+
+@contextmanager
+def profiling(handler: ProfileKwargs | None, usual: ProfileKwargs | None, state: PartialState) -> Iterator[Any]:
+    """Record what the body does; each process writes its trace where one is asked for.
+
+    Args:
+        handler: The options of this recording.
+        usual: Those where None were given.
+        state: This process among its peers.
+
+    Yields:
+        The profiler.
+    """
+    options = handler or usual or ProfileKwargs()
+    with options.build() as profiler:
+        yield profiler
+    if options.output_trace_dir is not None:
+        os.makedirs(options.output_trace_dir, exist_ok=True)
+        path = os.path.join(options.output_trace_dir, f"profile_{state.process_index}.json")
+        profiler.export_chrome_trace(path)
+        state.wait_for_everyone()
+
+
+# Writing single objects once for all processes
+
+
+def save_object(
+    obj: Any,
+    f: str | os.PathLike[str] | BinaryIO,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
+) -> None:
+    """Write an object once for all processes.
+
+    Args:
+        obj: What to write; with `safe_serialization` a dict of tensors, of which those that share their memory are
+            written once.
+        f: The file, or its path.
+        save_on_each_node: Write on the first process of each machine, rather than on the main process alone.
+        safe_serialization: Write safetensors rather than what `torch.load` reads.
+
+    Raises:
+        ConfigurationError: Safetensors are asked for, but not for a dict of tensors, or not by a path.
+    """
+    state = PartialState()
+    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
+        return
+    if safe_serialization:
+        _save_tensors(obj, f)
+    else:
+        torch.save(obj, f)
+
+
+def _save_tensors(tensors: Any, path: Any) -> None:
+    """Write tensors by name as one safetensors file."""
+    from safetensors.torch import save_file
+
+    if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+        raise ConfigurationError(
+            f"safe_serialization=True writes a dict of tensors, but got a {type(tensors).__name__} of other values. "
+            "Leave it out for other objects.",
+            code="DT-003",
+        )
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigurationError(
+            f"safe_serialization=True writes to a path, but got a {type(path).__name__}.", code="DT-003"
+        )
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in tensors.items():
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
+        first.setdefault(memory, name)
+    kept = {name: tensors[name].detach().clone(memory_format=torch.contiguous_format) for name in first.values()}
+    save_file(kept, os.fspath(path), metadata={"format": "pt"})
+
+
+# The part of the Accelerator's face that gives models back, and ends with them
+
+
+class ModelHandling:
+    """Accelerate's members for models outside of the step."""
+
+    preparation: Preparation
+    optimizer_step: OptimizerStep
+    tracking: RunTracking
+    state: AcceleratorState
+    project_configuration: ProjectConfiguration
+    profile_handler: ProfileKwargs | None
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The user's own module.
+
+        Args:
+            model: A prepared model.
+            keep_fp32_wrapper: Whether its forward keeps running under the precision. Without that the prepared model no
+                longer does either; where FSDP gathers the weights in bf16 or fp16, it then takes inputs of that dtype
+                only.
+            keep_torch_compile: Whether one that was prepared as what `torch.compile` returns is returned as such,
+                rather than the module inside of it.
+        """
+        return self.preparation.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """All parameters and buffers under their canonical names, whole, on the CPU; call it on all processes.
+
+        Args:
+            model: A prepared model.
+            unwrap: Accepted; names are always those of the user's own module.
+
+        Returns:
+            The state, on every process where each holds the whole model; else on the main process, and an empty dict on
+            the others.
+        """
+        return self.preparation.whole_state(model)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippingLoader:
+        """A view of a loader that leaves out the first batches, without reading their data; for a resumed epoch.
+
+        After `load_state` the order is that of the epoch that was interrupted. Loaders that continue by themselves
+        (`use_stateful_dataloader`) are not skipped in twice.
+        """
+        return skip_first_batches_of(dataloader, num_batches)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Release everything prepared and give memory back to the device.
+
+        Args:
+            *objects: The caller's references, to be overwritten with what is returned.
+
+        Returns:
+            A None for each object: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+        """
+        return self.preparation.release(objects)
+
+    def clear(self, *objects: Any) -> list[None]:
+        """The same as `free_memory`."""
+        return self.preparation.release(objects)
+
+    def end_training(self) -> None:
+        """Close the trackers, and leave the process group after waiting for the peers.
+
+        Within the handling of an exception the trackers' runs end as failed. The end of the script does the same, so it
+        is needed only where a script continues alone.
+        """
+        self.tracking.leave()
+
+    def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
+        """Write an object once for all processes; with `ProjectConfiguration(save_on_each_node=True)` on each machine.
+
+        Args:
+            obj: What to write; with `safe_serialization` a dict of tensors.
+            f: The file, or its path.
+            safe_serialization: Write safetensors rather than what `torch.load` reads.
+        """
+        save_object(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a model, or one inside of it, has been spread over several devices by an `hf_device_map`."""
+        return is_spread(model)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """Context in which torch's profiler records.
+
+        Args:
+            profile_handler: Options of this context; those of `kwargs_handlers`, else the profiler's own, if None.
+
+        Returns:
+            The context; its value is the profiler. With `output_trace_dir` each process writes its trace there.
+        """
+        return profiling(profile_handler, self.profile_handler, self.state)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Backward and step in one, for LOMO optimizers, which hold no gradients.
+
+        Args:
+            loss: The mean loss.
+            learning_rate: The step's learning rate.
+
+        Raises:
+            ConfigurationError: None of the prepared optimizers is one.
+        """
+        self.optimizer_step.fused_backward(loss, learning_rate)
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context in which the next backward reduces gradients, although the forward ran under `no_sync`.
+
+        Args:
+            model: The prepared model.
+        """
+        return self.optimizer_step.sync_in_backward(model)
+
 
 _ACCUMULATION = "Accelerator(gradient_accumulation_steps)"
 

@@ -13,7 +13,7 @@ from drivetrain.data import ActiveLoaders, PreparedLoader, SkippingLoader
 from drivetrain.runtime import collectives
 from drivetrain.runtime.errors import DataError
 from drivetrain.runtime.nested import field_names, honor_type, recursively_apply, with_fields
-from drivetrain.strategies.topology import Topology
+from drivetrain.strategies.base import Topology
 
 
 def gather_real_rows(

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from drivetrain.accelerator.building import find_batch_placement, is_scheduler
-from drivetrain.accelerator.dynamo_plugin import TorchDynamoPlugin
-from drivetrain.accelerator.forward import PrecisionForward, wrap_forward
-from drivetrain.accelerator.launched import Launched
-from drivetrain.accelerator.optimizer import PreparedOptimizer, unwrap_optimizer
-from drivetrain.accelerator.prepared import Prepared, parameters_of
-from drivetrain.accelerator.scheduler import PreparedScheduler
+from drivetrain.accelerator.accelerate_names import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    FP8Handler,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    Launched,
+    Plugins,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    find_handler,
+    handler_options,
+)
+from drivetrain.accelerator.prepared import (
+    Prepared,
+    PreparedOptimizer,
+    PreparedScheduler,
+    parameters_of,
+    unwrap_optimizer,
+)
 from drivetrain.accelerator.step import OptimizerStep
 from drivetrain.data import (
     ActiveLoaders,
@@ -32,14 +48,487 @@ from drivetrain.data import (
     is_split_already,
     prepare_loader,
 )
+from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.runtime.seeds import recorded_seed
-from drivetrain.runtime.state import PartialState
-from drivetrain.strategies import StepModule, Strategy
-from drivetrain.strategies.capabilities import Join, join_context
-from drivetrain.strategies.optimizer_names import lay_out_state
-from drivetrain.strategies.precision import Precision, overrides
+from drivetrain.runtime.state import DistributedType, PartialState
+from drivetrain.strategies import StepModule, Strategy, resolve_ddp, resolve_strategy
+from drivetrain.strategies.base import (
+    BatchPlacement,
+    Configurations,
+    ConfiguredPrecision,
+    Join,
+    join_context,
+    lay_out_state,
+)
+from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, overrides, resolve_precision
+from drivetrain.strategies.precision.mixed import MixedPrecision
+from drivetrain.strategies.registry import distributed_type_of, is_fully_sharded
+
+# `AcceleratorState`: what `accelerator.state` shows, the process's state and what one engine was made with
+
+
+_ENGINE = "engine"
+
+
+@dataclass
+class EngineRecord:
+    """What an engine was made with, in Accelerate's names.
+
+    Attributes:
+        mixed_precision: Name of the precision; full precision is `"no"`.
+        distributed_type: How the run is spread; as its processes are if None.
+        plugins: The plugins that were given, by the name of their argument.
+        is_fsdp2: Whether parameters are sharded by torch's `fully_shard`.
+        configurations: The strategy's configurations, where it may hold several.
+    """
+
+    mixed_precision: str = "no"
+    distributed_type: DistributedType | None = None
+    plugins: dict[str, Any] = field(default_factory=dict)
+    is_fsdp2: bool = False
+    configurations: Configurations | None = None
+
+
+class AcceleratorState(PartialState):
+    """This process among its peers, and what its engine was made with: `accelerator.state`.
+
+    Made by itself it shows the engine that was made last; each `Accelerator` has its own.
+
+    Args:
+        mixed_precision: What it must be; anything if None.
+        cpu: As `PartialState` takes it.
+        **options: As `PartialState` takes them, and plugins as `Accelerator` takes them, for a state that is made
+            before any engine.
+
+    Raises:
+        ConfigurationError: There is an engine of another precision.
+    """
+
+    __slots__ = ("engine_record",)
+
+    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> None:
+        record: EngineRecord | None = options.pop("record", None)
+        plugins = {name: value for name, value in options.items() if name.endswith(("plugin", "config"))}
+        super().__init__(cpu, **{name: value for name, value in options.items() if name not in plugins})
+        if record is None:
+            record = self.registry().get(_ENGINE)
+        if record is None:
+            named = mixed_precision or Launched.here().settings.get("mixed_precision", "no")
+            record = EngineRecord(named, plugins=plugins)
+        elif mixed_precision is not None and mixed_precision != record.mixed_precision:
+            raise ConfigurationError(
+                f"The engine of this process computes in mixed_precision={record.mixed_precision!r}, so its state "
+                f"cannot be one in {mixed_precision!r}. Give it to Accelerator(mixed_precision=...).",
+                code="DT-070",
+            )
+        object.__setattr__(self, "engine_record", record)
+        self.registry()[_ENGINE] = record
+
+    @classmethod
+    def _reset_state(cls, reset_partial_state: bool = False) -> None:
+        """Forget the engine that was made last, and with `reset_partial_state` the process too."""
+        cls.registry().pop(_ENGINE, None)
+        if reset_partial_state:
+            super()._reset_state()
+
+    @property
+    def record(self) -> EngineRecord:
+        """What the engine was made with."""
+        try:
+            found: EngineRecord = self.engine_record
+        except AttributeError:  # out of a pickle
+            found = self.registry().get(_ENGINE) or EngineRecord()
+        return found
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the run is spread: by its strategy where that has a name in Accelerate, else as its processes are."""
+        return self.record.distributed_type or super().distributed_type
+
+    @property
+    def mixed_precision(self) -> str:
+        """Name of the precision; full precision is `"no"`."""
+        return self.record.mixed_precision
+
+    @property
+    def deepspeed_plugins(self) -> Any:
+        """The DeepSpeed plugins that were given, by name or one alone."""
+        return self.record.plugins.get("deepspeed_plugins")
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The DeepSpeed plugin in use."""
+        return self.record.plugins.get("deepspeed_plugin")
+
+    @property
+    def fsdp_plugin(self) -> Any:
+        """The FSDP plugin."""
+        return self.record.plugins.get("fsdp_plugin")
+
+    @property
+    def megatron_lm_plugin(self) -> Any:
+        """The Megatron plugin."""
+        return self.record.plugins.get("megatron_lm_plugin")
+
+    @property
+    def torch_tp_plugin(self) -> Any:
+        """The plugin for tensor parallelism."""
+        return self.record.plugins.get("torch_tp_plugin")
+
+    @property
+    def dynamo_plugin(self) -> Any:
+        """The plugin for compilation."""
+        return self.record.plugins.get("dynamo_plugin")
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The sizes of the grid of processes."""
+        return self.record.plugins.get("parallelism_config")
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh of a grid of processes, if there is one."""
+        return self.record.plugins.get("device_mesh")
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether parameters are sharded by torch's `fully_shard`."""
+        return self.record.is_fsdp2
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """One of several DeepSpeed plugins.
+
+        Raises:
+            ConfigurationError: There is none of this name.
+        """
+        plugins = self.deepspeed_plugins
+        if not isinstance(plugins, dict) or name not in plugins:
+            named = ", ".join(plugins) if isinstance(plugins, dict) else "none"
+            raise ConfigurationError(
+                f"There is no DeepSpeed plugin {name!r}; named are: {named}. Give this Accelerator all of them: "
+                "Accelerator(deepspeed_plugins={name: plugin, ...}).",
+                code="DT-001",
+            )
+        return plugins[name]
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Let one of several DeepSpeed plugins place what is prepared from now on.
+
+        What has been prepared keeps the configuration that it was prepared with. `deepspeed_plugin` returns the
+        selected one.
+
+        Args:
+            name: Its key in `Accelerator(deepspeed_plugins=...)`; nothing changes if None.
+
+        Raises:
+            ConfigurationError: There is none of this name.
+        """
+        if name is None:
+            return
+        self.record.plugins["deepspeed_plugin"] = self.get_deepspeed_plugin(name)
+        if self.record.configurations is not None:
+            self.record.configurations.select(name)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"
+
+
+# Running a prepared model's forward under its precision
+
+
+def autocast_context(
+    precision: Precision, kind: DeviceKind, options: AutocastKwargs | None
+) -> AbstractContextManager[Any]:
+    """The precision's context for computations outside a model.
+
+    Args:
+        precision: The number formats.
+        kind: The kind of device.
+        options: Those of this context alone; None takes the context of a forward.
+    """
+    if options is None:
+        return precision.forward_context()
+    return precision.autocast(kind, options.enabled, options.cache_enabled)
+
+
+def under_precision(function: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
+    """A function that runs in a precision's forward context; itself where the precision has none.
+
+    Args:
+        function: What computes.
+        precision: The number formats.
+    """
+    if not overrides(precision, "forward_context"):
+        return function
+
+    def step_in_precision(*args: Any, **kwargs: Any) -> Any:
+        with precision.forward_context():
+            return function(*args, **kwargs)
+
+    return step_in_precision
+
+
+class PrecisionForward:
+    """Takes the place of a module's `forward`: casts inputs, opens the precision's context, returns 32-bit outputs.
+
+    Outputs come back in 32 bits under the mixed precisions, so that a loss outside the model is computed in full.
+
+    Args:
+        forward: The module's own forward.
+        precision: The number formats.
+    """
+
+    def __init__(self, forward: Callable[..., Any], precision: Precision) -> None:
+        self.forward = forward
+        self.precision = precision
+        self._casts_inputs = overrides(precision, "convert_batch")
+        self._compute = under_precision(forward, precision)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._casts_inputs:
+            args, kwargs = self.precision.convert_batch((args, kwargs))
+            return self._compute(*args, **kwargs)
+        return recursively_apply(torch.Tensor.float, self._compute(*args, **kwargs), test_type=_is_half)
+
+    # Made again for a copy of the module, which is to compute with its own weights.
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PrecisionForward, (self.forward, self.precision)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrecisionForward:
+        return PrecisionForward(deepcopy(self.forward, memo), self.precision)
+
+    @staticmethod
+    def remove(model: nn.Module) -> None:
+        """Give a module its own forward back."""
+        if isinstance(model.__dict__.get("forward"), PrecisionForward):
+            del model.__dict__["forward"]
+
+
+def wrap_forward(model: nn.Module, precision: Precision) -> None:
+    """Let a module's forward run under a precision, and no longer under another one it was prepared for before."""
+    wrapped = model.__dict__.get("forward")
+    if isinstance(wrapped, PrecisionForward):
+        if wrapped.precision is precision:
+            return
+        PrecisionForward.remove(model)
+    if overrides(precision, "forward_context") or overrides(precision, "convert_batch"):
+        model.__dict__["forward"] = PrecisionForward(model.forward, precision)
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+
+
+# Building the parts of an Accelerator from its arguments
+
+
+logger = get_logger(__name__)
+
+
+def choose_strategy(spec: str | Strategy, plugin: Strategy | None) -> str | Strategy:
+    """The strategy asked for, by its own name or by one of Accelerate's plugins."""
+    if plugin is None:
+        return spec
+    if spec not in ("auto", plugin.name):
+        raise ConfigurationError(
+            f"strategy={spec!r} contradicts a plugin, which asks for {plugin!r}. Give one.", code="DT-004"
+        )
+    return plugin
+
+
+def make_strategy(spec: str | Strategy, state: PartialState, options: DistributedDataParallelKwargs | None) -> Strategy:
+    """The strategy asked for, else the launcher's, with DDP's options in Accelerate's holder."""
+    launched = Launched.here().strategy() if spec == "auto" else None
+    if isinstance(launched, Strategy):
+        if options is not None:
+            logger.warning_once(
+                f"DistributedDataParallelKwargs change nothing: the launcher was asked for {launched.name!r}."
+            )
+        spec, options = launched, None
+    if options is None:
+        chosen = resolve_strategy(spec, state.environment, state.kind)
+        _check_device(chosen, state)
+        return chosen
+    return resolve_ddp(spec, state.environment, "DistributedDataParallelKwargs", **options.strategy_options())
+
+
+def _check_device(strategy: Strategy, state: PartialState) -> None:
+    """Refuse a strategy that cannot run on this kind of device."""
+    allowed = state.kind.strategies
+    names = {getattr(parent, "name", None) for parent in type(strategy).__mro__}
+    if allowed and not names & {*allowed}:
+        raise ConfigurationError(
+            f"strategy={strategy.name!r} cannot run on {state.kind.name!r} devices. Use "
+            f"{' or '.join(repr(name) for name in allowed)}, or another device: cpu=True, Trainer(accelerator='cpu').",
+            code="DT-022",
+        )
+
+
+def find_batch_placement(strategy: Strategy, active: ActiveLoaders) -> BatchPlacement | None:
+    """The strategy's own way of bringing batches over, if it has one, which ends where a loop over a loader ends."""
+    placement = strategy.capability(BatchPlacement)
+    if placement is not None:
+        finish = placement.finish
+        active.on_leave.append(lambda loader: finish())
+    return placement
+
+
+def make_precision(
+    spec: str | Precision | None,
+    handlers: Sequence[Any],
+    kind: DeviceKind | None = None,
+    strategy: Strategy | None = None,
+) -> Precision:
+    """Make the precision asked for, else the launcher's, else that of the strategy's own configuration.
+
+    Args:
+        spec: A precision or its name; None if the script names none.
+        handlers: Accelerate's holders of options.
+        kind: The kind of device that it computes on.
+        strategy: The strategy of the run.
+    """
+    precision = _precision_of(spec, handlers, strategy)
+    if kind is not None:
+        precision.setup(kind)
+    return precision
+
+
+def _precision_of(spec: str | Precision | None, handlers: Sequence[Any], strategy: Strategy | None) -> Precision:
+    launched = Launched.here()
+    if spec is None:
+        asked = launched.settings.get("mixed_precision", "no")
+        spec = None if asked == "no" else asked  # which `accelerate config` writes if nothing was chosen
+    configured = None if strategy is None else strategy.capability(ConfiguredPrecision)
+    if configured is not None:
+        spec = configured.choose(spec)
+    scaling, casting = find_handler(handlers, GradScalerKwargs), find_handler(handlers, AutocastKwargs)
+    recipes = find_handler(handlers, FP8Handler)
+    if isinstance(spec, Precision):
+        for handler in (scaling, casting, recipes):
+            if handler is not None:
+                raise ConfigurationError(
+                    f"{type(handler).__name__} are options of a precision given by its name, but mixed_precision is "
+                    f"{spec!r} already. Give them to it, as in Float16Mixed(init_scale=1024.0).",
+                    code="DT-070",
+                )
+        return spec
+    precision = resolve_precision(spec)
+    if isinstance(precision, FP8):
+        recipe = launched.fp8_config
+        precision = recipes.precision() if recipes is not None else FP8.from_config(recipe) if recipe else precision
+    if not isinstance(precision, MixedPrecision):
+        return precision
+    if isinstance(precision, Float16Mixed):
+        precision = Float16Mixed(**handler_options(scaling))
+    if casting is not None:
+        precision.cache_enabled, precision.enabled = casting.cache_enabled, casting.enabled
+    return precision
+
+
+def accelerate_name(precision: Precision, strategy: Strategy) -> str:
+    """Return a precision's name in Accelerate's words, where full precision is `"no"`."""
+    configured = strategy.capability(ConfiguredPrecision)
+    if configured is not None:
+        return configured.accelerate_name(precision)
+    return "no" if precision.name == "32" else precision.name
+
+
+def backend_of(precision: Precision) -> str | None:
+    """Which package computes a precision, such as `"torchao"`; None where torch itself does."""
+    return getattr(getattr(precision, "backend", None), "name", None)
+
+
+def set_up_strategy(spec: str | Strategy, plugins: Plugins, process: PartialState, handlers: Sequence[Any]) -> Strategy:
+    """The strategy asked for, by its name, a plugin or the launcher, in its place among the processes."""
+    chosen = choose_strategy(spec, plugins.strategy(Launched.here()))
+    strategy = make_strategy(chosen, process, find_handler(handlers, DistributedDataParallelKwargs))
+    strategy.setup(process)
+    process.before_leaving(strategy.teardown)
+    several = strategy.capability(Configurations)
+    if several is not None and plugins.deepspeed_plugins:
+        for name, other in plugins.each_deepspeed(Launched.here()).items():
+            several.add(name, other)
+        several.select(next(iter(plugins.deepspeed_plugins)))
+    return strategy
+
+
+def make_state(
+    precision: Precision, strategy: Strategy, process: PartialState, plugins: Plugins, dynamo: TorchDynamoPlugin | None
+) -> AcceleratorState:
+    """What `accelerator.state` is: the process, and what the engine was made with."""
+    launched = Launched.here()
+    asked = {
+        "fsdp_plugin": launched.fsdp,
+        "deepspeed_plugin": launched.deepspeed,
+        "megatron_lm_plugin": launched.megatron,
+        "parallelism_config": launched.parallelism,
+    }
+    given = {**asked, **plugins.by_name(), "dynamo_plugin": dynamo or TorchDynamoPlugin()}
+    kind = distributed_type_of(strategy, process.distributed_type)
+    record = EngineRecord(accelerate_name(precision, strategy), kind, given, is_fully_sharded(strategy))
+    record.configurations = strategy.capability(Configurations) if plugins.deepspeed_plugins else None
+    return AcceleratorState(record=record)
+
+
+def make_project(
+    directory: str | os.PathLike[str] | None, configuration: ProjectConfiguration | None
+) -> ProjectConfiguration:
+    """Where the run writes."""
+    given = None if directory is None else os.fspath(directory)
+    if configuration is None:
+        return ProjectConfiguration(project_dir=given)
+    if given is not None and configuration.project_dir is None:
+        configuration.project_dir = given
+        configuration.logging_dir = configuration.logging_dir or given
+    elif given is not None and given != configuration.project_dir:
+        raise ConfigurationError(
+            f"project_dir={given!r} contradicts project_config, which says {configuration.project_dir!r}. Give one.",
+            code="DT-004",
+        )
+    return configuration
+
+
+def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
+    """How loaders are sharded."""
+    if given is None:
+        return DataLoaderConfiguration(split_batches=split_batches)
+    if split_batches and not given.split_batches:
+        raise ConfigurationError(
+            "split_batches=True contradicts dataloader_config, whose split_batches is False. Set it there.",
+            code="DT-004",
+        )
+    return replace(given)  # the instance's own, which `even_batches` may change
+
+
+def make_accumulation(steps: int | None, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+    """How gradients accumulate: as asked for, else as the launcher was started."""
+    if plugin is not None and steps is not None and steps != plugin.num_steps:
+        raise ConfigurationError(
+            f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin, which says "
+            f"{plugin.num_steps}. Give one of the two.",
+            code="DT-004",
+        )
+    if plugin is not None:
+        return plugin
+    launched = Launched.here().settings.get("gradient_accumulation_steps", 1) if steps is None else steps
+    return GradientAccumulationPlugin(launched)
+
+
+def is_scheduler(item: Any) -> bool:
+    """Whether an object is a learning-rate scheduler."""
+    if isinstance(item, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return True
+    # transformers' and others' schedulers that do not subclass torch's
+    return type(item).__name__ == "AcceleratedScheduler" or (
+        not isinstance(item, nn.Module | Optimizer)
+        and all(hasattr(item, name) for name in ("step", "get_last_lr", "state_dict", "load_state_dict"))
+        and not isinstance(item, PreparedScheduler)
+    )
+
 
 FUSED_HINT = "Optimizers are stepped as they were made: give fused=True to the optimizer itself."
 

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from drivetrain.accelerator.handlers import ProjectConfiguration
+from drivetrain.accelerator.accelerate_names import ProjectConfiguration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
 from drivetrain.trackers import GeneralTracker, Tracker, TrackerGroup, find_tracker, resolve_trackers
-from drivetrain.trackers.losses import outcome_of
+from drivetrain.trackers.base import outcome_of
 
 LogWith = str | Tracker | Iterable[str | Tracker] | None
 

@@ -21,19 +21,19 @@ _EXPORTS = {
     "LambdaCallback": "drivetrain.callbacks.lambda_callback",
     "LearningRateFinder": "drivetrain.callbacks.learning_rate_finder",
     "LearningRateMonitor": "drivetrain.callbacks.lr_monitor",
-    "LossSpikeGuard": "drivetrain.callbacks.loss_spike_guard",
+    "LossSpikeGuard": "drivetrain.callbacks.guards",
     "MemoryMonitor": "drivetrain.callbacks.memory_monitor",
     "ModelCheckpoint": "drivetrain.callbacks.model_checkpoint",
     "ModelPruning": "drivetrain.callbacks.model_pruning",
     "ModelSummary": "drivetrain.callbacks.model_summary",
-    "NaNGuard": "drivetrain.callbacks.nan_guard",
-    "OnExceptionCheckpoint": "drivetrain.callbacks.on_exception_checkpoint",
+    "NaNGuard": "drivetrain.callbacks.guards",
+    "OnExceptionCheckpoint": "drivetrain.callbacks.model_checkpoint",
     "PredictionWriter": "drivetrain.callbacks.prediction_writer",
-    "RichModelSummary": "drivetrain.callbacks.rich_model_summary",
+    "RichModelSummary": "drivetrain.callbacks.rich_progress_bar",
     "RichProgressBar": "drivetrain.callbacks.rich_progress_bar",
-    "RunReport": "drivetrain.callbacks.run_report",
-    "SpeedMonitor": "drivetrain.callbacks.speed_monitor",
-    "StochasticWeightAveraging": "drivetrain.callbacks.stochastic_weight_averaging",
+    "RunReport": "drivetrain.callbacks.report.run_report",
+    "SpeedMonitor": "drivetrain.callbacks.throughput_monitor",
+    "StochasticWeightAveraging": "drivetrain.callbacks.weight_averaging",
     "StragglerMonitor": "drivetrain.callbacks.straggler_monitor",
     "ThroughputMonitor": "drivetrain.callbacks.throughput_monitor",
     "Timer": "drivetrain.callbacks.timer",
@@ -95,27 +95,27 @@ if TYPE_CHECKING:
         GradientAccumulationScheduler as GradientAccumulationScheduler,
     )
     from drivetrain.callbacks.gradient_norm import GradientNorm as GradientNorm
+    from drivetrain.callbacks.guards import LossSpikeGuard as LossSpikeGuard
+    from drivetrain.callbacks.guards import NaNGuard as NaNGuard
     from drivetrain.callbacks.lambda_callback import LambdaCallback as LambdaCallback
     from drivetrain.callbacks.learning_rate_finder import LearningRateFinder as LearningRateFinder
-    from drivetrain.callbacks.loss_spike_guard import LossSpikeGuard as LossSpikeGuard
     from drivetrain.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
     from drivetrain.callbacks.memory_monitor import MemoryMonitor as MemoryMonitor
     from drivetrain.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from drivetrain.callbacks.model_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from drivetrain.callbacks.model_pruning import ModelPruning as ModelPruning
     from drivetrain.callbacks.model_summary import ModelSummary as ModelSummary
-    from drivetrain.callbacks.nan_guard import NaNGuard as NaNGuard
-    from drivetrain.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from drivetrain.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from drivetrain.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from drivetrain.callbacks.progress_bar import TQDMProgressBar as TQDMProgressBar
-    from drivetrain.callbacks.rich_model_summary import RichModelSummary as RichModelSummary
+    from drivetrain.callbacks.report.run_report import RunReport as RunReport
+    from drivetrain.callbacks.rich_progress_bar import RichModelSummary as RichModelSummary
     from drivetrain.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
-    from drivetrain.callbacks.run_report import RunReport as RunReport
-    from drivetrain.callbacks.speed_monitor import SpeedMonitor as SpeedMonitor
-    from drivetrain.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from drivetrain.callbacks.straggler_monitor import StragglerMonitor as StragglerMonitor
+    from drivetrain.callbacks.throughput_monitor import SpeedMonitor as SpeedMonitor
     from drivetrain.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from drivetrain.callbacks.timer import Timer as Timer
     from drivetrain.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
+    from drivetrain.callbacks.weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from drivetrain.callbacks.weight_averaging import WeightAveraging as WeightAveraging
     from drivetrain.callbacks.weight_histograms import WeightHistograms as WeightHistograms

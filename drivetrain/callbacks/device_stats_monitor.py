@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.support.step_log import StepLog, checked_every
+from drivetrain.callbacks.step_schedule import StepLog, checked_every
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.logging import get_logger
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.support.agreement import decide_on_main_process
-from drivetrain.callbacks.support.monitored_metric import (
+from drivetrain.callbacks.step_schedule import (
     check_mode,
+    decide_on_main_process,
     find_typo,
     is_better,
     missing_metric_message,

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from drivetrain.accelerator.scheduler import cover_new_groups, follow_group_rate
+from drivetrain.accelerator.prepared import cover_new_groups, follow_group_rate
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.support.rhythm import RunPoint
+from drivetrain.callbacks.step_schedule import RunPoint
 from drivetrain.runtime.durations import Duration, Unit, interval_of
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger

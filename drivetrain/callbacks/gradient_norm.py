@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.support.step_log import StepLog, checked_every
+from drivetrain.callbacks.step_schedule import StepLog, checked_every
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 

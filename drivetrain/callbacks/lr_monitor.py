@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.support.rhythm import StepRhythm
-from drivetrain.callbacks.support.step_log import checked_every
+from drivetrain.callbacks.step_schedule import StepRhythm, checked_every
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.logging import get_logger

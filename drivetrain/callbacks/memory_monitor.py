@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.support.step_log import StepLog, checked_every
+from drivetrain.callbacks.step_schedule import StepLog, checked_every
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.logging import get_logger

@@ -6,26 +6,27 @@ import inspect
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
+from drivetrain.callbacks import checkpoint_files
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.checkpoint import folder
-from drivetrain.callbacks.checkpoint.decision import decide
-from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
 from drivetrain.callbacks.checkpoint.lightning_state import from_lightning, to_lightning
-from drivetrain.callbacks.checkpoint.options import Rhythm, check_options
-from drivetrain.callbacks.checkpoint.policy import BestK, CheckpointName
-from drivetrain.callbacks.checkpoint.restored import RestoredState, number
-from drivetrain.callbacks.checkpoint.writer import CheckpointWriter
-from drivetrain.callbacks.support.agreement import decide_on_main_process
-from drivetrain.callbacks.support.monitored_metric import find_typo
-from drivetrain.callbacks.support.rhythm import StepRhythm
-from drivetrain.runtime.assembly import all_arrive
-from drivetrain.runtime.durations import Duration
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
+from drivetrain.callbacks.checkpoint_files import (
+    BestK,
+    CheckpointName,
+    CheckpointWriter,
+    KeptCheckpoints,
+    RestoredState,
+    decide,
+    number,
+)
+from drivetrain.callbacks.step_schedule import StepRhythm, check_mode, decide_on_main_process, find_typo
+from drivetrain.runtime.durations import Duration, Unit, clock_time, count_of
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError, nearest
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.store_agreement import all_arrive
 from drivetrain.runtime.terminal import without_credentials
 
 if TYPE_CHECKING:
@@ -33,6 +34,113 @@ if TYPE_CHECKING:
 
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.trainer import Trainer
+
+
+# What the arguments of `ModelCheckpoint` may be
+
+
+ON_SAVE_ERROR = ("raise", "warn")
+
+
+def check_options(
+    mode: str, save_last: Any, save_top_k: Any, monitor: str | None, total_limit: Any, on_save_error: str
+) -> None:
+    """Refuse arguments that are out of range or exclude each other."""
+    check_mode(mode, "ModelCheckpoint")
+    if not isinstance(save_top_k, int) or save_top_k < -1:
+        raise ConfigurationError(
+            f"ModelCheckpoint(save_top_k={save_top_k!r}): give how many checkpoints to keep, -1 for all or 0 for none. "
+            "Must be >= -1.",
+            code="DT-002",
+        )
+    if monitor is None and save_top_k > 1:
+        raise ConfigurationError(
+            f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: without monitor= no "
+            "checkpoint is better than another. Name a metric, or keep 1 (the newest), -1 (all) or 0 (none). For "
+            "the newest few, keep all and give total_limit.",
+            code="DT-005",
+        )
+    if save_last not in (None, True, False, "link", "copy"):
+        raise ConfigurationError(
+            f"ModelCheckpoint(save_last={save_last!r}): give True, False, 'link' or 'copy'.", code="DT-001"
+        )
+    if total_limit is not None and (not isinstance(total_limit, int) or total_limit < 1):
+        raise ConfigurationError(
+            f"ModelCheckpoint(total_limit={total_limit!r}): give how many checkpoints the directory may hold, 1 or "
+            "more, or None for any number.",
+            code="DT-002",
+        )
+    if on_save_error not in ON_SAVE_ERROR:
+        raise ConfigurationError(
+            f"ModelCheckpoint(on_save_error={on_save_error!r}): give 'raise' to end the run where a checkpoint cannot "
+            f"be written, or 'warn' to go on.{nearest(str(on_save_error), ON_SAVE_ERROR)}",
+            code="DT-001",
+        )
+
+
+class Rhythm(NamedTuple):
+    """How often checkpoints are saved: one of these is given.
+
+    Attributes:
+        steps: Every so many optimizer steps; 0 for never.
+        time: Each time so much time has gone by.
+        epochs: Every so many epochs; 0 for never.
+        rest: Every so many samples or tokens, or every such part of the run.
+    """
+
+    steps: int
+    time: timedelta | None
+    epochs: int
+    rest: Duration | None
+
+    @classmethod
+    def of(cls, steps: Any, interval: Any, epochs: Any, every: Any) -> Rhythm:
+        """The rhythm that the arguments ask for; an epoch where they ask for none.
+
+        Args:
+            steps: `every_n_train_steps`.
+            interval: `train_time_interval`.
+            epochs: `every_n_epochs`.
+            every: The same in any unit.
+
+        Raises:
+            ConfigurationError: More than one is given, or one is below zero.
+        """
+        other = " every= takes the other units."
+        steps = count_of(steps, "every_n_train_steps", Unit.STEPS, other)
+        epochs = count_of(epochs, "every_n_epochs", Unit.EPOCHS, other)
+        time = clock_time(interval, "train_time_interval", other)
+        duration = Duration.of(every, "every")
+        _check_intervals(steps, time, epochs, duration)
+        if duration is None:
+            return cls(steps or 0, time, (0 if steps or time else 1) if epochs is None else epochs, None)
+        if not duration.amount:
+            raise ConfigurationError(f"ModelCheckpoint(every={every!r}): give more than nothing.", code="DT-002")
+        return cls(
+            int(duration.amount) if duration.unit is Unit.STEPS else 0,
+            duration.timedelta if duration.unit is Unit.SECONDS else None,
+            int(duration.amount) if duration.unit is Unit.EPOCHS else 0,
+            duration if duration.unit in (Unit.SAMPLES, Unit.TOKENS, Unit.RUN) else None,
+        )
+
+
+def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int | None, every: Duration | None) -> None:
+    """Refuse more than one rhythm, and numbers below zero."""
+    given: dict[str, Any] = {"every_n_train_steps": steps, "train_time_interval": interval, "every_n_epochs": epochs}
+    given = {name: value for name, value in given.items() if value}
+    if every is not None:
+        given["every"] = str(every)
+    if len(given) > 1:
+        raise ConfigurationError(
+            "ModelCheckpoint: Combination of parameters every_n_train_steps, every_n_epochs and train_time_interval, "
+            f"and every: give one of them, not {', '.join(f'{name}={value!r}' for name, value in given.items())}. For "
+            "several rhythms, use several ModelCheckpoints.",
+            code="DT-004",
+        )
+    for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
+        if value is not None and value < 0:
+            raise ConfigurationError(f"ModelCheckpoint({name}={value}): Must be >= 0, where 0 is never.", code="DT-002")
+
 
 logger = get_logger(__name__)
 
@@ -265,8 +373,8 @@ class ModelCheckpoint(Callback):
             trainer: The Trainer that runs.
         """
         if self.dirpath is not None and self._dirpath_is_given:
-            return [folder.resolved(self.dirpath)]
-        return folder.default_places(trainer.loggers, trainer.default_root_dir)
+            return [checkpoint_files.resolved(self.dirpath)]
+        return checkpoint_files.default_places(trainer.loggers, trainer.default_root_dir)
 
     # the state of this callback
 
@@ -286,7 +394,7 @@ class ModelCheckpoint(Callback):
         return {
             **self._writer.kept.state_dict(self.dirpath or ""),
             "dirpath": without_credentials(self.dirpath or "") or None,
-            "below_root": folder.relative(self.dirpath, self._root),
+            "below_root": checkpoint_files.relative(self.dirpath, self._root),
             "best_model_score": None if score is None else float(score),
             "current_score": self._current_score,
             "validations": self._validations,
@@ -311,16 +419,16 @@ class ModelCheckpoint(Callback):
         self._is_resumed = True
         if not self._dirpath_is_given and self._root:
             self.dirpath = decide_on_main_process(
-                lambda: folder.continued(self.dirpath, state, self._root, self._own_places)
+                lambda: checkpoint_files.continued(self.dirpath, state, self._root, self._own_places)
             )
         directory = self.dirpath
-        if directory is None or not decide_on_main_process(lambda: folder.is_same(directory, state)):
+        if directory is None or not decide_on_main_process(lambda: checkpoint_files.is_same(directory, state)):
             logger.warning(
                 f"The run to resume saved in {state.saved_in}, this one saves in {directory}: the checkpoints there "
                 "stay as they are and do not count among the best ones of this run."
             )
             return
-        outside = decide_on_main_process(lambda: folder.leading_outside(directory, state))
+        outside = decide_on_main_process(lambda: checkpoint_files.leading_outside(directory, state))
         if outside:
             logger.warning(
                 f"{', '.join(sorted(outside))} in {directory} lead outside of it, so they do not count among the "
@@ -334,13 +442,15 @@ class ModelCheckpoint(Callback):
         self._fitting = stage == "fit" and not trainer.fast_dev_run
         if not self._fitting:
             return
-        self._root = folder.resolved(trainer.default_root_dir)
-        self._own_places = folder.default_places(trainer.loggers, self._root)
+        self._root = checkpoint_files.resolved(trainer.default_root_dir)
+        self._own_places = checkpoint_files.default_places(trainer.loggers, self._root)
         if self.dirpath is None:  # trackers write locally, also where checkpoints go to a URL
-            root = decide_on_main_process(lambda: (folder.is_local(self._root) and trainer.log_dir) or self._root)
+            root = decide_on_main_process(
+                lambda: (checkpoint_files.is_local(self._root) and trainer.log_dir) or self._root
+            )
             self.dirpath = os.path.join(root, "checkpoints")
-        self.dirpath = folder.resolved(self.dirpath)
-        if self.save_last == "link" and not folder.is_local(self.dirpath):
+        self.dirpath = checkpoint_files.resolved(self.dirpath)
+        if self.save_last == "link" and not checkpoint_files.is_local(self.dirpath):
             raise ConfigurationError(
                 f"ModelCheckpoint(save_last='link') is only supported for local file paths, not for {self.dirpath}. "
                 "Give save_last=True.",
@@ -444,7 +554,9 @@ class ModelCheckpoint(Callback):
         text = self.name_of().format(trainer.current_epoch, trainer.global_step, trainer.callback_metrics)
         if not self.enable_version_counter:
             return text
-        path = folder.free_path(os.path.join(self.dirpath, text), self.FILE_EXTENSION, first=self.STARTING_VERSION)
+        path = checkpoint_files.free_path(
+            os.path.join(self.dirpath, text), self.FILE_EXTENSION, first=self.STARTING_VERSION
+        )
         return os.path.relpath(path, self.dirpath).removesuffix(self.FILE_EXTENSION)
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
@@ -539,3 +651,66 @@ def _judges(callback: Callback) -> bool:
     """Whether a callback has its own `is_state_sound`, not only something around that of the base class."""
     inner = inspect.unwrap(callback.is_state_sound)
     return getattr(inner, "__func__", inner) is not Callback.is_state_sound
+
+
+# Save a checkpoint when an exception ends the run
+
+
+PATIENCE = timedelta(seconds=3)
+"""How long a process that raised waits for all others to have raised too."""
+
+
+class OnExceptionCheckpoint(Callback):
+    """Saves a checkpoint when an exception ends `fit`, from which the run can be resumed.
+
+    What is saved is the last finished step, so that the step which raised is done again. Of several processes all have
+    to raise within three seconds: where one fails alone, the others are busy elsewhere and nothing can be saved.
+
+    Args:
+        dirpath: The directory that the checkpoint is saved in.
+        filename: Its name there, without the extension `.ckpt`. An older checkpoint of this name is replaced.
+
+    Raises:
+        ConfigurationError: If the name is empty.
+
+    Example:
+        ```python
+        from drivetrain import OnExceptionCheckpoint, Trainer
+
+        trainer = Trainer(callbacks=[OnExceptionCheckpoint("checkpoints")], logger=False)
+        ```
+    """
+
+    saves_checkpoints: ClassVar[bool] = True
+
+    def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
+        if not filename:
+            raise ConfigurationError("OnExceptionCheckpoint(filename=''): give the checkpoint a name.", code="DT-002")
+        self.dirpath = os.fspath(dirpath)
+        self.filename = filename
+        self._fits = 0
+        self._training = False
+
+    @property
+    def ckpt_path(self) -> str:
+        """The checkpoint's path."""
+        return os.path.join(self.dirpath, f"{self.filename}.ckpt")
+
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        self._fits += 1
+        self._training = True
+
+    def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
+        # A checkpoint that could not be written, or one for a resume that is there already, needs no second.
+        if not self._training or isinstance(exception, CheckpointError) or not isinstance(exception, Exception):
+            return
+        if not all_arrive(f"OnExceptionCheckpoint/{self.ckpt_path}/{self._fits}/{trainer.global_step}", PATIENCE):
+            logger.warning("OnExceptionCheckpoint: not all processes raised, so no checkpoint can be saved.")
+            return
+        try:
+            trainer.save_checkpoint(self.ckpt_path)
+        except DrivetrainError as error:
+            logger.error(f"OnExceptionCheckpoint: {error}")  # the run ends with its own
+
+    def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
+        self._training = False

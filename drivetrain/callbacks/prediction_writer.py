@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import math
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +15,119 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.support import prediction_files as files
 from drivetrain.runtime.errors import ConfigurationError, DataError, nearest
-from drivetrain.runtime.host_blocks import HostBlocks
+from drivetrain.runtime.memory import HostBlocks
 from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.state import PartialState
 
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.trainer import Trainer
+
+
+# Files of predictions: columns of tensors, with the place of each row in the data
+
+
+FORMATS = ("parquet", "safetensors")
+_PATTERNS = ("predictions-*-of-*", "batch-*")
+
+
+def check_format(name: str | None) -> str:
+    """Return the format to write: the one given, or parquet where pyarrow is installed.
+
+    Raises:
+        ConfigurationError: If it is unknown, or pyarrow is missing.
+    """
+    installed = find_spec("pyarrow") is not None
+    if name is None:
+        return "parquet" if installed else "safetensors"
+    if name not in FORMATS:
+        raise ConfigurationError(
+            f"PredictionWriter(file_format={name!r}): give 'parquet' or 'safetensors'.{nearest(str(name), FORMATS)}",
+            code="DT-001",
+        )
+    if name == "parquet" and not installed:
+        raise ConfigurationError(
+            "PredictionWriter(file_format='parquet') needs pyarrow: pip install \"drivetrain[parquet]\". Without it "
+            "there is 'safetensors'.",
+            code="DT-013",
+        )
+    return name
+
+
+def remove_old(folder: Path) -> None:
+    """Remove the predictions of a run before."""
+    for found in _found(folder) + [each for sub in folder.glob("loader-*") for each in _found(sub)]:
+        found.unlink()
+
+
+def write(columns: dict[str, Tensor], path: Path, file_format: str) -> None:
+    """Write columns to a file that appears complete.
+
+    Args:
+        columns: Tensors on the CPU, of as many rows each.
+        path: The file, without its extension; its directory is made.
+        file_format: `"parquet"` or `"safetensors"`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    final = path.with_name(f"{path.name}.{file_format}")
+    beside = path.with_name(f".{os.getpid()}-{final.name}")
+    if file_format == "parquet":
+        _write_parquet(columns, beside)
+    else:
+        from safetensors.torch import save_file
+
+        save_file(columns, beside)
+    os.replace(beside, final)
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """Return the columns of a directory's files, in the order of the data, each row once.
+
+    Raises:
+        DataError: There are none.
+    """
+    found = _found(folder)
+    whole = [each for each in found if each.name.startswith("predictions-")]
+    parts = [_read(each) for each in whole or found]
+    if not parts:
+        raise DataError(f"There are no predictions in {folder}. Give the directory that PredictionWriter wrote.")
+    columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    order = torch.argsort(columns["index"])
+    return {name: value[order] for name, value in columns.items()}
+
+
+def _found(folder: Path) -> list[Path]:
+    return sorted(p for pattern in _PATTERNS for suffix in FORMATS for p in folder.glob(f"{pattern}.{suffix}"))
+
+
+def _write_parquet(columns: dict[str, Tensor], path: Path) -> None:
+    arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    arrays: list[Any] = []
+    shapes: dict[str, list[int]] = {}
+    for name, value in columns.items():
+        # Arrow has no bfloat16.
+        flat = arrow.array((value.float() if value.dtype is torch.bfloat16 else value).reshape(-1).numpy())
+        shapes[name] = list(value.shape[1:])
+        arrays.append(arrow.FixedSizeListArray.from_arrays(flat, math.prod(shapes[name])) if value.dim() > 1 else flat)
+    table = arrow.table(arrays, names=list(columns))
+    parquet.write_table(table.replace_schema_metadata({"drivetrain.shapes": json.dumps(shapes)}), path)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    table = importlib.import_module("pyarrow.parquet").read_table(path)
+    shapes = json.loads(table.schema.metadata[b"drivetrain.shapes"])
+    columns = {}
+    for name in table.column_names:
+        array = table[name].combine_chunks()
+        values = array.flatten() if shapes[name] else array
+        columns[name] = torch.tensor(values.to_numpy(zero_copy_only=False)).reshape(len(table), *shapes[name])
+    return columns
+
 
 INTERVALS = ("batch", "epoch", "batch_and_epoch")
 
@@ -185,12 +293,12 @@ class PredictionWriter(BasePredictionWriter):
     ) -> None:
         super().__init__(write_interval)
         self.output_dir = Path(output_dir)
-        self.file_format = files.check_format(file_format)
+        self.file_format = check_format(file_format)
 
     def on_predict_epoch_start(self, trainer: Trainer, task: Task) -> None:
         super().on_predict_epoch_start(trainer, task)
         if trainer.is_global_zero:
-            files.remove_old(self.output_dir)
+            remove_old(self.output_dir)
         trainer.accelerator.wait_for_everyone()
 
     def write_on_batch_end(
@@ -207,7 +315,7 @@ class PredictionWriter(BasePredictionWriter):
             columns = _columns(prediction, batch_indices)
             first = int(columns["index"][0])
             name = f"batch-{first:012d}"
-            files.write(columns, self._folder(trainer, dataloader_idx) / name, self.file_format)
+            write(columns, self._folder(trainer, dataloader_idx) / name, self.file_format)
 
     def write_on_epoch_end(
         self, trainer: Trainer, task: Task, predictions: Sequence[Any], batch_indices: Sequence[Any]
@@ -221,7 +329,7 @@ class PredictionWriter(BasePredictionWriter):
             parts = [_columns(one, places) for one, places in zip(batches, indices, strict=True)]
             columns = {key: torch.cat([part[key] for part in parts]) for key in parts[0]} if parts else {}
             if columns:
-                files.write(columns, self._folder(trainer, number) / name, self.file_format)
+                write(columns, self._folder(trainer, number) / name, self.file_format)
 
     @staticmethod
     def read(output_dir: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -233,7 +341,7 @@ class PredictionWriter(BasePredictionWriter):
         Raises:
             DataError: There are no predictions in it.
         """
-        return files.read(Path(output_dir))
+        return read(Path(output_dir))
 
     def _folder(self, trainer: Trainer, loader: int) -> Path:
         return self.output_dir / f"loader-{loader}" if len(trainer.num_predict_batches) > 1 else self.output_dir

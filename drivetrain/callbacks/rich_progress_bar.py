@@ -2,20 +2,111 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.progress_bar import TQDMProgressBar
-from drivetrain.callbacks.rich_model_summary import RichModelSummary
-from drivetrain.callbacks.support.progress_display import Display, LineDisplay, Stage, listed
-from drivetrain.callbacks.support.rich_package import make_console, require_rich
-from drivetrain.runtime.terminal import print_text
+from drivetrain.callbacks.model_summary import ModelSummary, shown_columns, total_lines
+from drivetrain.callbacks.progress_bar import Display, LineDisplay, Stage, TQDMProgressBar, listed
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.terminal import Lenient, print_text
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+
+
+# The package rich, which is installed on wish
+
+
+def require_rich(owner: str) -> None:
+    """Import rich, which draws a random number as it is imported: Python's generator is put back to where it was.
+
+    Args:
+        owner: What needs it.
+
+    Raises:
+        ConfigurationError: It is missing; the message has the command that installs it.
+    """
+    if find_spec("rich") is None:
+        raise ConfigurationError(
+            f'{owner} needs rich, which is not installed: pip install "drivetrain[rich]".', code="DT-013"
+        )
+    state = random.getstate()
+    import_module("rich.style")
+    random.setstate(state)
+
+
+def make_console(**options: Any) -> Console:
+    """Return rich's console for the standard output or error, which loses what cannot be written instead of raising.
+
+    Args:
+        **options: For `rich.console.Console`.
+    """
+    from rich.console import Console
+
+    return Console(**{"file": Lenient(sys.stderr if options.get("stderr") else sys.stdout), **options})
+
+
+# Print what a task is made of, with rich
+
+
+class RichModelSummary(ModelSummary):
+    """Prints `ModelSummary`'s table with rich, in colours where the terminal has them.
+
+    Args:
+        max_depth: How deep to look: 1 for the task's own modules; -1 for all, 0 for the totals only.
+        **summarize_kwargs: Arguments of `rich.table.Table`, such as `header_style`.
+
+    Raises:
+        ConfigurationError: If rich is not installed, or `max_depth` is no whole number of at least -1.
+
+    Example:
+        ```python
+        from drivetrain import RichModelSummary, Trainer
+
+        trainer = Trainer(callbacks=[RichModelSummary(max_depth=2)], logger=False)
+        ```
+    """
+
+    def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
+        require_rich("RichModelSummary")
+        super().__init__(max_depth, **summarize_kwargs)
+
+    @staticmethod
+    def summarize(
+        summary_data: Any,
+        total_parameters: Any,
+        trainable_parameters: Any,
+        model_size: Any,
+        total_training_modes: Any,
+        total_flops: Any = 0,
+        **summarize_kwargs: Any,
+    ) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        console = make_console()
+        numbers, *_ = summary_data
+        if numbers[1]:
+            table = Table(**{"header_style": "bold magenta", **summarize_kwargs})
+            shown = shown_columns(summary_data)
+            table.add_column("", style="dim")
+            for title, _ in shown:
+                is_count = title in ("Params", "FLOPs")
+                style = {"justify": "right", "style": "cyan"} if is_count else {"no_wrap": title == "Name"}
+                table.add_column(title.lower(), **style)
+            for number, *row in zip(numbers[1], *(cells for _, cells in shown), strict=True):
+                table.add_row(number, *(Text(cell) for cell in row))
+            console.print(table)
+        totals = (total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
+        for line in total_lines(*totals):
+            console.print(Text(line))
 
 
 @dataclass

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.support.rhythm import StepRhythm
+from drivetrain.callbacks.step_schedule import StepRhythm
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.durations import Duration, interval_of
 from drivetrain.runtime.errors import ConfigurationError

@@ -8,18 +8,107 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.support.flops import peak_flops
-from drivetrain.callbacks.support.step_log import StepLog, checked_every
+from drivetrain.callbacks.report.run_facts import TimeSpent
+from drivetrain.callbacks.step_schedule import StepLog, checked_every
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.host import cores_of_process
 from drivetrain.runtime.nested import find_batch_size
 
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.trainer import Trainer
+
+
+# Floating-point operations: of a model, and of the chips that run it
+
+
+CHIPS: tuple[tuple[str, float, float], ...] = (
+    ("GB200", 2500e12, 80e12),
+    ("B200", 2250e12, 75e12),
+    ("H200 NVL", 835e12, 60e12),
+    ("H200", 989e12, 67e12),
+    ("H100 NVL", 835e12, 60e12),
+    ("H100 PCIe", 756e12, 51e12),
+    ("H100", 989e12, 67e12),
+    ("A100", 312e12, 19.5e12),
+    ("A10G", 70e12, 35e12),
+    ("A10", 125e12, 31.2e12),
+    ("L40S", 362e12, 91.6e12),
+    ("L40", 181e12, 90.5e12),
+    ("L4", 121e12, 30.3e12),
+    ("V100", 125e12, 15.7e12),
+    ("T4", 65e12, 8.1e12),
+    ("RTX 4090", 165e12, 82.6e12),
+    ("RTX 3090", 71e12, 35.6e12),
+    ("MI355X", 2516e12, 157.3e12),
+    ("MI300X", 1307e12, 163.4e12),
+    ("MI250X", 191.5e12, 47.9e12),
+)
+"""Dense peak operations per second of known chips, in 16-bit matrix units with sums in 32 bits, and in 32 bits.
+
+The first name that is a part of the device's counts. Sources, whose tables often give the 16-bit figure with 2:4
+sparsity, twice that without:
+
+- GB200, B200: NVIDIA Blackwell data sheet, "Individual Blackwell GPU Specifications" (5 and 4.5 PFLOPS with sparsity;
+  80 and 75 TFLOPS FP32).
+- H200, H200 NVL, H100, H100 NVL, H100 PCIe: NVIDIA H200 and H100 data sheets (1,979, 1,671 and 1,513 TFLOPS with
+  sparsity).
+- A100, A10, L40S, L40, L4: NVIDIA's data sheet of each. A10G, made for AWS, has about half of the matrix rate of an A10
+  (70 TFLOPS): NVIDIA A10G data sheet.
+- V100 (SXM2), T4: NVIDIA's data sheet of each, FP16, since they have no BF16.
+- RTX 4090, RTX 3090: NVIDIA Ada and Ampere GA102 white papers, "Peak BF16 Tensor TFLOPS with FP32 Accumulate".
+- MI355X, MI300X: AMD's data sheet of each. MI250X: AMD's data sheet (383 and 95.7 TFLOPS), halved, since each of its
+  two dies is a device.
+"""
+
+
+def measure_flops(
+    model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Tensor] | None = None
+) -> int:
+    """Return the floating-point operations of a forward, and of the backward with it where there is a loss.
+
+    Args:
+        model: The model; on the meta device nothing is computed.
+        forward_fn: Runs its forward, and returns the output.
+        loss_fn: The loss of an output, to count the backward as well.
+
+    Example:
+        ```python
+        import torch
+
+        from drivetrain import measure_flops
+
+        with torch.device("meta"):
+            model, batch = torch.nn.Linear(32, 2), torch.randn(8, 32)
+        assert measure_flops(model, lambda: model(batch)) == 2 * 8 * 32 * 2
+        ```
+    """
+    counter = FlopCounterMode(display=False)
+    with counter:
+        output = forward_fn()
+        if loss_fn is not None:
+            loss_fn(output).backward()  # type: ignore[no-untyped-call]
+    return int(counter.get_total_flops())
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Return the operations per second that a device could do at most; None where the chip is not known.
+
+    Args:
+        device: The device.
+        precision: The name of the number format, such as `"bf16-mixed"`.
+    """
+    functions: Any = getattr(torch, device.type, None)
+    if not hasattr(functions, "get_device_name"):
+        return None
+    name = functions.get_device_name(device)
+    half = "16" in precision or "8" in precision
+    return next((fast if half else single for chip, fast, single in CHIPS if chip in name), None)
 
 
 class Reading(NamedTuple):
@@ -204,3 +293,123 @@ def _synchronize(trainer: Trainer) -> None:
     functions: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(functions, "synchronize"):
         functions.synchronize()
+
+
+# Log how fast training is, and how much of the time it waits for data
+
+
+class SpeedMonitor(Callback):
+    """Logs steps and samples per second, and the share of the time in which training waits for its loader.
+
+    Every `log_every_n_steps` it logs `speed/steps_per_sec`, `speed/samples_per_sec` of this process where the loader
+    counts them, and `speed/data_wait`, from 0 to 1: what passes between the end of one batch and the start of the next.
+    Nothing waits for the device, so a loader that keeps up with it counts as no wait. Validations, saves and the ends
+    of epochs do not count. At the end of `fit` it prints in a sentence what took the time, unless a profiler does.
+
+    Args:
+        every: How often, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
+            `"1M samples"`, `"10 min"` or `"10%"`.
+
+    Raises:
+        ConfigurationError: If `every` is no number or duration, or the Trainer has no logger.
+
+    Example:
+        ```python
+        from drivetrain import SpeedMonitor, Trainer
+
+        trainer = Trainer(callbacks=[SpeedMonitor()], logger="csv")
+        ```
+    """
+
+    saves_within_steps = False
+
+    def __init__(self, every: int | str | Duration | None = None) -> None:
+        self.every = checked_every(every, "SpeedMonitor")
+        self.rhythm = self.every if isinstance(self.every, Duration) else None
+        self._log: StepLog | None = None
+        self._begun = self._ended = self._paused_at = 0.0
+        self._waited = self._paused = self._paused_in_all = 0.0
+        self._samples: int | None = 0
+        self._step = 0
+        self._saving_since: float | None = None
+        self._samples_in_all: int | None = 0
+
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        self._log = StepLog("SpeedMonitor", trainer, self.every).begin()
+        self._ended, self._saving_since = 0.0, None
+        self._samples_in_all = 0
+
+    def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
+        if not self._ended:
+            self._begin(trainer, perf_counter())
+        else:
+            self._resume(perf_counter())
+
+    def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
+        now = perf_counter()
+        if self._saving_since is not None:
+            self._paused_at = self._saving_since
+            self._resume(now)
+        self._waited += now - self._ended - self._paused
+        self._paused_in_all += self._paused
+        self._paused = 0.0
+
+    def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._ended = now = perf_counter()
+        info = trainer.batch_info
+        rows = None if info is None else info.real_rows
+        self._samples = None if rows is None or self._samples is None else self._samples + rows
+        in_all = self._samples_in_all
+        self._samples_in_all = None if rows is None or in_all is None else in_all + rows
+        step = trainer.global_step
+        if self._log is not None and self._log.is_due(step):
+            self._log.write(self._values(step, now), step)
+            self._begin(trainer, now)
+
+    def on_validation_start(self, trainer: Trainer, task: Task) -> None:
+        self._paused_at = perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, task: Task) -> None:
+        self._resume(perf_counter())
+
+    def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
+        self._paused_at = perf_counter()
+
+    def on_save_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
+        if self._saving_since is None:
+            self._saving_since = perf_counter()
+
+    def on_train_end(self, trainer: Trainer, task: Task) -> None:
+        self._resume(perf_counter())
+
+    def on_fit_end(self, trainer: Trainer, task: Task) -> None:
+        if trainer.is_global_zero and not trainer.profiler.gives_verdict:
+            workers = getattr(trainer.train_dataloader, "num_workers", None)
+            cores = cores_of_process(trainer.num_devices)
+            verdict = TimeSpent.of(trainer.timing, self._samples_in_all, workers, cores).verdict()
+            if verdict:
+                trainer.print(verdict)
+
+    def _resume(self, now: float) -> None:
+        """End a pause, in which a checkpoint may have been saved."""
+        self._paused += now - self._paused_at
+        if self._saving_since is not None:
+            self._saving_since = None
+
+    def _begin(self, trainer: Trainer, now: float) -> None:
+        """Begin the row that is logged next."""
+        self._begun = self._ended = now
+        self._waited = self._paused = self._paused_in_all = 0.0
+        self._samples, self._step = 0, trainer.global_step
+
+    def _values(self, step: int, now: float) -> dict[str, float]:
+        seconds = now - self._begun - self._paused_in_all
+        if seconds <= 0:
+            return {}
+        values = {
+            "speed/steps_per_sec": (step - self._step) / seconds,
+            "speed/data_wait": min(1.0, max(0.0, self._waited / seconds)),
+        }
+        if self._samples is not None:
+            values["speed/samples_per_sec"] = self._samples / seconds
+        return values

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.support.rhythm import StepRhythm
+from drivetrain.callbacks.step_schedule import StepRhythm
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.durations import Duration, interval_of
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.gradients import local_part
+from drivetrain.strategies.base import local_part
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -44,38 +44,38 @@ _EXPORTS = {
     "LoadReport": "drivetrain.checkpoint.load",
     "PendingSave": "drivetrain.checkpoint.queue",
     "SaveQueue": "drivetrain.checkpoint.queue",
-    "clean_stale": "drivetrain.checkpoint.writer_record",
+    "clean_stale": "drivetrain.checkpoint.manifest",
     "compare_states": "drivetrain.checkpoint.load",
     "consolidate": "drivetrain.checkpoint.export",
     "consolidate_shards": "drivetrain.checkpoint.export",
-    "describe_run_state": "drivetrain.checkpoint.describe",
+    "describe_run_state": "drivetrain.checkpoint.run_state",
     "extra_place": "drivetrain.checkpoint.save",
-    "holds_positions": "drivetrain.checkpoint.optimizer_positions",
+    "holds_positions": "drivetrain.checkpoint.torch_files",
     "import_checkpoint": "drivetrain.checkpoint.import_state",
     "is_accelerate_state": "drivetrain.checkpoint.accelerate_format",
-    "is_checkpoint": "drivetrain.checkpoint.entry_points",
+    "is_checkpoint": "drivetrain.checkpoint.run_state",
     "key_here": "drivetrain.checkpoint.lightning_keys",
     "lightning_content": "drivetrain.checkpoint.lightning_file",
-    "is_sharded": "drivetrain.checkpoint.distributed_weights",
+    "is_sharded": "drivetrain.checkpoint.export",
     "list_checkpoints": "drivetrain.checkpoint.discovery",
-    "load_over_processes": "drivetrain.checkpoint.distributed_weights",
-    "load_run_state": "drivetrain.checkpoint.entry_points",
+    "load_over_processes": "drivetrain.checkpoint.export",
+    "load_run_state": "drivetrain.checkpoint.run_state",
     "checkpoint_at": "drivetrain.checkpoint.discovery",
-    "named_by_position": "drivetrain.checkpoint.optimizer_positions",
+    "named_by_position": "drivetrain.checkpoint.torch_files",
     "newest_checkpoint": "drivetrain.checkpoint.discovery",
-    "open_weights": "drivetrain.checkpoint.weight_files",
+    "open_weights": "drivetrain.checkpoint.export",
     "packed": "drivetrain.checkpoint.lightning_extras",
     "read_accelerate_state": "drivetrain.checkpoint.accelerate_format",
     "read_foreign": "drivetrain.checkpoint.foreign",
     "read_processes": "drivetrain.checkpoint.foreign",
     "read_shared": "drivetrain.checkpoint.foreign",
-    "remove_checkpoint": "drivetrain.checkpoint.entry_points",
-    "save_pickled_weights": "drivetrain.checkpoint.weight_files",
+    "remove_checkpoint": "drivetrain.checkpoint.run_state",
+    "save_pickled_weights": "drivetrain.checkpoint.export",
     "save_queue": "drivetrain.checkpoint.queue",
-    "save_run_state": "drivetrain.checkpoint.entry_points",
+    "save_run_state": "drivetrain.checkpoint.run_state",
     "save_safetensors": "drivetrain.checkpoint.export",
     "sharded_model": "drivetrain.checkpoint.accelerate_format",
-    "with_tied": "drivetrain.checkpoint.weight_files",
+    "with_tied": "drivetrain.checkpoint.export",
     "write_lightning_content": "drivetrain.checkpoint.lightning_file",
 }
 
@@ -130,20 +130,18 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.accelerate_format import is_accelerate_state as is_accelerate_state
     from drivetrain.checkpoint.accelerate_format import read_accelerate_state as read_accelerate_state
     from drivetrain.checkpoint.accelerate_format import sharded_model as sharded_model
-    from drivetrain.checkpoint.describe import describe_run_state as describe_run_state
     from drivetrain.checkpoint.discovery import FoundCheckpoint as FoundCheckpoint
     from drivetrain.checkpoint.discovery import checkpoint_at as checkpoint_at
     from drivetrain.checkpoint.discovery import list_checkpoints as list_checkpoints
     from drivetrain.checkpoint.discovery import newest_checkpoint as newest_checkpoint
-    from drivetrain.checkpoint.distributed_weights import is_sharded as is_sharded
-    from drivetrain.checkpoint.distributed_weights import load_over_processes as load_over_processes
-    from drivetrain.checkpoint.entry_points import is_checkpoint as is_checkpoint
-    from drivetrain.checkpoint.entry_points import load_run_state as load_run_state
-    from drivetrain.checkpoint.entry_points import remove_checkpoint as remove_checkpoint
-    from drivetrain.checkpoint.entry_points import save_run_state as save_run_state
     from drivetrain.checkpoint.export import consolidate as consolidate
     from drivetrain.checkpoint.export import consolidate_shards as consolidate_shards
+    from drivetrain.checkpoint.export import is_sharded as is_sharded
+    from drivetrain.checkpoint.export import load_over_processes as load_over_processes
+    from drivetrain.checkpoint.export import open_weights as open_weights
+    from drivetrain.checkpoint.export import save_pickled_weights as save_pickled_weights
     from drivetrain.checkpoint.export import save_safetensors as save_safetensors
+    from drivetrain.checkpoint.export import with_tied as with_tied
     from drivetrain.checkpoint.files import CheckpointFiles as CheckpointFiles
     from drivetrain.checkpoint.foreign import read_foreign as read_foreign
     from drivetrain.checkpoint.foreign import read_processes as read_processes
@@ -156,13 +154,15 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.load import Checkpoint as Checkpoint
     from drivetrain.checkpoint.load import LoadReport as LoadReport
     from drivetrain.checkpoint.load import compare_states as compare_states
-    from drivetrain.checkpoint.optimizer_positions import holds_positions as holds_positions
-    from drivetrain.checkpoint.optimizer_positions import named_by_position as named_by_position
+    from drivetrain.checkpoint.manifest import clean_stale as clean_stale
     from drivetrain.checkpoint.queue import PendingSave as PendingSave
     from drivetrain.checkpoint.queue import SaveQueue as SaveQueue
     from drivetrain.checkpoint.queue import save_queue as save_queue
+    from drivetrain.checkpoint.run_state import describe_run_state as describe_run_state
+    from drivetrain.checkpoint.run_state import is_checkpoint as is_checkpoint
+    from drivetrain.checkpoint.run_state import load_run_state as load_run_state
+    from drivetrain.checkpoint.run_state import remove_checkpoint as remove_checkpoint
+    from drivetrain.checkpoint.run_state import save_run_state as save_run_state
     from drivetrain.checkpoint.save import extra_place as extra_place
-    from drivetrain.checkpoint.weight_files import open_weights as open_weights
-    from drivetrain.checkpoint.weight_files import save_pickled_weights as save_pickled_weights
-    from drivetrain.checkpoint.weight_files import with_tied as with_tied
-    from drivetrain.checkpoint.writer_record import clean_stale as clean_stale
+    from drivetrain.checkpoint.torch_files import holds_positions as holds_positions
+    from drivetrain.checkpoint.torch_files import named_by_position as named_by_position

@@ -18,10 +18,8 @@ from typing import Any
 import torch
 
 from drivetrain.checkpoint.deepspeed_shards import DeepSpeedShards, deepspeed_folder, read_deepspeed
-from drivetrain.checkpoint.optimizer_positions import by_name_or_position
-from drivetrain.checkpoint.pickled import plain_classes, read_pickled
-from drivetrain.checkpoint.torch_shards import TorchShards, bare_name
-from drivetrain.checkpoint.weight_files import read_weights
+from drivetrain.checkpoint.export import read_weights
+from drivetrain.checkpoint.torch_files import TorchShards, bare_name, by_name_or_position, plain_classes, read_pickled
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.seeds import RandomState
 
@@ -46,7 +44,7 @@ def read_accelerate_state(
         rank: Whose random state to read.
 
     Returns:
-        The shared state and this process's own, in the schema of `drivetrain.checkpoint.schema`; None for the latter
+        The shared state and this process's own, in the schema of `drivetrain.checkpoint.manifest`; None for the latter
         where this rank has none. Optimizers' states name parameters by their position, `"#0"` and so on.
 
     Raises:

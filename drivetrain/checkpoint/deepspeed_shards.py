@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.pickled import read_pickled
-from drivetrain.checkpoint.torch_shards import bare_name
+from drivetrain.checkpoint.torch_files import bare_name, read_pickled
 from drivetrain.runtime.errors import CheckpointError
 
 LATEST = "latest"

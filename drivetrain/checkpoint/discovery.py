@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 from drivetrain.checkpoint.lightning_file import extras_at
 from drivetrain.checkpoint.load import Checkpoint
-from drivetrain.checkpoint.locations import storage_of
-from drivetrain.checkpoint.manifest import Manifest
+from drivetrain.checkpoint.manifest import Manifest, clean_stale
 from drivetrain.checkpoint.peers import Failure, Peers
-from drivetrain.checkpoint.pickled import check_parts
-from drivetrain.checkpoint.storage import LocalStorage, Storage
-from drivetrain.checkpoint.writer_record import clean_stale
+from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
+from drivetrain.checkpoint.torch_files import check_parts
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState

@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
 from drivetrain.checkpoint.lightning_format import is_lightning_checkpoint, read_lightning_state
 from drivetrain.checkpoint.load import Checkpoint
-from drivetrain.checkpoint.manifest import encoded
-from drivetrain.checkpoint.schema import in_schema
-from drivetrain.checkpoint.storage import LocalStorage
-from drivetrain.checkpoint.stream import read_ranges
-from drivetrain.checkpoint.tensor_file import BLOCK, Entry, aligned, bytes_of, layout, write_file
-from drivetrain.checkpoint.torch_shards import TorchShards, bare_name
+from drivetrain.checkpoint.manifest import encoded, in_schema
+from drivetrain.checkpoint.run_state import is_checkpoint
+from drivetrain.checkpoint.safetensors_file import (
+    BLOCK,
+    Entry,
+    MappedFile,
+    Placed,
+    aligned,
+    bytes_of,
+    header_length,
+    layout,
+    read_header,
+    run_parallel,
+    takes_bytes,
+    write_file,
+)
+from drivetrain.checkpoint.shards import read_ranges
+from drivetrain.checkpoint.storage import MANIFEST, LocalStorage, Reader, Storage, storage_of
+from drivetrain.checkpoint.torch_files import TorchShards, bare_name, read_pickled
 from drivetrain.checkpoint.tree import pack
-from drivetrain.runtime.byte_sizes import parse_bytes
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
+from drivetrain.runtime.host import parse_bytes
 
 _DTYPES = {
     "float32": torch.float32,
@@ -464,3 +486,512 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
             f"dtype={dtype!r} is not a floating-point type.{nearest(dtype, _DTYPES)} Allowed: {', '.join(_DTYPES)}."
         )
     return _DTYPES[dtype]
+
+
+# Weights by name, wherever they lie: described without reading, read one at a time, over their file where possible
+
+
+_READERS = 4
+
+
+class Weights(Mapping[str, Tensor]):
+    """Tensors on the CPU by name. One is read when it is asked for.
+
+    Attributes:
+        where: What they were opened from, for messages.
+        entries: Name, dtype and shape of each, without reading.
+        same: Names under which files hold no tensor, and the names of the tensors that they stand for.
+    """
+
+    where: str
+    entries: Mapping[str, Entry]
+    same: Mapping[str, str] = {}
+
+    @abstractmethod
+    def __getitem__(self, name: str) -> Tensor: ...
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Read weights into tensors, several at once.
+
+        Args:
+            targets: By name; on any device, and of any dtype, to which the weights are cast.
+        """
+        jobs = [partial(self.read_into, name, target) for name, target in targets.items()]
+        run_parallel(jobs, workers=min(_READERS, os.cpu_count() or 1))
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Read one weight into a tensor, as `fill` does."""
+        target.copy_(self[name])
+
+    def mapped(self, name: str) -> tuple[MappedFile, str] | None:
+        """The file that a weight can be used from without a copy, and its name there; None where there is none."""
+        return None
+
+    def tied(self) -> dict[str, str]:
+        """Names, also among the entries, that stand for the tensor of another name, and those names."""
+        return dict(self.same)
+
+
+class HeldWeights(Weights):
+    """Weights that are tensors already.
+
+    Args:
+        tensors: By name.
+        where: What they come from.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        self.where, self._tensors = where, tensors
+        self.entries = {name: Entry(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def tied(self) -> dict[str, str]:
+        """As above, by the memory that the tensors are in."""
+        return _later_names({n: (t.data_ptr(), t.dtype, t.shape, t.stride()) for n, t in self._tensors.items()})
+
+
+class FileWeights(Weights):
+    """Weights in a safetensors file of this machine.
+
+    Args:
+        file: The file.
+    """
+
+    def __init__(self, file: MappedFile) -> None:
+        self.where, self._file = file.path, file
+        self.entries = {name: one.entry for name, one in file.placed.items()}
+        self.same = _aliases(file.metadata, self.entries)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file.tensor(name)
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """As above; straight into the tensor's memory where the file holds it as it is there."""
+        if takes_bytes(target, self.entries[name].dtype):
+            self._file.read_into(name, bytes_of(target))
+        else:
+            target.copy_(self[name])
+
+    def mapped(self, name: str) -> tuple[MappedFile, str] | None:
+        """The file, unless the weight lies there at an address that its dtype does not allow."""
+        return (self._file, name) if self._file.is_aligned(name) else None
+
+
+class JoinedWeights(Weights):
+    """Weights in several places.
+
+    Args:
+        parts: For each name the weights that it is one of.
+        where: What they were opened from.
+    """
+
+    def __init__(self, parts: Mapping[str, Weights], where: str) -> None:
+        self.where, self._parts = where, parts
+        self.entries = {name: part.entries[name] for name, part in parts.items()}
+        each = {id(part): part for part in parts.values()}
+        self.same = {name: target for part in each.values() for name, target in part.same.items() if name not in parts}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parts[name][name]
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """As the part does that has it."""
+        self._parts[name].read_into(name, target)
+
+    def mapped(self, name: str) -> tuple[MappedFile, str] | None:
+        """The file, where the part that has it gives one."""
+        return self._parts[name].mapped(name)
+
+
+class CheckpointWeights(Weights):
+    """The weights in a checkpoint of ours, straight from its shards.
+
+    Args:
+        directory: The checkpoint's directory or URL.
+        model: Which of its models, from 0; it has only one if None.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], model: int | None = None) -> None:
+        # Hashes are of whole files, and would be computed again for each tensor that is read alone.
+        self._checked, self._quick = Checkpoint(directory), Checkpoint(directory, verify="size")
+        self.where = self._checked.directory
+        self._keys = model_keys(self._checked, model)
+        self._described = self._checked.tensors.tensors()
+        self.entries = {
+            name: Entry(name, self._described[key].properties.dtype, tuple(self._described[key].size))
+            for name, key in self._keys.items()
+        }
+        self._opened: dict[str, MappedFile] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        self._quick.read_tensors({self._keys[name]: whole})
+        return whole
+
+    def tied(self) -> dict[str, str]:
+        """As above, by the tensors that the checkpoint's names lead to."""
+        return _later_names(self._keys)
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """As above, with the files' hashes checked."""
+        aliases: dict[str, list[Tensor]] = {}
+        for name, target in targets.items():
+            aliases.setdefault(self._keys[name], []).append(target)
+        self._checked.read_tensors({key: first for key, (first, *_) in aliases.items()})
+        for first, *others in aliases.values():
+            for other in others:
+                other.copy_(first)
+
+    def mapped(self, name: str) -> tuple[MappedFile, str] | None:
+        """The file of a weight that one process has written whole."""
+        key, tensors = self._keys[name], self._checked.tensors
+        chunks = self._described[key].chunks
+        if len(chunks) != 1 or not isinstance(self._checked.storage, LocalStorage):
+            return None
+        path = tensors.path_of(tensors.place_of(key, chunks[0].offsets).file)
+        if path not in self._opened:
+            self._opened[path] = MappedFile(path)
+        file = self._opened[path]
+        # A dtype that the format has no name for is there as bytes.
+        as_is = key in file.placed and file.placed[key].entry.dtype == self.entries[name].dtype
+        return (file, key) if as_is and file.is_aligned(key) else None
+
+
+class RemoteWeights(Weights):
+    """Weights in a safetensors file on a file system of fsspec, each read as a range of it.
+
+    Args:
+        storage: The file system.
+        path: The file.
+    """
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self.where, self._storage = path, storage
+        self._placed, metadata = self._header(path)
+        self.entries = {name: one.entry for name, one in self._placed.items()}
+        self.same = _aliases(metadata, self.entries)
+
+    def _header(self, path: str) -> tuple[dict[str, Placed], dict[str, str]]:
+        sizes = self._storage.sizes(self._storage.parent(path))
+        size = sizes.get(self._storage.name(path))
+        if size is None:
+            raise CheckpointError(f"There is no file {path}.")
+        head = self._range(path, 0, min(8, size))
+        head += self._range(path, 8, header_length(head, size, path))
+        return read_header(head, size, path)
+
+    def _range(self, path: str, start: int, length: int) -> bytes:
+        data = bytearray(length)
+        self._fill(path, start, memoryview(data))
+        return bytes(data)
+
+    def _fill(self, path: str, start: int, target: memoryview) -> None:
+        file: Reader | None = None
+        try:
+            file = self._storage.open(path)
+            file.seek(start)
+            while len(target):
+                count = file.readinto(target)
+                if not count:
+                    raise CheckpointError(f"{path} ends too early. It was changed while it was read.")
+                target = target[count:]
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}.") from error
+        finally:
+            if file is not None:
+                file.close()
+
+    def __getitem__(self, name: str) -> Tensor:
+        place = self._placed[name]
+        whole = torch.empty(place.entry.shape, dtype=place.entry.dtype)
+        self._fill(self.where, place.start, bytes_of(whole))
+        return whole
+
+
+def _later_names(tensors: Mapping[str, Hashable]) -> dict[str, str]:
+    """Names whose tensor has been under another one before, and that one."""
+    first: dict[Hashable, str] = {}
+    found = {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
+    return {name: other for name, other in found.items() if name != other}
+
+
+def _aliases(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Names of tied weights, which a file's metadata leads to the one that it holds."""
+    return {name: target for name, target in metadata.items() if target in entries and name not in entries}
+
+
+# Weights as other tools write them: safetensors or torch's own files, one or several with an index
+
+
+SAFE, TORCH = "model.safetensors", "pytorch_model.bin"
+_INDEX_NAME = ".index.json"
+
+
+def open_weights(source: str | os.PathLike[str] | Mapping[str, torch.Tensor], model: int | None = None) -> Weights:
+    """Open weights without reading them. Nothing in a file is executed.
+
+    Args:
+        source: A `.safetensors` file, one that `torch.save` wrote, an index of several, a directory with one of these,
+            a checkpoint of drivetrain's, a URL of one of them on a file system of fsspec, or tensors by name.
+        model: Which of a checkpoint's models, from 0; it has only one if None.
+
+    Raises:
+        CheckpointError: There are none, a file is truncated or holds something else, or an index names what is not
+            there.
+    """
+    if isinstance(source, Mapping):
+        return source if isinstance(source, Weights) else HeldWeights(source, "the weights given")
+    storage, path = storage_of(source)
+    if not isinstance(storage, LocalStorage):
+        return _open_remote(storage, path, model)
+    try:
+        return _open_local(path, model)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from error
+
+
+def _open_local(path: str, model: int | None) -> Weights:
+    if os.path.isdir(path):
+        if is_checkpoint(path):
+            return CheckpointWeights(path, model)
+        found = _choose([entry.name for entry in Path(path).iterdir() if entry.is_file()], path)
+        if found == MANIFEST:
+            return CheckpointWeights(path, model)
+        path = os.path.join(path, found)
+    if not os.path.isfile(path):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(path)  # raises what else keeps it from being seen
+        raise CheckpointError(f"There is no file {path}.")
+    if not path.endswith(".json"):
+        return _open_file(path)
+    parts = files_of_index(Path(path).read_bytes(), path)
+    return _joined(parts, {file: _open_file(os.path.join(os.path.dirname(path), file)) for file in _each(parts)}, path)
+
+
+def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Read all weights in a file or a directory, onto the CPU. Nothing in a file is executed.
+
+    Args:
+        path: What `open_weights` takes.
+
+    Raises:
+        CheckpointError: There are none, or a file holds something else.
+    """
+    weights = open_weights(path)
+    read = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in weights.entries.items()}
+    weights.fill(read)
+    return read
+
+
+def files_of_index(content: bytes, path: str) -> dict[str, str]:
+    """Return the file beside an index of weights that holds each weight, by the weight's name.
+
+    Args:
+        content: The index, as JSON.
+        path: Its path, for messages.
+
+    Raises:
+        CheckpointError: It is no index, or names something that is no file beside it.
+    """
+    try:
+        found = json.loads(content)
+        parts = found.get("weight_map", found)  # or the map alone
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no index of weights: it has no weight_map.") from error
+    if not isinstance(parts, dict) or not all(isinstance(file, str) for file in parts.values()):
+        raise CheckpointError(f"{path} is no index of weights: its weight_map does not lead from names to files.")
+    for file in parts.values():
+        if os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
+            raise CheckpointError(f"{path} names {file!r}, which is not a file beside it.")
+    return parts
+
+
+def _choose(names: list[str], directory: str) -> str:
+    """The file that holds the weights in a directory or leads to them; a checkpoint's manifest, where there is none."""
+    for name in (SAFE, SAFE + _INDEX_NAME, TORCH, TORCH + _INDEX_NAME):
+        if name in names:
+            return name
+    alone = [name for name in names if name.endswith((".safetensors", _INDEX_NAME))]
+    if len(alone) == 1:
+        return alone[0]
+    indices = [name for name in alone if name.endswith(_INDEX_NAME)]
+    if len(indices) == 1:
+        return indices[0]
+    if MANIFEST in names:  # which cannot be read, or is damaged
+        return MANIFEST
+    raise CheckpointError(
+        f"There are no weights in {directory}: expected {SAFE} or {TORCH}, or parts of one with its {_INDEX_NAME[1:]}."
+    )
+
+
+def _open_file(path: str) -> Weights:
+    if path.endswith(".safetensors"):
+        return FileWeights(MappedFile(path))
+    return _held(read_pickled(path, mapped=True), path)
+
+
+def _held(weights: object, path: str) -> HeldWeights:
+    if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise CheckpointError(f"{path} holds no weights: expected a dict of tensors.")
+    return HeldWeights(weights, path)
+
+
+def _open_remote(storage: Storage, path: str, model: int | None) -> Weights:
+    if storage.is_directory(path):
+        if is_checkpoint(path):
+            return CheckpointWeights(path, model)
+        found = _choose([name for name in storage.sizes(path) if "/" not in name], path)
+        if found == MANIFEST:
+            return CheckpointWeights(path, model)
+        path = storage.join(path, found)
+    if not path.endswith(".json"):
+        return _open_remote_file(storage, path)
+    parts = files_of_index(storage.read(path), path)
+    parent = storage.parent(path)
+    return _joined(parts, {file: _open_remote_file(storage, storage.join(parent, file)) for file in _each(parts)}, path)
+
+
+def _each(parts: Mapping[str, str]) -> list[str]:
+    return sorted(set(parts.values()))
+
+
+def _joined(parts: Mapping[str, str], opened: Mapping[str, Weights], path: str) -> Weights:
+    """The weights of several files, all of them, and each that the index names from the file that it names."""
+    for name, file in parts.items():
+        if name not in opened[file]:
+            raise CheckpointError(f"{path} says that {name} is in {file}, which does not hold it.")
+    found = {name: each for each in opened.values() for name in each}
+    return JoinedWeights(found | {name: opened[file] for name, file in parts.items()}, path)
+
+
+def _open_remote_file(storage: Storage, path: str) -> Weights:
+    if path.endswith(".safetensors"):
+        return RemoteWeights(storage, path)
+    return _held(read_pickled(path, data=io.BytesIO(storage.read(path))), path)
+
+
+def save_pickled_weights(
+    weights: Mapping[str, torch.Tensor], directory: str | os.PathLike[str], max_shard_size: int | str
+) -> list[str]:
+    """Write weights as `torch.load` reads them: one `pytorch_model.bin`, or several and their index.
+
+    Args:
+        weights: Tensors by name.
+        directory: Where to.
+        max_shard_size: Bytes in a file at most, such as `"5GB"`; a larger tensor has a file of its own.
+
+    Returns:
+        The paths of the files.
+    """
+    limit, total = shard_limit(max_shard_size), 0
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in weights.items():
+        more = tensor.numel() * tensor.element_size()
+        if shards[-1] and size + more > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.clone()  # a view would take its whole storage along
+        size, total = size + more, total + more
+    os.makedirs(directory, exist_ok=True)
+    stem, suffix = os.path.splitext(TORCH)
+    names = [f"{stem}-{n + 1:05d}-of-{len(shards):05d}{suffix}" for n in range(len(shards))] if shards[1:] else [TORCH]
+    paths = [os.path.join(directory, name) for name in names]
+    for path, shard in zip(paths, shards, strict=True):
+        torch.save(shard, path)
+    if shards[1:]:
+        places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        Path(directory, TORCH + _INDEX_NAME).write_text(json.dumps(index, indent=2))
+    return paths
+
+
+def with_tied(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights with those added that the model ties to one of them, which files hold once.
+
+    Args:
+        model: The bare model.
+        weights: Tensors by name.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    filled = dict(weights)
+    for tied in names.values():
+        held = next((name for name in tied if name in weights), None)
+        if held is not None:
+            filled.update({name: weights[held] for name in tied if name not in weights})
+    return filled
+
+
+# Weights into a model whose tensors are sharded over processes, or that one process sends to the others
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is one over several processes."""
+    return isinstance(tensor, DTensor)
+
+
+def load_over_processes(
+    model: nn.Module,
+    source: str | os.PathLike[str] | Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+    strict: bool,
+    full: bool,
+    broadcast: bool,
+    keep_in_fp32: Collection[str] = (),
+) -> None:
+    """Load weights into a model on all processes; to be called on each of them.
+
+    Args:
+        model: The model, whose parameters have memory and may be sharded.
+        source: What `open_weights` takes.
+        dtype: Convert floating-point weights to it; they get the dtype of the model's if None.
+        strict: Whether names that are missing or left over are an error.
+        full: Whether the weights are whole tensors, which are sharded as the model's are.
+        broadcast: Whether only process 0 reads, and sends each weight to the others.
+        keep_in_fp32: Weights with one of these in their names become float32 where `dtype` is smaller.
+
+    Raises:
+        CheckpointError: The weights are not those of the model.
+        ConfigurationError: Weights are to be sent, and there is no process group.
+    """
+    if broadcast and not dist.is_initialized():
+        raise ConfigurationError(
+            "broadcast_from_rank0=True needs a process group. Build an Accelerator first, or leave it out.",
+            code="DT-017",
+        )
+
+    def dtype_of(name: str, old: torch.dtype | None) -> torch.dtype | None:
+        if dtype is None:
+            return old
+        return torch.float32 if dtype.itemsize < 4 and any(part in name for part in keep_in_fp32) else dtype
+
+    weights: dict[str, Any] = {}
+    if not broadcast or dist.get_rank() == 0:
+        wanted = model.state_dict()
+        for name, weight in with_tied(model, open_weights(source)).items():
+            to = dtype_of(name, wanted[name].dtype if name in wanted else None)
+            weights[name] = weight.to(to) if weight.is_floating_point() else weight
+    if dtype is not None:
+        held = chain(model.named_parameters(), model.named_buffers())
+        targets = {id(tensor): dtype_of(name, None) for name, tensor in held if tensor.is_floating_point()}
+        model._apply(lambda tensor: tensor.to(targets[id(tensor)]) if id(tensor) in targets else tensor)  # type: ignore[no-untyped-call]
+    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=broadcast, strict=strict)
+    try:
+        set_model_state_dict(model, weights, options=options)
+    except RuntimeError as error:
+        where = "The weights given" if isinstance(source, Mapping) else os.fspath(source)
+        raise CheckpointError(f"{where} does not fit {type(model).__name__}: {error}") from error

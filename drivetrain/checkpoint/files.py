@@ -6,10 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.checkpoint.entry_points import is_checkpoint, remove_checkpoint
 from drivetrain.checkpoint.lightning_file import check_lightning_file, write_lightning_content
-from drivetrain.checkpoint.locations import storage_of
-from drivetrain.checkpoint.storage import LocalStorage
+from drivetrain.checkpoint.run_state import is_checkpoint, remove_checkpoint
+from drivetrain.checkpoint.storage import LocalStorage, storage_of
 
 
 class CheckpointFiles:

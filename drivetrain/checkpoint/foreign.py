@@ -7,13 +7,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, BinaryIO
 
 from drivetrain.checkpoint.accelerate_format import is_accelerate_state, read_accelerate_state
-from drivetrain.checkpoint.entry_points import load_run_state
 from drivetrain.checkpoint.lightning_file import extras_at
 from drivetrain.checkpoint.lightning_format import is_lightning_checkpoint, read_lightning_state
 from drivetrain.checkpoint.load import Checkpoint
-from drivetrain.checkpoint.locations import storage_of
-from drivetrain.checkpoint.schema import in_schema
-from drivetrain.checkpoint.storage import LocalStorage
+from drivetrain.checkpoint.manifest import in_schema
+from drivetrain.checkpoint.run_state import load_run_state
+from drivetrain.checkpoint.storage import LocalStorage, storage_of
 
 
 def read_foreign(
@@ -34,7 +33,7 @@ def read_foreign(
             refused.
 
     Returns:
-        The shared state and a process's own, in the schema of `drivetrain.checkpoint.schema`; None where the
+        The shared state and a process's own, in the schema of `drivetrain.checkpoint.manifest`; None where the
         checkpoint is neither, as the directories of this package. The second is None too where this package
         wrote the file from another number of processes.
 
@@ -80,7 +79,7 @@ def read_shared(
         given: The hyper-parameters that are not needed; see `read_foreign`.
 
     Returns:
-        The state in the schema of `drivetrain.checkpoint.schema`.
+        The state in the schema of `drivetrain.checkpoint.manifest`.
 
     Raises:
         CheckpointError: There is no complete checkpoint, or it cannot be read.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from drivetrain.checkpoint.entry_points import save_run_state
 from drivetrain.checkpoint.foreign import read_foreign
+from drivetrain.checkpoint.run_state import save_run_state
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.state import PartialState
 

@@ -14,11 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from drivetrain.checkpoint.errors import DamagedCheckpointError
 from drivetrain.checkpoint.lightning_keys import key_here, key_there
-from drivetrain.checkpoint.schema import LOSS_IS_FINITE
+from drivetrain.checkpoint.manifest import LOSS_IS_FINITE
 from drivetrain.checkpoint.tree import pack, unpack
-from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError
 
 KEY = "drivetrain"
 """The entry of the file."""
@@ -52,7 +51,7 @@ def extras_of(
     """The entry under `KEY`.
 
     Args:
-        shared: The shared state of a run, in the schema of `drivetrain.checkpoint.schema`.
+        shared: The shared state of a run, in the schema of `drivetrain.checkpoint.manifest`.
         content: What the file holds in Lightning's own entries.
         processes: What each process keeps of its own, packed.
         datamodule: The entry that the data module's state is in, if it is in one.

@@ -13,12 +13,10 @@ import torch
 
 from drivetrain.checkpoint.lightning_extras import KEY, Extras
 from drivetrain.checkpoint.lightning_format import lightning_state
-from drivetrain.checkpoint.locations import storage_of
-from drivetrain.checkpoint.manifest import has_manifest
-from drivetrain.checkpoint.pickled import plain_classes, refused_classes
-from drivetrain.checkpoint.storage import LocalStorage
+from drivetrain.checkpoint.manifest import clean_stale_files, has_manifest, writer_token
+from drivetrain.checkpoint.storage import LocalStorage, storage_of
+from drivetrain.checkpoint.torch_files import plain_classes, refused_classes
 from drivetrain.checkpoint.tree import pack
-from drivetrain.checkpoint.writer_record import clean_stale_files, writer_token
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.logging import get_logger
 
@@ -47,7 +45,7 @@ def lightning_content(
 
     Args:
         path: The file, for messages.
-        shared: The shared state, whole, in the schema of `drivetrain.checkpoint.schema`.
+        shared: The shared state, whole, in the schema of `drivetrain.checkpoint.manifest`.
         processes: What each process keeps of its own, by rank, packed.
         datamodule: The name of the data module's class, under which Lightning looks for its state.
         callbacks: States of callbacks that differ in Lightning, by their keys.

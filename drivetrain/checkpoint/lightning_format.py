@@ -16,10 +16,18 @@ from torch import Tensor
 from drivetrain.checkpoint.lightning_extras import KEY, Extras, extras_of
 from drivetrain.checkpoint.lightning_keys import key_here, key_there
 from drivetrain.checkpoint.lightning_loops import loops_of, progress_of
-from drivetrain.checkpoint.optimizer_positions import by_name_or_position, with_positions
-from drivetrain.checkpoint.pickled import check_parts, plain_classes, read_objects, read_pickled, refused_classes
-from drivetrain.checkpoint.schema import LOSS_IS_FINITE
-from drivetrain.checkpoint.torch_shards import TorchShards, bare_name
+from drivetrain.checkpoint.manifest import LOSS_IS_FINITE
+from drivetrain.checkpoint.torch_files import (
+    TorchShards,
+    bare_name,
+    by_name_or_position,
+    check_parts,
+    plain_classes,
+    read_objects,
+    read_pickled,
+    refused_classes,
+    with_positions,
+)
 from drivetrain.runtime.errors import CheckpointError
 
 WRITTEN_AS = "2.6.0"
@@ -60,7 +68,7 @@ def read_lightning_state(
             refused.
 
     Returns:
-        The shared state in the schema of `drivetrain.checkpoint.schema`, and a process's own state. That is empty
+        The shared state in the schema of `drivetrain.checkpoint.manifest`, and a process's own state. That is empty
         where Lightning wrote the file, which has no random state, and None where another number of processes of
         this package did. Optimizers' states name parameters by their position. What is not Lightning's own in the
         file is among the `hooks`, as `on_load_checkpoint` looks for it.
@@ -135,7 +143,7 @@ def lightning_state(
     """What a file in Lightning's format holds, from the state of a Trainer's run.
 
     Args:
-        shared: The shared state, in the schema of `drivetrain.checkpoint.schema`.
+        shared: The shared state, in the schema of `drivetrain.checkpoint.manifest`.
         processes: What each process keeps of its own, packed.
         datamodule: The name of the data module's class, if there is one.
         callbacks: States of callbacks that differ in Lightning, by their keys.

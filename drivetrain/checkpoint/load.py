@@ -12,18 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from drivetrain.checkpoint.errors import DamagedCheckpointError
-from drivetrain.checkpoint.index import INDEX
-from drivetrain.checkpoint.locations import storage_of
-from drivetrain.checkpoint.manifest import Manifest, decoded, read_manifest, verified_bytes
+from drivetrain.checkpoint.manifest import Manifest, decoded, read_manifest, replaced_beside, verified_bytes
+from drivetrain.checkpoint.safetensors_file import run_parallel
 from drivetrain.checkpoint.save import SHARED_FILE, process_file
-from drivetrain.checkpoint.shards import SafetensorsReader
-from drivetrain.checkpoint.storage import LocalStorage, Storage
-from drivetrain.checkpoint.stream import verify_file
-from drivetrain.checkpoint.tensor_file import run_parallel
+from drivetrain.checkpoint.shards import INDEX, SafetensorsReader, verify_file
+from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
 from drivetrain.checkpoint.tree import is_tagged, key_at, pack, tensor_keys, unpack
-from drivetrain.checkpoint.writer_record import replaced_beside
-from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError
 
 Verify = Literal["hash", "size"]
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Callable
+import socket
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from drivetrain.checkpoint.errors import DamagedCheckpointError
-from drivetrain.checkpoint.storage import DATA_FOLDER, MANIFEST, NO_FILE, Storage
-from drivetrain.checkpoint.tensor_file import FileDigest
-from drivetrain.runtime.errors import CheckpointError
+from drivetrain.checkpoint.safetensors_file import FileDigest
+from drivetrain.checkpoint.storage import DATA_FOLDER, MANIFEST, NO_FILE, LocalStorage, Storage
+from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError
+from drivetrain.runtime.host import boot_id, is_alive, started_at, started_since_boot
+from drivetrain.runtime.logging import get_logger
 
 FORMAT = "drivetrain.checkpoint"
 VERSION = 1
@@ -261,3 +266,266 @@ def _spelled(content: dict[str, Any]) -> bytes:
 
 def _checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(_spelled(content)).hexdigest()
+
+
+# Who writes a checkpoint, so that what dead runs left behind is distinguished from what a live one is writing
+
+
+logger = get_logger(__name__)
+
+OTHER_HOST_PATIENCE = 24 * 3600.0
+"""Seconds after which a write on another machine, whose processes cannot be seen from here, counts as dead."""
+
+UNRECORDED_PATIENCE = 600.0
+"""Seconds after which a write that does not say whose it is counts as dead: saying so is the first thing it does."""
+
+_TOKEN_LENGTH = 36
+
+_LEFT_FILE = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]{12,})\.(?P<what>writing|replaced|link)$")
+
+_LEFT = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]+)\.(?P<what>writing|replaced|removed)$")
+
+
+def this_writer() -> dict[str, Any]:
+    """Describe this process as no other will ever be: by its machine, its number and its start, not by the clock."""
+    since_boot = started_since_boot()
+    return {"host": _host(), "pid": os.getpid(), "started": started_at() if since_boot is None else since_boot}
+
+
+def writer_token() -> str:
+    """Return a new token for the name of a file that is being written, which names its writer."""
+    started = round((started_since_boot() or 0.0) * 100)
+    return f"{_host_hash()}{os.getpid():08x}{started:012x}{uuid.uuid4().hex[:8]}"
+
+
+def clean_stale_files(root: str, patience: float = 3600.0) -> list[str]:
+    """Remove what dead runs left of files half written, and give those back that were about to be replaced.
+
+    Args:
+        root: The directory that the files are in.
+        patience: Seconds without a write after which a file counts as left whose name has no writer.
+
+    Returns:
+        What was removed or given back, by path.
+    """
+    try:
+        with os.scandir(root) as entries:
+            plain = sorted(each.name for each in entries if not each.is_dir(follow_symlinks=False))
+    except OSError:
+        return []
+    found = []
+    for match in filter(None, map(_LEFT_FILE.match, plain)):
+        path, final = os.path.join(root, match.string), os.path.join(root, match["name"])
+        lives = _is_token_alive(match["token"])
+        if lives or (lives is None and _is_recent(LocalStorage(), path, patience)):
+            continue
+        try:
+            if match["what"] == "replaced" and not os.path.lexists(final):
+                os.rename(path, final)
+                logger.warning(f"{final}: a run ended while it replaced this file. The one before it is back.")
+            else:
+                os.unlink(path)
+        except OSError:
+            continue  # another process was faster, or nothing may be written here
+        found.append(path)
+    return found
+
+
+def _is_token_alive(token: str) -> bool | None:
+    """Whether the process that has made a token runs; None if it is another machine's, or not known."""
+    if len(token) != _TOKEN_LENGTH or token[:8] != _host_hash():
+        return None
+    started = int(token[16:28], 16) / 100
+    return is_alive(int(token[8:16], 16), started) if started else None
+
+
+def _host_hash() -> str:
+    return hashlib.sha256(_host().encode()).hexdigest()[:8]
+
+
+def clean_stale(root: str) -> list[str]:
+    """Remove what dead runs left of checkpoints half written, and give those back that were about to be replaced.
+
+    Args:
+        root: The directory that the checkpoints are in, on a local or shared file system.
+
+    Returns:
+        What was removed or given back, by path.
+    """
+    storage = LocalStorage()
+    found = []
+    for path, match in _left_in(storage, root):
+        final = os.path.join(root, match["name"])
+        writing = os.path.join(root, f".{match['name']}.{match['token']}.writing")
+        if match["what"] == "replaced":
+            # A live run is in the middle of replacing only while the new one is there, under one name or the other.
+            # The order matters: a rename makes it leave the first and appear under the second at once.
+            new = next((one for one in (writing, final) if os.path.isdir(one)), None)
+            if new is not None and _is_alive(storage, new):
+                continue
+        elif match["what"] == "writing" and _is_alive(storage, path):
+            continue
+        if match["what"] == "replaced" and not os.path.lexists(final):
+            try:
+                os.rename(path, final)
+            except OSError:
+                continue  # another process was faster, or nothing may be written here
+            logger.warning(f"{final}: a run ended while it replaced this checkpoint. The one before it is back.")
+        else:
+            storage.discard(path)
+        found.append(path)
+    return found + clean_stale_files(root)
+
+
+def replaced_beside(directory: str) -> str | None:
+    """The checkpoint that had this name before a run died in replacing it, where there is none of the name now."""
+    parent, name = os.path.split(directory)
+    if os.path.lexists(directory):
+        return None
+    for path, match in _left_in(LocalStorage(), parent):
+        if match["name"] == name and match["what"] == "replaced" and os.path.isfile(os.path.join(path, MANIFEST)):
+            return path
+    return None
+
+
+def _left_in(storage: LocalStorage, root: str) -> list[tuple[str, re.Match[str]]]:
+    """What writes may have left in a directory, and its names taken apart; the checkpoint written last comes first."""
+    matches = [match for match in map(_LEFT.match, storage.children(root)) if match is not None]
+    left = [(os.path.join(root, match.string), match) for match in matches]
+    return sorted(left, key=lambda one: -storage.modified(os.path.join(one[0], MANIFEST)))
+
+
+def _is_alive(storage: LocalStorage, place: str) -> bool:
+    """Whether the process that wrote to a place still runs, as far as can be known."""
+    path = os.path.join(place, WRITER_FILE)
+    try:
+        writer = decoded(storage.read(path), path)
+        host, pid, started = writer["host"], int(writer["pid"]), float(writer["started"])
+    except (OSError, CheckpointError, KeyError, TypeError, ValueError):
+        return _is_recent(storage, place, UNRECORDED_PATIENCE)
+    if host != _host():
+        return _is_recent(storage, path, OTHER_HOST_PATIENCE)
+    return is_alive(pid, started)
+
+
+def _is_recent(storage: LocalStorage, path: str, patience: float) -> bool:
+    return time.time() - storage.modified(path) < patience
+
+
+def _host() -> str:
+    """This machine since it was started, and this container: elsewhere process numbers mean other processes."""
+    parts = [socket.gethostname(), boot_id()]
+    try:
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    except OSError:
+        pass  # not Linux
+    return " ".join(filter(None, parts))
+
+
+# How the state of a run is laid out in a checkpoint, and how earlier versions laid it out
+
+
+LOSS_IS_FINITE = "loss_is_finite"
+"""The entry of the shared state, or of its driver's, that is False where a loss before the save was not finite."""
+
+# an earlier Trainer's name for a part of the engine -> its name now
+_OF_A_TRAINER = {
+    "optimizer_states": "optimizers",
+    "lr_schedulers": "schedulers",
+    "precision": "precision",
+    "registered": "registered",
+}
+_OF_AN_ACCELERATOR = ("models", "optimizers", "schedulers", "loaders", "registered", "precision")
+
+
+class Places(NamedTuple):
+    """Where the large lists of a checkpoint are, as `only` and `into` of a reading name them.
+
+    Attributes:
+        models: The path of the models' states.
+        optimizers: The path of the optimizers' states.
+        one_model: Whether the first path leads to the state of an only model, rather than to a list.
+    """
+
+    models: str = "engine/models"
+    optimizers: str = "engine/optimizers"
+    one_model: bool = False
+
+    def into(self, kind: str, states: list[Any]) -> dict[str, Any]:
+        """The targets of a reading, laid out as the checkpoint is.
+
+        Args:
+            kind: `"models"` or `"optimizers"`.
+            states: For each, its state with the tensors that are to be filled.
+        """
+        head, _, rest = getattr(self, kind).partition("/")
+        value: Any = states
+        if kind == "models" and self.one_model:
+            if len(states) != 1:
+                raise CheckpointError(f"The checkpoint holds 1 models, but here are {len(states)}.")
+            value = states[0]
+        return {head: {rest: value} if rest else value}
+
+
+def find_places(names: Collection[str]) -> Places:
+    """Where a checkpoint has its models and optimizers.
+
+    Args:
+        names: The top-level entries of its shared state.
+    """
+    if "engine" in names:
+        return Places()
+    if "state_dict" in names:
+        return Places("state_dict", "optimizer_states", one_model=True)
+    return Places("models", "optimizers")
+
+
+EVERY_PLACE_OF_MODELS = ("engine/models", "state_dict", "models")
+"""For a reading of the models alone, whatever version wrote them."""
+
+
+def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
+    """The shared state of a run as this version lays it out, from that of any version. Its values stay what they are.
+
+    Args:
+        shared: All entries of a checkpoint, or some; packed or not.
+
+    Raises:
+        CheckpointError: An entry is of another kind than the schema's.
+    """
+    if "engine" in shared:
+        found = {"driver": {}, "kept": [], **shared}
+        for name, kind in (("engine", Mapping), ("driver", Mapping), ("kept", list)):
+            if not isinstance(found[name], kind):
+                raise CheckpointError(
+                    f"The checkpoint is not the state of a run: its entry {name!r} is a {type(found[name]).__name__}."
+                )
+        return found
+    driver = dict(shared)
+    engine: dict[str, Any] = {}
+    if "state_dict" in shared:
+        engine["models"] = [driver.pop("state_dict")]
+        for before, now in _OF_A_TRAINER.items():
+            if before in driver:
+                engine[now] = driver.pop(before)
+        if "loader" in driver:
+            position = driver.pop("loader")
+            combined = isinstance(position, Mapping) and "loaders" in position
+            engine["loaders"] = position["loaders"] if combined else [] if position is None else [position]
+            if combined:
+                driver["combined_loader"] = {"index": position["index"], "ended": position["ended"]}
+    else:
+        for name in _OF_AN_ACCELERATOR:
+            if name in driver:
+                engine[name] = driver.pop(name)
+    return {"engine": engine, "driver": driver, "kept": []}
+
+
+def process_in_schema(own: Mapping[str, Any]) -> dict[str, Any]:
+    """One process's own state as this version lays it out, from that of any version."""
+    if "engine" in own:
+        return dict(own)
+    return {
+        "engine": {"random": own.get("random")},
+        "driver": {name: value for name, value in own.items() if name != "random"},
+    }

@@ -8,8 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from drivetrain.checkpoint.errors import DamagedCheckpointError
-from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError
 from drivetrain.runtime.state import PartialState
 
 Result = TypeVar("Result")

@@ -14,10 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from drivetrain.checkpoint.copying import Copying
-from drivetrain.checkpoint.global_plan import GlobalPlan
-from drivetrain.checkpoint.save import Save
-from drivetrain.checkpoint.staging import StagingBuffer, addresses_of
+from drivetrain.checkpoint.save import Copying, GlobalPlan, Save, StagingBuffer, addresses_of
 from drivetrain.checkpoint.storage import Storage
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState

@@ -2,33 +2,424 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
 import os
+import threading
 import time
 import uuid
-from collections.abc import Collection, Hashable, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
-from drivetrain.checkpoint.copying import Copying
-from drivetrain.checkpoint.earlier import Earlier
-from drivetrain.checkpoint.file_plan import LARGEST_LINKED, files_of
-from drivetrain.checkpoint.global_plan import GlobalPlan, check_values, outline_of, plan_globally
-from drivetrain.checkpoint.index import FOLDER
-from drivetrain.checkpoint.locations import storage_of
-from drivetrain.checkpoint.manifest import WRITER_FILE, Manifest, check_replaceable, encoded
+from drivetrain.checkpoint.manifest import (
+    LOSS_IS_FINITE,
+    WRITER_FILE,
+    Manifest,
+    check_replaceable,
+    clean_stale,
+    encoded,
+    this_writer,
+)
 from drivetrain.checkpoint.peers import Failure, Peers
-from drivetrain.checkpoint.schema import LOSS_IS_FINITE
-from drivetrain.checkpoint.shards import SafetensorsWriter, SnapshotPlanner
-from drivetrain.checkpoint.staging import StagingBuffer, addresses_of, has_address
-from drivetrain.checkpoint.storage import NO_FILE, LocalStorage, Storage
-from drivetrain.checkpoint.tensor_file import FileDigest, write_file
+from drivetrain.checkpoint.safetensors_file import (
+    ALIGNMENT,
+    HUGE_PAGE,
+    FileDigest,
+    huge_memory,
+    run_parallel,
+    write_file,
+)
+from drivetrain.checkpoint.shards import FOLDER, LARGEST_LINKED, Earlier, SafetensorsWriter, SnapshotPlanner, files_of
+from drivetrain.checkpoint.storage import NO_FILE, LocalStorage, Storage, storage_of
 from drivetrain.checkpoint.tree import pack
-from drivetrain.checkpoint.writer_record import clean_stale, this_writer
+from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.state import PartialState
+
+# Memory copied to memory in several threads, at once or beside something else
+
+
+Pair = tuple[str, Tensor, Tensor]
+"""A name, where to, and what is copied, each in one piece of memory on the CPU."""
+
+
+class Copying:
+    """Copies that are made by whichever threads come to `finish`, each taking the next piece.
+
+    The C library goes past the caches, which the copy would only evict, and releases the GIL; a `copy_` for each
+    tensor took three times as long (torch 2.13), since its threads also wait for each other after every tensor.
+
+    Args:
+        pairs: What to copy.
+        piece: Bytes that a thread takes at a time.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], piece: int) -> None:
+        self._sources = [(name, source, _version(source)) for name, _, source in pairs]
+        self._pieces: list[tuple[int, int, int]] = []
+        for _, target, source in reversed(pairs):
+            size, to, at = source.numel() * source.itemsize, target.data_ptr(), source.data_ptr()
+            for start in range(0, size, piece):
+                self._pieces.append((to + start, at + start, min(piece, size - start)))
+        self._left = len(self._pieces)
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._changed: list[str] = []
+        if not self._pieces:
+            self._end()
+
+    def finish(self, threads: int = 0) -> list[str]:
+        """Copy what is left, and return when all is copied. Several threads may call it.
+
+        Args:
+            threads: How many to start for it. Without, the calling one copies, which must not be the main one where
+                others wait too: it could be interrupted with a piece in hand.
+
+        Returns:
+            Names of what was changed in place meanwhile, so that its copy is of no use.
+        """
+        if not self._done.is_set():
+            if threads:
+                run_parallel([self._work] * max(2, threads), max(2, threads))
+            else:
+                self._work()
+            self._done.wait()
+        return self._changed
+
+    def _work(self) -> None:
+        while True:
+            try:
+                piece = self._pieces.pop()
+            except IndexError:
+                return
+            ctypes.memmove(*piece)
+            with self._lock:
+                self._left -= 1
+                is_last = self._left == 0
+            if is_last:
+                self._end()
+
+    def _end(self) -> None:
+        try:  # before those that wait continue, and may change them
+            self._changed = [name for name, source, version in self._sources if _version(source) != version]
+        finally:
+            self._sources.clear()
+            self._done.set()
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; always 0 where torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+# Copies of tensors that training continues to change
+
+
+# Page-locked memory is in small pages, and a device takes only so many pieces at once: `aligned_block`. What begins
+# where no page does is gathered into such blocks when it is written.
+_OFF_PAGE = 64
+_SMALLEST_LATE = 64  # bytes; step counts are less
+_TOUCHED_AT_ONCE = 64 << 20
+# Into huge pages 23 GB/s, against 21 in pieces of 8 MB and 20 into small pages (glibc 2.36, EPYC, two cores): pieces
+# below the size of the second cache are moved by one instruction, which need not read the target first.
+_COPIED_AT_ONCE = 512 << 10
+# Beside training each piece costs a turn at the interpreter.
+_COPIED_LATE_AT_ONCE = 4 << 20
+
+
+@dataclass
+class Staged:
+    """Where copies of a state will be.
+
+    Attributes:
+        copies: The copies, on the CPU and contiguous.
+        late: Has to finish before all of them hold their values.
+    """
+
+    copies: dict[MetadataIndex, Tensor]
+    late: Copying
+
+
+class StagingBuffer:
+    """One piece of host memory for copies of a state, kept from one save to the next.
+
+    It is page-locked where tensors are on a device that copies faster to such memory. Else it is in huge pages, which
+    come faster, and no child gets it: the first copy after a fork would copy each page of it as well.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+        self._used = 0
+        self._preparation: _Preparation | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory is held, without what was never touched."""
+        return self._used
+
+    def prepare(self, likely: int, limit: int, kind: DeviceKind) -> None:
+        """Get memory in the background, before the first copy: the system takes its time to hand it out.
+
+        Nothing happens where it would be page-locked, which needs the device that this process works on.
+
+        Args:
+            likely: Bytes that will be copied, about; so many are made ready.
+            limit: How many it can be at most.
+            kind: The kind of device that the tensors will be on.
+        """
+        if likely > 0 and self._memory is None and self._preparation is None and not _is_pinned(kind):
+            with contextlib.suppress(OSError):  # the copy fails if there is too little
+                self._preparation = _Preparation(likely, limit)
+
+    def release(self) -> None:
+        """Give the memory back; copies stay valid as long as they are referred to."""
+        if self._preparation is not None:
+            self._preparation.take()
+        self._memory = self._preparation = None
+        self._used = 0
+
+    def copy(
+        self, files: Sequence[Mapping[MetadataIndex, Tensor]], kind: DeviceKind, may_wait: Collection[int] = ()
+    ) -> Staged:
+        """Copy tensors into the buffer, as files have them: one behind the other, and a file where a page begins.
+
+        They are then written from where they lie, but for memory that is page-locked.
+
+        Args:
+            files: What to copy, for each file in its order.
+            kind: The kind of device that they are on, or the CPU.
+            may_wait: `address_of` of tensors that do not change before `late` of the result has finished.
+
+        Returns:
+            The copies, valid until the next call.
+        """
+        pinned = _is_pinned(kind)
+        placed: list[tuple[MetadataIndex, Tensor, int]] = []
+        total = 0
+        for file in files:
+            total = -(-total // ALIGNMENT) * ALIGNMENT + (_OFF_PAGE if pinned else 0)
+            for index, tensor in file.items():
+                placed.append((index, tensor, total))
+                total += tensor.numel() * tensor.itemsize
+        memory = self._reserve(total, pinned)
+        copies: dict[MetadataIndex, Tensor] = {}
+        now: list[Pair] = []
+        late: list[Pair] = []
+        for index, tensor, start in placed:
+            size = tensor.numel() * tensor.itemsize
+            copy = memory[start : start + size].view(tensor.dtype).view(tensor.shape)
+            if not _is_plain(tensor):
+                copy.copy_(tensor, non_blocking=memory.is_pinned())
+            elif size >= _SMALLEST_LATE and address_of(tensor) in may_wait:
+                late.append((index.fqn, copy, tensor))
+            else:
+                now.append((index.fqn, copy, tensor))
+            copies[index] = copy
+        Copying(now, _COPIED_AT_ONCE).finish(torch.get_num_threads())
+        if memory.is_pinned():
+            kind.synchronize()
+        return Staged(copies, Copying(late, _COPIED_LATE_AT_ONCE))
+
+    def _reserve(self, size: int, pinned: bool) -> Tensor:
+        if self._preparation is not None:
+            self._memory, self._used = self._preparation.take()
+            self._preparation = None
+        if self._memory is None or self._memory.numel() < size or self._memory.is_pinned() != pinned:
+            self._memory, self._used = None, 0  # the old piece goes before the new one comes
+            self._memory = _host_memory(size, pinned)
+        self._used = max(self._used, size)
+        return self._memory
+
+
+class _Preparation:
+    """Memory on its way."""
+
+    def __init__(self, likely: int, limit: int) -> None:
+        self._touched = 0
+        self._memory = _host_memory(max(likely, limit), pinned=False)
+        self._needed = threading.Event()
+        # Not a daemon: one that the interpreter's end finds within torch brings the process down.
+        self._thread = threading.Thread(target=self._touch, args=(likely,), name="drivetrain-staging")
+        self._thread.start()
+
+    def take(self) -> tuple[Tensor, int]:
+        """The memory, and how much of it has been touched by now; the rest comes when it is."""
+        self._needed.set()
+        self._thread.join()
+        return self._memory, self._touched
+
+    def _touch(self, size: int) -> None:
+        for start in range(0, size, _TOUCHED_AT_ONCE):
+            if self._needed.is_set():
+                return
+            end = min(size, start + _TOUCHED_AT_ONCE)
+            self._memory[start : end : mmap.PAGESIZE].zero_()
+            self._touched = end
+
+
+def _is_pinned(kind: DeviceKind) -> bool:
+    return kind.pins_memory and kind.name != "cpu"
+
+
+def _host_memory(size: int, pinned: bool) -> Tensor:
+    if pinned or size < HUGE_PAGE:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    return torch.frombuffer(huge_memory(size), dtype=torch.uint8)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's bytes lie on the CPU in one piece, as they are."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def addresses_of(values: Iterable[Any]) -> set[int]:
+    """`address_of` those values that are tensors in memory, or of this process's part of them."""
+    local = (value.to_local() if isinstance(value, DTensor) else value for value in values)
+    return {address_of(tensor) for tensor in local if type(tensor) is Tensor and has_address(tensor)}
+
+
+def has_address(tensor: Tensor) -> bool:
+    """Whether a tensor lies in memory that has an address: not on the meta device, nor where graphs are compiled."""
+    try:
+        address_of(tensor)
+    except (RuntimeError, NotImplementedError):  # a subclass may have no storage of its own
+        return False
+    return not tensor.is_meta
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where the memory begins that a tensor lies in; tensors that share memory have the same."""
+    return tensor.untyped_storage().data_ptr()
+
+
+# Who writes which tensor, agreed on once and kept for as long as the state stays of the same shape
+
+
+_PLAN_AGAIN = "plan again"
+
+
+@dataclass(frozen=True)
+class GlobalPlan:
+    """What all processes have agreed on.
+
+    Attributes:
+        token: Distinguishes it from others; the same on all processes.
+        outline: What it was made for, see `outline_of`.
+        local: What this process writes.
+        metadata: On rank 0 where every part of every tensor belongs; None elsewhere.
+    """
+
+    token: str
+    outline: Hashable
+    local: SavePlan
+    metadata: Metadata | None
+
+
+def outline_of(tensors: Mapping[str, Tensor], elsewhere: Sequence[str]) -> Hashable:
+    """All that a plan depends on; None where that cannot be found out.
+
+    Args:
+        tensors: What this process has.
+        elsewhere: Keys of the tensors that only peers have.
+    """
+    outline: list[tuple[Any, ...]] = []
+    for key, tensor in tensors.items():
+        if type(tensor) is Tensor:
+            outline.append((key, tensor.dtype, tensor.shape))
+        elif type(tensor) is DTensor:
+            outline.append((key, tensor.dtype, tensor.shape, tensor.placements, tensor.device_mesh))
+        else:
+            return None  # it may shard itself as it likes
+    return (tuple(outline), tuple(elsewhere))
+
+
+def plan_globally(
+    peers: Peers, planner: SnapshotPlanner, outline: Hashable | Failure, elsewhere: list[str], known: GlobalPlan | None
+) -> tuple[GlobalPlan | Failure, str]:
+    """Let rank 0 decide who writes what: a tensor that all have is written once. Call it on all processes.
+
+    Where no process has other tensors than at the time before, that is all they exchange: with thousands of tensors
+    making plans and sending them takes longer than copying does.
+
+    Args:
+        peers: The processes.
+        planner: Has this process's tensors.
+        outline: Of them; a failure is reported to all.
+        elsewhere: Keys of the tensors that only peers have.
+        known: The plan of the time before.
+
+    Returns:
+        The plan, or the first failure of any process; and a token for this save.
+    """
+    proposal: Any = outline
+    if not isinstance(outline, Failure):
+        if known is not None and outline is not None and known.outline == outline:
+            proposal = known.token
+        else:
+            proposal = peers.attempt(planner.create_local_plan)
+    answer, token = _ask(peers, planner, proposal, elsewhere)
+    if answer == _PLAN_AGAIN:
+        if not isinstance(proposal, SavePlan):
+            proposal = peers.attempt(planner.create_local_plan)
+        answer, token = _ask(peers, planner, proposal, elsewhere)
+    if isinstance(answer, Failure):
+        return answer, token
+    if answer is None:
+        assert known is not None
+        return known, token
+    metadata = planner.metadata if peers.is_main else None
+    return GlobalPlan(token, outline, planner.finish_plan(answer), metadata), token
+
+
+def _ask(peers: Peers, planner: SnapshotPlanner, proposal: Any, elsewhere: list[str]) -> tuple[Any, str]:
+    """Send rank 0 a local plan, a known plan's token or a failure.
+
+    Returns:
+        This process's share, None for that of the known plan, `_PLAN_AGAIN` or a failure; and a token for this save.
+    """
+    proposals = peers.gather(proposal)
+    answers: list[Any] | None = None
+    if proposals is not None:
+        token = uuid.uuid4().hex[:12]
+        answers = [(answer, token) for answer in _decide(peers, planner, proposals, elsewhere)]
+    answer, token = peers.scatter(answers)
+    return answer, token
+
+
+def _decide(peers: Peers, planner: SnapshotPlanner, proposals: list[Any], elsewhere: list[str]) -> list[Any]:
+    """What rank 0 answers to each process."""
+    failed = next((one for one in proposals if isinstance(one, Failure)), None)
+    if failed is not None:
+        return [failed] * peers.size
+    if all(isinstance(one, SavePlan) for one in proposals):
+        made = peers.attempt(lambda: _shares(planner, proposals, elsewhere))
+        return made if isinstance(made, list) else [made] * peers.size
+    same = all(one == proposals[0] for one in proposals)
+    return [None if same else _PLAN_AGAIN] * peers.size
+
+
+def _shares(planner: SnapshotPlanner, plans: list[SavePlan], elsewhere: list[str]) -> list[SavePlan]:
+    shares, metadata = planner.create_global_plan(plans)
+    check_values([key for key in elsewhere if key not in metadata.state_dict_metadata])
+    return shares
+
+
+def check_values(keys: list[str]) -> None:
+    """Raise where tensors have no values on any process."""
+    if keys:
+        raise CheckpointError(
+            f"{', '.join(keys[:8])} is on the meta device and has no values yet. Materialise the model first."
+        )
+
 
 SHARED_FILE = "state.json"
 

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from drivetrain.checkpoint.errors import DamagedCheckpointError
-from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError
 
 _SEQUENCES: dict[type, str] = {
     tuple: "__tuple__",

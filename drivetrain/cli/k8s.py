@@ -31,6 +31,6 @@ def k8s(script: str, args: tuple[str, ...], flags: tuple[str, ...], file: Path |
     """  # noqa: D301
     import yaml
 
-    from drivetrain.launch.batch import JobSetManifest
+    from drivetrain.launch.slurm import JobSetManifest
 
     write_batch(yaml.safe_dump(JobSetManifest(**values).build(script, args, flags), sort_keys=False), file)

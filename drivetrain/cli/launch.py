@@ -114,20 +114,20 @@ def launch(script: str, args: tuple[str, ...], config_file: str | None, dry_run:
     options = LaunchOptions.from_given(given)
     options.check_script(script)  # a mistyped name needs no second of importing torch
     if dry_run:
-        from drivetrain.launch.preview import preview
+        from drivetrain.launch.launcher import preview
 
         click.echo(visible(preview(options, given, script, args)))
         return 0
     if options.mpirun_config:
-        from drivetrain.launch.mpi import launch_with_mpi
+        from drivetrain.launch.slurm import launch_with_mpi
 
         return launch_with_mpi(options, script, args)
     if options.launcher == "ray":
         from drivetrain.launch.ray_launcher import launch_with_ray
 
         return launch_with_ray(options, script, args)
+    from drivetrain.launch.agent import require_posix
     from drivetrain.launch.preload import Preloader
-    from drivetrain.launch.ranks import require_posix
 
     require_posix()
     with Preloader.start(options, script, args) as preloader:  # it imports torch while this process does

@@ -35,11 +35,11 @@ _COMMANDS = {
         "Write a page that shows a run, or that compares several.",
     ),
     "estimate-memory": (
-        "drivetrain.cli.estimate_memory:estimate_memory",
+        "drivetrain.inference.estimate_memory:estimate_memory",
         "Estimate the memory that a model takes in training and in inference.",
     ),
     "infer-map": (
-        "drivetrain.cli.infer_map:infer_map",
+        "drivetrain.inference.estimate_memory:infer_map",
         "Place a model's modules on devices with the given memory.",
     ),
     "slurm": (

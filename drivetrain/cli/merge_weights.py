@@ -52,7 +52,7 @@ def merge_weights(
     """
     from drivetrain.checkpoint import consolidate, consolidate_shards, is_checkpoint, sharded_model
     from drivetrain.checkpoint.deepspeed_shards import deepspeed_folder
-    from drivetrain.strategies.deepspeed.native import merge_native
+    from drivetrain.strategies.deepspeed.zero_state import merge_native
 
     if remove_checkpoint_dir:
         _check_removable(checkpoint, output)

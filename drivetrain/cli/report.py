@@ -25,11 +25,8 @@ def report(runs: tuple[str, ...], output: str | None, directory: str) -> None:
     """  # noqa: D301
     from pathlib import Path
 
-    from drivetrain.trackers.report.comparison import comparison_of
-    from drivetrain.trackers.report.files import write_whole
-    from drivetrain.trackers.report.listing import find_run
-    from drivetrain.trackers.report.page import RunPage, page_of
-    from drivetrain.trackers.report.record import PAGE
+    from drivetrain.callbacks.report.page import RunPage, comparison_of, find_run, page_of
+    from drivetrain.callbacks.report.record import PAGE, write_whole
 
     pages = [RunPage.read(find_run(run, directory)) for run in runs]
     first = pages[0].folder

@@ -30,8 +30,8 @@ def runs(context: click.Context, directory: str, as_json: bool) -> None:
     import shutil
     import sys
 
+    from drivetrain.callbacks.report.page import as_table, list_runs
     from drivetrain.trackers.index import DIRECTORY, NAME
-    from drivetrain.trackers.report.listing import as_table, list_runs
 
     found = list_runs(directory)
     if as_json:
@@ -54,9 +54,8 @@ def show(directory: str, name: str) -> None:
 
     NAME is its name in `drivetrain runs`, or its folder.
     """
-    from drivetrain.trackers.report.listing import find_run
-    from drivetrain.trackers.report.record import read_record
-    from drivetrain.trackers.report.summary import summary_of
+    from drivetrain.callbacks.report.page import find_run
+    from drivetrain.callbacks.report.record import read_record, summary_of
 
     place = find_run(name, directory)
     click.echo("\n".join(summary_of(place, read_record(place))))
@@ -74,8 +73,8 @@ def resume(directory: str, name: str, dry_run: bool) -> int:
     import shlex
     import subprocess
 
-    from drivetrain.trackers.report.listing import find_run
-    from drivetrain.trackers.report.summary import resumption_of
+    from drivetrain.callbacks.report.page import find_run
+    from drivetrain.callbacks.report.record import resumption_of
 
     plan = resumption_of(find_run(name, directory))
     click.echo(visible(f"In {plan.folder}, resuming {plan.checkpoint}: {shlex.join(plan.words)}"))

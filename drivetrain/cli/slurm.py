@@ -34,6 +34,6 @@ def slurm(
     drivetrain slurm --nodes 2 --gpus_per_node 8 --time 1-00:00:00 --file train.sbatch train.py --lr 0.1
     sbatch train.sbatch
     """  # noqa: D301
-    from drivetrain.launch.batch import SbatchFile
+    from drivetrain.launch.slurm import SbatchFile
 
     write_batch(SbatchFile(setup=setup, **values).render(script, args, flags), file)

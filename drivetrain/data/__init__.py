@@ -6,8 +6,7 @@ from drivetrain.data.batch_info import ActiveLoaders, BatchInfo
 from drivetrain.data.combined import CombinedLoader
 from drivetrain.data.configuration import DataLoaderConfiguration, DataShard, TailPolicy
 from drivetrain.data.loader import PreparedLoader
-from drivetrain.data.order import InterleavingSampler
-from drivetrain.data.permutation import PermutationSampler
+from drivetrain.data.order import InterleavingSampler, PermutationSampler
 from drivetrain.data.placement import PendingBatch
 from drivetrain.data.preparation import SkippingLoader, prepare_loader, skip_first_batches
 from drivetrain.data.reading import is_split_already, rebuilt

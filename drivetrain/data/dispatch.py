@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.data.agreement import check_same_stream
 from drivetrain.data.batch_info import BatchInfo
-from drivetrain.data.batches import Pair, own_pairs, share_pairs, whole_batches
+from drivetrain.data.iterable import Pair, own_pairs, share_pairs, whole_batches
 from drivetrain.data.order import Position
-from drivetrain.data.randomness import EpochStart, kept_generators
 from drivetrain.data.reading import Opened, Reader, do_nothing, last_rows
-from drivetrain.data.sharding import Layout
+from drivetrain.data.seeding import EpochStart, kept_generators
+from drivetrain.data.sharding import Layout, check_same_stream
 from drivetrain.runtime.collectives import broadcast, broadcast_object_list
 from drivetrain.runtime.errors import DataError
 from drivetrain.runtime.nested import recursively_apply

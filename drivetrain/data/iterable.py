@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get_worker_info
 
-from drivetrain.data.agreement import check_same_stream, digest_of
 from drivetrain.data.batch_info import BatchInfo
+from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position
-from drivetrain.data.randomness import (
+from drivetrain.data.reading import Opened, begun, do_nothing, last_rows, least, rebuilt, up_to, with_rows_found
+from drivetrain.data.seeding import (
     EpochStart,
     SeparateDraws,
+    ShowUsersDataset,
+    as_is,
+    collate_seed,
     find_generators,
+    generator_state,
+    kept_generators,
     set_generator_state,
     several_processes,
 )
-from drivetrain.data.reading import Opened, begun, do_nothing, last_rows, rebuilt, up_to, with_rows_found
-from drivetrain.data.seeding import ShowUsersDataset, as_is, collate_seed
-from drivetrain.data.sharding import Layout, shard_batches, with_last
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.data.sharding import (
+    Layout,
+    Share,
+    check_same_stream,
+    digest_of,
+    grouped,
+    plan_share,
+    shard_batches,
+    share_of_batches,
+    with_last,
+)
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.nested import batch_size_or_none
 from drivetrain.runtime.seeds import isolated_random_state, sample_seed, seed_all_generators
 
@@ -311,3 +328,371 @@ class StreamReader:
             consumed += global_rows
             yield held.pop(), BatchInfo(index, rows, padding, global_rows, last, consumed)
             index += 1
+
+
+# Reads this process's share of any iterable of ready batches
+
+
+logger = get_logger(__name__)
+
+Pair = tuple[Any, BatchInfo]
+
+
+class ReadyBatchesReader:
+    """Shares ready batches: a list of them, or a loader with an iteration of its own.
+
+    Every process iterates all of them and keeps its own. An epoch that is resumed begins with the loader's own state,
+    if the loader has `state_dict` and `load_state_dict`, and else by reading what comes before in the random state that
+    the epoch began with.
+
+    Args:
+        batches: Anything that gives batches again at each iteration.
+        layout: How they are shared.
+        keep: How many of an epoch's first batches are kept for the processes that share these batches; 0 if none do.
+    """
+
+    finds_rows = reads_ahead = False
+
+    @property
+    def ends_alike(self) -> bool:
+        """Whether the batches are counted beforehand."""
+        return hasattr(self._batches, "__len__")
+
+    def __init__(self, batches: Iterable[Any], layout: Layout, keep: int = 0) -> None:
+        self._batches = batches
+        self._keep = keep or (layout.group_size if layout.shard.count > 1 else 0)
+        self._has_begun = False
+        self.layout = layout
+        layout.check()
+
+    def __len__(self) -> int:
+        return self.layout.steps(len(self._batches), last_rows(self._batches))  # type: ignore[arg-type]
+
+    def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
+        """Begin an iteration at a position; on all processes together if they share the batches."""
+        generators = find_generators(self._batches, getattr(self._batches, "dataset", None))
+        stay = getattr(self._batches, "persistent_workers", False)
+        start = position.start or EpochStart.capture(generators, not (stay and self._has_begun))
+        shared = self.layout.shard.count > 1
+        together = shared and several_processes() and not isinstance(self._batches, list | tuple)
+        if together:
+            start = start.agreed()
+        try:
+            length: int | None = len(self._batches)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            length = None
+        length = least(length, limit)
+        own = _OwnStates(self._batches, 2 * self.layout.group_size if length is None else 0)
+        counted = bool(self._keep)
+        head: list[tuple[Any, int | None]] = []
+        consumed: int | None = 0 if counted else None
+        close: Callable[[], None] = do_nothing
+        # Where each process reads a part of its own, the state that rank 0 has saved is not that of the others.
+        saved = position.own if counted or not several_processes() else None
+        if not together and position.start is None:
+            iterator = own.resumed(saved, position.batches) or own.begun()
+            batches, consumed = _after(iterator, position.batches, consumed, head, self._keep)
+        else:
+            now = [generator_state(each) for each in generators]
+            for generator, state in zip(generators, start.own, strict=False):
+                set_generator_state(generator, state)
+            separate = SeparateDraws(start)
+            with separate.drawing():
+                resumed = own.resumed(saved, position.batches)
+                if resumed is not None:
+                    batches, consumed = resumed, position.samples if counted else None
+                    # Making the iterator may have drawn from generators in another order than at the start.
+                    for generator, state in zip(generators, now if position.batches else (), strict=False):
+                        set_generator_state(generator, state)
+                else:
+                    if stay and not start.new_workers and not self._has_begun:
+                        with SeparateDraws(start).drawing(), kept_generators(self._batches):
+                            next(iter(self._batches), None)  # starts the workers, which draw a seed then
+                    batches, consumed = _after(own.begun(), position.batches, consumed, head, self._keep)
+                    if not position.batches or length is None:  # the interrupted run had read the next one too
+                        batches = chain(list(islice(batches, 1)), batches)
+            if together:
+                batches, close = separate.iterate(batches), separate.settle
+                first, batches = begun(batches)
+                check_same_stream(type(self._batches).__name__, digest_of(first))
+            separate.settle()
+        self._has_begun = True
+        pairs = _described(up_to(batches, limit, position.batches), position.batches, consumed, length, counted)
+        if shared:
+            pairs = own_pairs(share_pairs(pairs, self.layout, head), self.layout.shard.index)
+        return Opened(pairs, start, close, own.after, head)
+
+    def restart(self) -> None:
+        """Nothing: the batches' own iterator is all that there is."""
+
+
+class _OwnStates:
+    """The state that a loader keeps of itself, after the batches that it has given.
+
+    Args:
+        loader: The loader, which may keep none.
+        ahead: How many batches may be read ahead; for so many the states are kept.
+    """
+
+    def __init__(self, loader: Any, ahead: int) -> None:
+        methods = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
+        keeps = getattr(loader, "keeps_position", True)  # False of a CombinedLoader over loaders that have no state
+        self._loader = loader if keeps and all(map(callable, methods)) else None
+        self._batches = loader
+        self._workers = getattr(loader, "num_workers", 0)
+        self._ahead = ahead
+        self._given = 0
+        self._has_ended = False
+        self._kept: dict[int, Any] = {}
+
+    def begun(self) -> Iterator[Any]:
+        """Begin an iteration; its batches are counted where the loader keeps a state."""
+        batches = iter(self._batches)
+        return batches if self._loader is None else chain(map(self._note, batches), self._record_end())
+
+    def _note(self, batch: Any) -> Any:
+        self._given += 1
+        if self._ahead:
+            self._kept[self._given] = self._state()
+            self._kept.pop(self._given - self._ahead - 1, None)
+        return batch
+
+    def _record_end(self) -> Iterator[Any]:
+        self._has_ended = True
+        yield from ()
+
+    def _state(self) -> dict[str, Any] | None:
+        """What to save of the loader, or None if it holds what no checkpoint can."""
+        assert self._loader is not None
+        state = copy.deepcopy(self._loader.state_dict())
+        if not _is_plain(state):
+            logger.warning_once(
+                "The state_dict of a %s holds other things than numbers, text, tensors and lists and dicts of them, so "
+                "it is not saved. A resumed run reads the epoch's batches up to where it stopped.",
+                type(self._loader).__name__,
+            )
+            return None
+        return {"num_workers": self._workers, "state": state, "ended": self._has_ended}
+
+    def after(self, batches: int | None) -> dict[str, Any] | None:
+        """Return the loader's state after its first `batches` batches, or at its end; None if it is not known."""
+        if self._loader is None:
+            return None
+        if batches is None or batches >= self._given:
+            return self._state() if self._has_ended or batches == self._given else None
+        return self._kept.get(batches)
+
+    def resumed(self, saved: Mapping[str, Any] | None, batches: int) -> Iterator[Any] | None:
+        """Continue where a state was taken; None if the loader has to be read up to there.
+
+        torchdata's states hold the workers' parts, so they fit the same number of workers only. Between two epochs its
+        loaders have no more to restore than the generators that a position holds.
+
+        Args:
+            saved: The state, from `after`; None if there is none.
+            batches: How many of the epoch's batches come before; 0 to begin the one after a state taken at the end.
+        """
+        if self._loader is None or not saved:
+            return None
+        before, ended = saved["num_workers"], saved.get("ended", False)
+        if ended:
+            if before == self._workers and not _is_torchdata_loader(self._loader):
+                self._loader.load_state_dict(copy.deepcopy(saved["state"]))
+            self._given, self._has_ended = batches, bool(batches)
+            return iter(()) if batches else self.begun()
+        if not batches:  # cut short by a limit: the loader starts over
+            return None
+        if bool(before) != bool(self._workers) and _is_of_torchdata(getattr(self._loader, "sampler", None)):
+            raise CheckpointError(
+                f"This position within an epoch is that of a {type(self._loader).__name__} with num_workers={before}, "
+                f"which shuffles otherwise with num_workers={self._workers}, so the rest of the epoch is not known. "
+                f"Resume with num_workers={before}; the number can change from 0, or to 0, between two epochs."
+            )
+        if before != self._workers or not _restores_order(self._loader):
+            return None
+        self._loader.load_state_dict(copy.deepcopy(saved["state"]))
+        self._given = batches
+        return self.begun()
+
+
+def _restores_order(loader: Any) -> bool:
+    """Whether the state of a loader holds the order of its epoch.
+
+    torchdata saves a sampler's place, and its order only if the sampler is its own or has a state.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return True
+    if isinstance(sampler, SequentialSampler) or callable(getattr(sampler, "state_dict", None)):
+        return True
+    return _is_of_torchdata(sampler)
+
+
+def _is_of_torchdata(sampler: Any) -> bool:
+    return type(sampler).__module__.partition(".")[0] == "torchdata"
+
+
+def _is_torchdata_loader(loader: Any) -> bool:
+    """Return whether a loader is torchdata's StatefulDataLoader, or of a class derived from it."""
+    return isinstance(loader, DataLoader) and any(
+        kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a checkpoint can hold a value."""
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(_is_plain(each) for pair in value.items() for each in pair)
+    if type(value) in (list, tuple, set):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str, bytes, torch.Tensor, np.ndarray)
+
+
+def _after(
+    batches: Iterator[Any], skipped: int, consumed: int | None, head: list[tuple[Any, int | None]], keep: int
+) -> tuple[Iterator[Any], int | None]:
+    """Read `skipped` batches, of which the first `keep` are put into `head`, with their rows.
+
+    Returns:
+        The rest, and how many rows were read, or None if they are not counted.
+    """
+    for batch in islice(batches, skipped):
+        rows = None if consumed is None else batch_size_or_none(batch)
+        if len(head) < keep:
+            head.append((batch, rows))
+        consumed = None if rows is None or consumed is None else consumed + rows
+    return batches, consumed
+
+
+def _described(
+    batches: Iterator[Any], skipped: int, consumed: int | None, length: int | None, counted: bool
+) -> Iterator[Pair]:
+    """The batches after the first `skipped` ones, each with what is known about it.
+
+    Args:
+        batches: The batches.
+        skipped: How many came before them.
+        consumed: The rows of those; None if they are not known.
+        length: The batches of the whole epoch; None if unknown.
+        counted: Whether rows are counted. For one process alone nothing is padded, so they need not be.
+    """
+
+    def describe(batch: Any, number: int, last: bool = False) -> Pair:
+        nonlocal consumed
+        rows = batch_size_or_none(batch) if counted else None
+        consumed = None if rows is None or consumed is None else consumed + rows
+        return batch, BatchInfo(number, rows, 0, rows, last, consumed)
+
+    def describe_end(given: tuple[Any, bool], number: int) -> Pair:
+        return describe(given[0], number, given[1])
+
+    numbers = count(skipped)
+    followed = 0 if length is None else max(0, length - skipped - 1)  # how many are not the last, by the length
+    return chain(
+        map(describe, islice(batches, followed), numbers),
+        map(describe_end, with_last(batches), numbers),
+    )
+
+
+def own_pairs(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:
+    """One process's batches of each step."""
+    return (pair for step in steps if (pair := step[index]) is not None)
+
+
+def share_pairs(
+    pairs: Iterator[Pair], layout: Layout, head: Sequence[tuple[Any, int | None]] = ()
+) -> Iterator[list[Pair | None]]:
+    """Share ready batches between processes.
+
+    Args:
+        pairs: The batches of a world of one, each with what is known about it.
+        layout: How they are shared.
+        head: The epoch's first batches, each with its rows, if these are not the first.
+
+    Yields:
+        For each step, every process's batch, or None for one that gets nothing.
+
+    Raises:
+        DataError: If batches are to be split whose rows cannot be found.
+    """
+    steps = _steps(pairs, layout, head)
+    if layout.tail is not TailPolicy.UNEVEN:
+        yield from steps
+        return
+    for step, following in _with_following(steps):
+        for own, next_own in zip(step, following or [None] * len(step), strict=True):
+            if own is not None:
+                own[1].last = next_own is None
+        yield step
+
+
+def _with_following(
+    steps: Iterator[list[Pair | None]],
+) -> Iterator[tuple[list[Pair | None], list[Pair | None] | None]]:
+    """Each step with the one that follows."""
+    step = next(steps, None)
+    while step is not None:
+        following = next(steps, None)
+        yield step, following
+        step = following
+
+
+def _steps(
+    pairs: Iterator[Pair], layout: Layout, first: Sequence[tuple[Any, int | None]]
+) -> Iterator[list[Pair | None]]:
+    """The batches of all processes, step by step; padding is made of the `first` ones and those that follow."""
+    group_size = layout.group_size
+    head: list[Any] = []
+    head_sizes: list[int] = []
+    index = None
+    groups = grouped(pairs, layout)
+    for group, final in with_last(groups) if layout.drop_last else ((each, False) for each in groups):
+        batches = [batch for batch, _ in group]
+        infos = [info for _, info in group]
+        if index is None:
+            index = infos[0].index // group_size
+        if not head:
+            known_rows = [*first, *((batch, info.rows) for batch, info in group)][: max(group_size, len(group))]
+            head, head_sizes = [batch for batch, _ in known_rows], [rows or 1 for _, rows in known_rows]
+            if layout.batch_size is None:
+                layout = layout._replace(batch_size=known_rows[0][1])
+        sizes = [info.rows for info in infos]
+        known = all(size is not None for size in sizes)
+        if not known and layout.split:
+            raise DataError(
+                f"split_batches=True splits each batch over {layout.shard.count} processes, but a batch of type "
+                f"{type(batches[0]).__name__!r} has no rows that could be found. Give batches that hold tensors, or "
+                "leave split_batches out."
+            )
+        plan = (
+            layout
+            if known
+            else layout._replace(tail=TailPolicy.WHOLE if layout.tail is TailPolicy.COMPLETE else layout.tail)
+        )
+        counts = [size or 1 for size in sizes]
+        last, consumed = final or infos[-1].last, infos[-1].consumed
+        total = sum(counts) if known else None
+        step: list[Pair | None] = []
+        for member in range(layout.shard.count):
+            share = plan_share(counts, plan, first_batch=head_sizes[0], final=last, index=member)
+            if share is None:
+                step.append(None)
+                continue
+            batch = share_of_batches(batches, counts, share, head, head_sizes)
+            rows = share.stop - share.start + share.padding
+            info = BatchInfo(index, _rows(rows, share, known), share.padding, total, last, consumed)
+            if not known:
+                info.weights = whole_batches(share.padding, len(group))
+            step.append((batch, info))
+        yield step
+        index += 1
+
+
+def whole_batches(padding: int, real: int) -> tuple[int, int]:
+    """What counts in place of rows that cannot be found: each real batch of the step as much as any other."""
+    return int(not padding), real
+
+
+def _rows(rows: int, share: Share, known: bool) -> int | None:
+    """The rows of a share; those of padding are always known."""
+    return rows if known or share.padding else None

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from drivetrain.data.agreement import ending_together, with_rows_of_all
 from drivetrain.data.batch_info import ActiveLoaders, BatchInfo
 from drivetrain.data.configuration import TailPolicy
-from drivetrain.data.filling import filled
 from drivetrain.data.order import Position, SeedableSampler
 from drivetrain.data.placement import PendingBatch, Place, one_ahead, pending, sends_ahead
-from drivetrain.data.randomness import (
+from drivetrain.data.reading import Opened, Reader, no_state
+from drivetrain.data.seeding import (
     EpochStart,
     find_generators,
     generator_state,
@@ -22,8 +21,7 @@ from drivetrain.data.randomness import (
     set_generator_state,
     several_processes,
 )
-from drivetrain.data.reading import Opened, Reader, no_state
-from drivetrain.data.sharding import Layout
+from drivetrain.data.sharding import Layout, ending_together, filled, with_rows_of_all
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState

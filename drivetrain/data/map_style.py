@@ -3,44 +3,304 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from drivetrain.data.agreement import check_same_dataset
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import DataShard
 from drivetrain.data.order import IndexOrder, InterleavingSampler, Position
-from drivetrain.data.randomness import (
+from drivetrain.data.reading import Opened, do_nothing, last_rows, least, rebuilt, up_to, with_rows_found
+from drivetrain.data.seeding import (
     EpochStart,
+    SeededBatches,
     SeparateDraws,
+    ShowUsersDataset,
+    as_is,
     find_generators,
+    is_deterministic,
+    is_deterministic_collate,
     set_generator_state,
     several_processes,
 )
-from drivetrain.data.reading import Opened, do_nothing, last_rows, least, rebuilt, up_to, with_rows_found
-from drivetrain.data.seeding import (
-    SeededBatches,
-    ShowUsersDataset,
-    as_is,
-    is_deterministic,
-    is_deterministic_collate,
-)
-from drivetrain.data.sharding import Head, Layout, shard_batches
-from drivetrain.data.whole_batches import WholeBatches, can_pin, gathered, gathered_pinned, may_be_read_at_once
-from drivetrain.data.worker_count import WorkerCount
+from drivetrain.data.sharding import Head, Layout, check_same_dataset, shard_batches
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.nested import batch_size_or_none
 from drivetrain.runtime.seeds import isolated_random_state, sample_seed
 
+# How many workers a loader needs, found out by measuring its first batches
+
+
 logger = get_logger(__name__)
+
+BATCHES = 50
+"""Batches after which the number is settled."""
+
+_ALONE = 25  # of these, batches that the process reads by itself
+_SETTLING = 5  # at the start of each stage, where models are compiled and workers start
+_WORTHWHILE = 0.05  # the part of a step that reading must take for workers to be worth it
+_MISSED = 0.1  # the part of a step that may pass waiting for workers before more are started
+
+Begin = Callable[[int, Iterator[Any]], Iterator[Any]]
+
+
+class _Times:
+    """What has passed in the batches of a stage, without the first few.
+
+    Attributes:
+        count: Batches that have been measured; below 0 before the first of them.
+    """
+
+    def __init__(self) -> None:
+        self.count = -_SETTLING
+        self._read = self._step = 0.0
+
+    def add(self, read: float, step: float) -> None:
+        """Add a batch."""
+        self.count += 1
+        if self.count > 0:
+            self._read += read
+            self._step += step
+
+    @property
+    def read(self) -> float:
+        """Seconds to wait for a batch, on average."""
+        return self._read / max(1, self.count)
+
+    @property
+    def step(self) -> float:
+        """Seconds to use one, on average."""
+        return self._step / max(1, self.count)
+
+
+class WorkerCount:
+    """Finds how many workers a loader needs: `num_workers="auto"`.
+
+    Half of the first 50 batches are read without workers, and the device is waited for after each, which shows what
+    reading and a step take. The other half is read by as many workers as that asks for: more where the loop still waits
+    for them, none where the loop is not faster with them. Batches that were measured are trained on as all others. An
+    epoch that ends before is continued in the next one.
+
+    Args:
+        cores: The most workers there may be: the cores of this process.
+        wait: Waits for the device.
+
+    Attributes:
+        settled: The number; None until it is found.
+    """
+
+    def __init__(self, cores: int, wait: Callable[[], None]) -> None:
+        self.settled: int | None = None
+        self._cores, self._wait = cores, wait
+        self._alone, self._with_workers = _Times(), _Times()
+        self._workers = 0
+
+    def settle(self, workers: int, why: str) -> None:
+        """Take a number, and note it in the log.
+
+        Args:
+            workers: The number.
+            why: What it follows from.
+        """
+        self.settled = workers
+        logger.info('num_workers="auto": %d worker%s, since %s.', workers, "s" * (workers != 1), why)
+
+    def batches(self, requests: Iterator[Any], begin: Begin) -> Iterator[Any]:
+        """The batches of an epoch, read by as many workers as turn out to be needed.
+
+        Args:
+            requests: What is read, in order.
+            begin: Begins to read some of it with so many workers.
+        """
+        left = _ALONE - (self._alone.count + _SETTLING)
+        first = begin(0, islice(requests, left)) if left > 0 else iter(())
+        return self._stages(first, requests, begin)
+
+    def _stages(self, first: Iterator[Any], requests: Iterator[Any], begin: Begin) -> Iterator[Any]:
+        yield from self._measured(first, self._alone, self._wait)
+        if self._alone.count + _SETTLING < _ALONE:
+            return  # the epoch is over
+        if self.settled is None and not self._workers:
+            self._choose()
+        left = BATCHES - _ALONE - (self._with_workers.count + _SETTLING)
+        if self.settled is None and left > 0:
+            some = self._begun(begin, self._workers, islice(requests, left))
+            if some is not None:
+                yield from self._measured(some, self._with_workers, do_nothing)  # they read beside the device
+                if self._with_workers.count + _SETTLING < BATCHES - _ALONE:
+                    return
+                self._correct()
+        rest = self._begun(begin, self.settled or 0, requests)
+        yield from begin(0, requests) if rest is None else rest
+
+    def _measured(self, batches: Iterator[Any], times: _Times, wait: Callable[[], None]) -> Iterator[Any]:
+        """The batches, measured."""
+        clock, ended = time.perf_counter, object()
+        while True:
+            begun = clock()
+            batch = next(batches, ended)
+            if batch is ended:
+                return
+            read = clock()
+            yield batch
+            wait()
+            times.add(read - begun, clock() - read)
+
+    def _begun(self, begin: Begin, workers: int, requests: Iterator[Any]) -> Iterator[Any] | None:
+        """Begin to read; None where workers cannot be started."""
+        try:
+            return begin(workers, requests)
+        except (AttributeError, TypeError, OSError, RuntimeError) as error:  # what pickling and forking raise
+            if not workers:
+                raise
+            self.settle(0, f"workers cannot be started here ({type(error).__name__}: {error})")
+            return None
+
+    def _choose(self) -> None:
+        """Find a number to try, from what reading and a step take without workers."""
+        read, step = self._alone.read, self._alone.step
+        if read < _WORTHWHILE * step:
+            self.settle(0, f"{_seconds(read)} to read a batch are little beside {_seconds(step)} for a step")
+        else:
+            self._workers = min(self._cores, math.ceil(read / max(step, 1e-9)) + 1)
+
+    def _correct(self) -> None:
+        """Settle, from what passes with the workers that were tried."""
+        alone, tried, workers = self._alone, self._with_workers, self._workers
+        before, after = alone.read + alone.step, tried.read + tried.step
+        shown = (
+            f"{_seconds(alone.read)} to read a batch and {_seconds(alone.step)} for a step come to {_seconds(after)}"
+        )
+        if after >= before:
+            self.settle(0, f"{shown} with {workers} of them")
+            return
+        if tried.read > _MISSED * after:
+            workers = min(self._cores, math.ceil(workers * after / max(tried.step, 1e-9)))
+        self.settle(workers, f"{shown} with {self._workers} of them, {_seconds(tried.read)} of it waiting")
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+# Batches of a `TensorDataset`, read at once rather than sample by sample, with the same result
+
+
+Gather = Callable[[Tensor, Tensor], Tensor]
+"""Returns the rows of a tensor at some indices."""
+
+_OWN_READING = {kind: kind.__getitem__ for kind in (TensorDataset, Subset)}
+
+
+def gathered(tensor: Tensor, index: Tensor) -> Tensor:
+    """Copy the rows of a tensor at some indices."""
+    return tensor.index_select(0, index)
+
+
+def gathered_pinned(tensor: Tensor, index: Tensor) -> Tensor:
+    """Copy the rows of a tensor at some indices into pinned memory if the tensor is on the CPU.
+
+    Torch reuses pinned memory that was freed only once the copies to a device that were begun from it are done, so a
+    buffer is never overwritten while it is copied.
+    """
+    if tensor.device.type != "cpu":
+        return gathered(tensor, index)
+    rows = torch.empty((len(index), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+    return torch.index_select(tensor, 0, index, out=rows)
+
+
+def can_pin() -> bool:
+    """Return whether there is an accelerator for which torch pins memory."""
+    if not torch.accelerator.is_available():
+        return False
+    device = torch.accelerator.current_accelerator()
+    return device is not None and device.type != "mps"
+
+
+class WholeBatches(Dataset[Any]):
+    """A dataset that gives collated batches of another one, and makes no samples if it can.
+
+    What the user's dataset is and holds is looked up for each batch, so both may be changed between two of them.
+
+    Args:
+        dataset: The user's dataset, for which `may_be_read_at_once` is True.
+        gather: Takes rows out of tensors: `gathered_pinned` if no worker reads and batches are to be pinned.
+    """
+
+    def __init__(self, dataset: Any, gather: Gather = gathered) -> None:
+        self.dataset, self._gather = dataset, gather
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WholeBatches, (self.dataset,)  # to a worker that is spawned
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        try:
+            batch = read_at_once(self.dataset, indices, self._gather)
+        except (IndexError, TypeError, ValueError, RuntimeError):
+            batch = None  # a wrong index is then the error that torch's loader raises
+        return default_collate(self._samples(indices)) if batch is None else batch
+
+    def _samples(self, indices: Sequence[int]) -> list[Any]:
+        if getattr(self.dataset, "__getitems__", None):
+            samples: list[Any] = self.dataset.__getitems__(indices)
+            return samples
+        return [self.dataset[index] for index in indices]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def may_be_read_at_once(dataset: Any) -> bool:
+    """Return whether a dataset is a `TensorDataset`, or a `Subset` of one, as torch has them."""
+    while _is_as_in_torch(dataset, Subset):
+        dataset = dataset.dataset
+    return _is_as_in_torch(dataset, TensorDataset)
+
+
+def read_at_once(dataset: Any, indices: Sequence[int], gather: Gather = gathered) -> list[Tensor] | None:
+    """Return what torch's default collate gives for some samples; None if they have to be read one by one.
+
+    Args:
+        dataset: A map-style dataset.
+        indices: The samples' indices.
+        gather: Takes rows out of tensors.
+    """
+    while _is_as_in_torch(dataset, Subset):
+        indices = [dataset.indices[index] for index in indices]
+        dataset = dataset.dataset
+    if not indices or not _is_as_in_torch(dataset, TensorDataset) or not _collates_as_in_torch():
+        return None
+    if any(type(tensor) is not Tensor or tensor.layout is not torch.strided for tensor in dataset.tensors):
+        return None
+    numbers = np.array(indices)  # torch.tensor takes seven times as long for a list
+    if numbers.dtype.kind != "i":
+        return None
+    index = torch.from_numpy(numbers.astype(np.int64, copy=False))
+    return [gather(each, index if each.device.type == "cpu" else index.to(each.device)) for each in dataset.tensors]
+
+
+def _is_as_in_torch(dataset: Any, kind: type) -> bool:
+    """Return whether a dataset is exactly of a class of torch's, and neither it nor the class reads in another way."""
+    return type(dataset) is kind and "__getitems__" not in vars(dataset) and kind.__getitem__ is _OWN_READING[kind]
+
+
+def _collates_as_in_torch() -> bool:
+    """Return whether tuples of tensors are collated by torch's own functions: a script may register others."""
+    plain = default_collate_fn_map.get(Tensor) is collate_tensor_fn
+    return plain and not any(isinstance((), kind) for kind in default_collate_fn_map)
+
 
 WITHOUT_WORKERS: dict[str, Any] = {
     "num_workers": 0,

@@ -10,21 +10,19 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, RandomSampler
 
 from drivetrain.data.batch_info import ActiveLoaders
-from drivetrain.data.batches import ReadyBatchesReader
 from drivetrain.data.configuration import DataLoaderConfiguration, DataShard, TailPolicy
 from drivetrain.data.dispatch import DispatchReader
-from drivetrain.data.iterable import StreamReader
+from drivetrain.data.iterable import ReadyBatchesReader, StreamReader
 from drivetrain.data.loader import PreparedLoader, checked_count
-from drivetrain.data.map_style import MapReader
+from drivetrain.data.map_style import MapReader, WorkerCount
 from drivetrain.data.order import SeedableSampler
 from drivetrain.data.placement import Place, overlapped
 from drivetrain.data.reading import Reader, do_nothing
 from drivetrain.data.sharding import Layout
-from drivetrain.data.worker_count import WorkerCount
-from drivetrain.runtime.cores import cores_of_process
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.host import cores_of_process
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import recorded_seed
 

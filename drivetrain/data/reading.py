@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.order import Position
-from drivetrain.data.randomness import EpochStart, several_processes
+from drivetrain.data.seeding import EpochStart, several_processes
 from drivetrain.data.sharding import Layout
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.logging import get_logger

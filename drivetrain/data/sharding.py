@@ -6,13 +6,25 @@ group of an epoch can be short; what happens there is the `TailPolicy`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Subset
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import DataShard, TailPolicy
+from drivetrain.runtime.collectives import gather_object, reduce
 from drivetrain.runtime.errors import ConfigurationError, DataError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.nested import batch_size_or_none, field_names, honor_type, with_fields
+from drivetrain.runtime.state import PartialState
 
 Item = TypeVar("Item")
 
@@ -286,3 +298,342 @@ def grouped(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
         if layout.drop_last and len(group) < size:
             return
         yield group
+
+
+# Rows of batches that are collated already: taken out, and put together
+
+
+def share_of_batches(
+    group: Sequence[Any], sizes: Sequence[int], share: Share, head: Sequence[Any], head_sizes: Sequence[int]
+) -> Any:
+    """Make one process's batch out of a group of batches.
+
+    Args:
+        group: The batches.
+        sizes: How many rows each of them has.
+        share: The rows that the process takes.
+        head: The epoch's first batches, which padding is made of. If their rows have another form, such as another
+            width, then padding is made of the process's own batch, or of the first of them.
+        head_sizes: How many rows each of these has.
+
+    Returns:
+        The batch itself if it is taken whole, else a new one.
+    """
+    if share.source is None and share.offset == 0 and share.padding == head_sizes[0]:
+        return head[0]
+    own: list[Any] = [] if share.source is None else [group[share.source]]
+    counts = [] if share.source is None else [sizes[share.source]]
+    taken = list(range(share.start, share.stop))
+    if not share.padding:
+        return own[0] if len(taken) == counts[0] else pick_rows(own, counts, taken)
+    total, everything, sizes_of_all = sum(head_sizes), [*head, *own], [*head_sizes, *counts]
+    real = [total + row for row in taken]
+    paddings = [[(share.offset + number) % total for number in range(share.padding)]]
+    if own:  # else made of its own rows; beside the head it shows what is a column
+        paddings.append([total + number % counts[0] for number in range(share.padding)])
+    for padding in paddings:
+        with suppress(OtherForm):
+            return pick_rows(everything, sizes_of_all, real + padding)
+    batch, rows = (own[0], counts[0]) if own else (head[0], head_sizes[0])
+    return pick_rows([batch], [rows], taken + [number % rows for number in range(share.padding)])
+
+
+class OtherForm(Exception):
+    """Batches whose rows cannot be put together, since their shapes, keys or lengths differ."""
+
+
+def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int]) -> Any:
+    """Rows out of several batches of the same form, put together to one.
+
+    Tensors, NumPy arrays and lists, such as of strings, numbers or images, that are as long as their batch has rows are
+    columns. All else is taken from the last batch as it is.
+
+    Args:
+        batches: The batches.
+        counts: How many rows each has.
+        picks: Which rows, counted through all of the batches.
+
+    Raises:
+        OtherForm: If the batches do not have the same form.
+    """
+    like = batches[-1]
+    if any(type(batch) is not type(like) for batch in batches):
+        raise OtherForm
+    if isinstance(like, Tensor | np.ndarray):
+        return _rows_of_arrays(batches, counts, picks)
+    if isinstance(like, (list, tuple)):
+        if _is_column(batches, counts):
+            every = [value for batch in batches for value in batch]
+            return honor_type(like, [every[pick] for pick in picks])
+        if any(len(batch) != len(like) for batch in batches):
+            raise OtherForm
+        return honor_type(like, [pick_rows(parts, counts, picks) for parts in zip(*batches, strict=True)])
+    if isinstance(like, Mapping):
+        if any(batch.keys() != like.keys() for batch in batches):
+            raise OtherForm
+        values = {key: pick_rows([batch[key] for batch in batches], counts, picks) for key in like}
+        return values if type(like) is dict else type(like)(values)  # type: ignore[call-arg]
+    names = field_names(like)
+    if names is not None:
+        columns = ([getattr(batch, name) for batch in batches] for name in names)
+        return with_fields(like, [pick_rows(column, counts, picks) for column in columns])
+    return like
+
+
+def _rows_of_arrays(arrays: Sequence[Any], counts: Sequence[int], picks: Sequence[int]) -> Any:
+    like = arrays[-1]
+    if not like.ndim or like.shape[0] != counts[-1]:
+        return like
+    if len(set(counts)) > 1 and all(array.shape == like.shape for array in arrays):
+        return like  # a column is as long as its batch
+    before = sum(counts[:-1])
+    if picks and min(picks) >= before:  # the others need not have its form
+        arrays, counts, picks = [like], [counts[-1]], [pick - before for pick in picks]
+    for array, rows in zip(arrays, counts, strict=True):
+        if not array.ndim or array.shape[0] != rows or array.shape[1:] != like.shape[1:]:
+            raise OtherForm
+    if isinstance(like, Tensor):
+        return torch.cat(list(arrays))[torch.tensor(picks, dtype=torch.int64, device=like.device)]
+    return np.concatenate(arrays)[list(picks)]
+
+
+def _is_column(sequences: Sequence[Sequence[Any]], counts: Sequence[int]) -> bool:
+    """Return whether sequences hold one value for each row of their batches, rather than the parts of a batch."""
+    if any(len(values) != rows for values, rows in zip(sequences, counts, strict=True)):
+        return False
+    if len(set(counts)) > 1:  # the number of a batch's parts does not change with its rows
+        return True
+    values, rows = sequences[-1], counts[-1]
+    if all(isinstance(each, Tensor) for each in values):
+        # Three tensors of [3, height, width] are images rather than three columns.
+        images = rows == 3 and all(each.dim() == 3 for each in values)
+        return images or all(not each.dim() or each.size(0) != rows for each in values)
+    if all(isinstance(each, Mapping) for each in values):
+        return True  # such as the targets of images
+    return not any(_has_rows(each, rows) for each in values)
+
+
+def _has_rows(part: Any, rows: int) -> bool:
+    sequence = isinstance(part, (list, tuple)) and len(part) == rows
+    return sequence or isinstance(part, Tensor) or batch_size_or_none(part) == rows
+
+
+# Batches of one shape, for devices that compile a graph for each
+
+
+def filled(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator[tuple[Any, BatchInfo]]:
+    """Fill short batches up with copies of their own rows, in turn, which are counted as padding.
+
+    Args:
+        pairs: Batches, each with what is known about it, which is changed.
+        size: Rows of a full batch; those of the largest one so far if None.
+
+    Returns:
+        The batches.
+    """
+    full = size or 0
+
+    def fill(pair: tuple[Any, BatchInfo]) -> tuple[Any, BatchInfo]:
+        nonlocal full
+        batch, info = pair
+        rows = batch_size_or_none(batch) if info.rows is None else info.rows
+        if rows:
+            full = max(full, rows)
+            if rows < full:
+                picks = [number % rows for number in range(full)]
+                batch = pick_rows([batch], [rows], picks)
+                info.padding += full - rows
+                info.rows = full
+        return batch, info
+
+    return map(fill, pairs)
+
+
+# What processes agree on batch by batch, where their loaders alone do not determine it
+
+
+logger = get_logger(__name__)
+
+Pair = tuple[Any, BatchInfo]
+
+_NONE_LEFT: Any = (None, None)
+
+
+def sum_over_processes(numbers: Sequence[int]) -> list[int]:
+    """Add up integers over all processes, on the host where a backend for it is there."""
+    on_host = not dist.is_initialized() or "cpu" in str(dist.get_backend_config())
+    device = torch.device("cpu") if on_host else PartialState().device
+    total: list[int] = reduce(torch.tensor(numbers, dtype=torch.int64, device=device), "sum").tolist()
+    return total
+
+
+def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
+    """The same batches, each handed out once it is known to be the last one on every process or on none.
+
+    Not only once every process has one: a window of micro-batches ends early with the last batch, and with it the
+    gradients are reduced.
+
+    Raises:
+        DataError: Some processes have no batch left, and others have.
+    """
+    given, world = 0, PartialState().num_processes
+    held: list[Pair] = []  # nothing while this waits to be asked for the next
+    for batch, info in chain(pairs, repeat(_NONE_LEFT)):
+        has_one = info is not None
+        has_more = has_one and not info.last
+        given += has_one
+        if any(0 < count < world for count in sum_over_processes([has_one, has_more])):
+            raise DataError(_different_ends(gather_object([(given, has_more)])))
+        if has_one:
+            held.append((batch, info))
+            del batch
+            yield held.pop()
+        if not has_more:
+            return
+
+
+def digest_of(samples: Any) -> str:
+    """Return a digest of samples that does not depend on the process.
+
+    Of an object of another kind it has the bytes (`tobytes`, as images have) or the attributes.
+    """
+    digest, seen = hashlib.blake2b(digest_size=16), set[int]()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            digest.update(repr((value.shape, value.dtype)).encode())
+            if value.layout is torch.strided and not value.is_quantized:
+                value = value.detach().cpu().flatten().contiguous().resolve_conj().resolve_neg()
+                digest.update(value.view(torch.uint8).numpy())
+        elif isinstance(value, Mapping):
+            add(list(value.items()))
+        elif isinstance(value, list | tuple):
+            for each in value:
+                add(each)
+        elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+            add(value.tolist())
+        elif isinstance(value, str | bytes | int | float | complex) or value is None:
+            digest.update(repr(value).encode())
+        elif callable(getattr(value, "tobytes", None)):
+            digest.update(value.tobytes())
+        elif hasattr(value, "__dict__") and id(value) not in seen:
+            seen.add(id(value))
+            add(vars(value))
+
+    add(samples)
+    return digest.hexdigest()
+
+
+def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[], str | None] | None = None) -> None:
+    """Refuse a stream that gives each process its own part, since sharing it out would lose the other parts.
+
+    All processes must call it.
+
+    Args:
+        name: The class of the stream.
+        begins_with: A digest of the first samples that this process has read; None if it could not read them.
+        read_again: Opens the stream once more and returns the new digest. A stream that then begins otherwise is random
+            or live by itself, so that a difference does not show parts: it is named in a warning.
+
+    Raises:
+        DataError: If the processes read different samples.
+    """
+    digests = gather_object([begins_with])
+    others = [digest not in (None, digests[0]) for digest in digests]
+    if not any(others):
+        return
+    is_other = others[PartialState().process_index]
+    again = gather_object([read_again() if is_other and read_again is not None else begins_with])
+    if any(other and first == second for other, first, second in zip(others, digests, again, strict=True)):
+        raise DataError(_other_samples(name))
+    logger.warning_once(
+        "%s begins with other samples each time that it is read, so whether each process reads a part of its own "
+        "cannot be found out. Rank 0 reads for all. Set dispatch_batches=True if that is right, and "
+        "use_distributed_sampler=False if each process reads its own part.",
+        name,
+    )
+
+
+def check_same_dataset(dataset: Any) -> None:
+    """Refuse a map-style dataset of which each process holds its own part; all processes must call it.
+
+    No sample is read: compared are the lengths, and the indices of a `Subset`. Subsets that differ and overlap, as
+    `random_split` draws them without a seed, are named in a warning.
+
+    Raises:
+        DataError: If the lengths differ, or no two processes hold a sample in common.
+    """
+    indices = _indices_of(dataset)
+    everyone = gather_object([(_length_of(dataset), None if indices is None else indices[:64].tolist())])
+    if all(each == everyone[0] for each in everyone):
+        return
+    whole = gather_object([indices])
+    if any(each is None for each in whole) or len(np.unique(np.concatenate(whole))) == sum(map(len, whole)):
+        raise DataError(_other_samples(type(dataset).__name__))
+    logger.warning_once(
+        "The processes hold different subsets, so that some samples are read twice and others not. Seed what draws "
+        "them, as in random_split(..., generator=torch.Generator().manual_seed(0)), or call seed_everything first."
+    )
+
+
+def _indices_of(dataset: Any) -> Any:
+    """Return the indices that a subset, or a subset of one, takes of its dataset; None if it is none."""
+    indices = None
+    while isinstance(dataset, Subset):
+        own = np.asarray(dataset.indices)
+        indices = own if indices is None else own[indices]
+        dataset = dataset.dataset
+    return indices
+
+
+def _length_of(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _other_samples(name: str) -> str:
+    return (
+        f"{name} gives each process other samples, and would be shared out once more, so that most would be lost. If "
+        "each process reads its own part, set use_distributed_sampler=False, of the Trainer or of "
+        "DataLoaderConfiguration. Else let all read the same (seed what draws it), or set dispatch_batches=True, so "
+        "that rank 0 alone reads."
+    )
+
+
+def _different_ends(ends: list[tuple[int, bool]]) -> str:
+    counts = ", ".join(
+        f"rank {rank} has more than {given}" if has_more else f"rank {rank} has {given}"
+        for rank, (given, has_more) in enumerate(ends)
+    )
+    return (
+        f"The processes have different numbers of batches in this epoch: {counts}. They step together, so each needs "
+        "as many as the others: let every process's dataset end after as many batches, or stop them all at the "
+        "smallest number, as with limit_train_batches."
+    )
+
+
+def with_rows_of_all(pairs: Iterator[Pair], shards: int) -> Iterator[Pair]:
+    """Exchange the rows of each step's batches; all processes iterate together, with as many batches.
+
+    Where the rows of any batch of a step cannot be found, its real batches count alike.
+
+    Args:
+        pairs: This process's batches, each with what is known about it.
+        shards: How many parts the data is read in; processes may read the same part.
+    """
+    copies = PartialState().num_processes // shards
+
+    def exchange(pair: Pair) -> Pair:
+        _, info = pair
+        is_real = int(not info.is_padding)
+        rows = info.real_rows
+        unknown, real, total = sum_over_processes([int(rows is None), is_real, rows or 0])
+        if unknown:
+            info.weights = is_real, real // copies
+        else:
+            info.global_rows = total // copies
+        return pair
+
+    return map(exchange, pairs)

@@ -10,9 +10,9 @@ _EXPORTS = {
     "AlignDevicesHook": "drivetrain.inference.aligning",
     "BitsAndBytes": "drivetrain.inference.quantization",
     "BnbQuantizationConfig": "drivetrain.inference.quantization",
-    "CpuOffload": "drivetrain.inference.whole_offload",
+    "CpuOffload": "drivetrain.inference.aligning",
     "DeviceMap": "drivetrain.inference.device_map",
-    "LayerwiseCastingHook": "drivetrain.inference.casting",
+    "LayerwiseCastingHook": "drivetrain.inference.meta",
     "LoRALinear": "drivetrain.inference.adapters",
     "ModelHook": "drivetrain.inference.hooks",
     "OffloadedWeightsLoader": "drivetrain.inference.offloaded",
@@ -22,37 +22,37 @@ _EXPORTS = {
     "Quantizer": "drivetrain.inference.quantization",
     "SequentialHook": "drivetrain.inference.hooks",
     "StreamOptions": "drivetrain.inference.streaming",
-    "StreamedModelError": "drivetrain.inference.guard",
+    "StreamedModelError": "drivetrain.inference.hooks",
     "TorchAO": "drivetrain.inference.quantization",
-    "UserCpuOffloadHook": "drivetrain.inference.whole_offload",
+    "UserCpuOffloadHook": "drivetrain.inference.aligning",
     "WeightStream": "drivetrain.inference.streaming",
     "add_hook_to_module": "drivetrain.inference.hooks",
     "align_module_device": "drivetrain.inference.aligning",
-    "attach_align_device_hook": "drivetrain.inference.attaching",
-    "attach_align_device_hook_on_blocks": "drivetrain.inference.attaching",
-    "attach_execution_device_hook": "drivetrain.inference.attaching",
-    "attach_layerwise_casting_hooks": "drivetrain.inference.casting",
+    "attach_align_device_hook": "drivetrain.inference.aligning",
+    "attach_align_device_hook_on_blocks": "drivetrain.inference.aligning",
+    "attach_execution_device_hook": "drivetrain.inference.aligning",
+    "attach_layerwise_casting_hooks": "drivetrain.inference.meta",
     "calculate_maximum_sizes": "drivetrain.inference.sizes",
     "check_device_map": "drivetrain.inference.device_map",
-    "check_tied_parameters_in_config": "drivetrain.inference.ties",
+    "check_tied_parameters_in_config": "drivetrain.inference.tensors",
     "check_tied_parameters_on_same_device": "drivetrain.inference.device_map",
     "clean_device_map": "drivetrain.inference.device_map",
     "compute_module_sizes": "drivetrain.inference.sizes",
     "cpu_offload": "drivetrain.inference.placement",
-    "cpu_offload_with_hook": "drivetrain.inference.whole_offload",
+    "cpu_offload_with_hook": "drivetrain.inference.aligning",
     "disk_offload": "drivetrain.inference.placement",
     "dispatch_model": "drivetrain.inference.placement",
     "dtype_byte_size": "drivetrain.inference.sizes",
     "extract_submodules_state_dict": "drivetrain.inference.offloaded",
-    "find_tied_parameters": "drivetrain.inference.ties",
-    "get_balanced_memory": "drivetrain.inference.budgets",
+    "find_tied_parameters": "drivetrain.inference.tensors",
+    "get_balanced_memory": "drivetrain.inference.device_map",
     "get_max_layer_size": "drivetrain.inference.sizes",
-    "get_max_memory": "drivetrain.inference.budgets",
+    "get_max_memory": "drivetrain.inference.device_map",
     "get_quantizer": "drivetrain.inference.quantization",
     "get_state_dict_offloaded_model": "drivetrain.inference.aligning",
     "group_offload": "drivetrain.inference.placement",
     "has_offloaded_params": "drivetrain.inference.aligning",
-    "id_tensor_storage": "drivetrain.inference.ties",
+    "id_tensor_storage": "drivetrain.inference.tensors",
     "infer_auto_device_map": "drivetrain.inference.device_map",
     "init_empty_weights": "drivetrain.inference.meta",
     "init_on_device": "drivetrain.inference.meta",
@@ -74,7 +74,7 @@ _EXPORTS = {
     "remove_hook_from_module": "drivetrain.inference.hooks",
     "remove_hook_from_submodules": "drivetrain.inference.hooks",
     "resolve_device_map": "drivetrain.inference.device_map",
-    "retie_parameters": "drivetrain.inference.ties",
+    "retie_parameters": "drivetrain.inference.tensors",
     "save_offload_index": "drivetrain.inference.offloaded",
     "save_quantized": "drivetrain.inference.quantization",
     "set_module_tensor_to_device": "drivetrain.inference.tensors",
@@ -158,33 +158,36 @@ if TYPE_CHECKING:
     from drivetrain.inference.adapters import LoRALinear as LoRALinear
     from drivetrain.inference.adapters import QLoRA as QLoRA
     from drivetrain.inference.aligning import AlignDevicesHook as AlignDevicesHook
+    from drivetrain.inference.aligning import CpuOffload as CpuOffload
+    from drivetrain.inference.aligning import UserCpuOffloadHook as UserCpuOffloadHook
     from drivetrain.inference.aligning import align_module_device as align_module_device
+    from drivetrain.inference.aligning import attach_align_device_hook as attach_align_device_hook
+    from drivetrain.inference.aligning import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
+    from drivetrain.inference.aligning import attach_execution_device_hook as attach_execution_device_hook
+    from drivetrain.inference.aligning import cpu_offload_with_hook as cpu_offload_with_hook
     from drivetrain.inference.aligning import get_state_dict_offloaded_model as get_state_dict_offloaded_model
     from drivetrain.inference.aligning import has_offloaded_params as has_offloaded_params
-    from drivetrain.inference.attaching import attach_align_device_hook as attach_align_device_hook
-    from drivetrain.inference.attaching import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
-    from drivetrain.inference.attaching import attach_execution_device_hook as attach_execution_device_hook
-    from drivetrain.inference.budgets import get_balanced_memory as get_balanced_memory
-    from drivetrain.inference.budgets import get_max_memory as get_max_memory
-    from drivetrain.inference.casting import LayerwiseCastingHook as LayerwiseCastingHook
-    from drivetrain.inference.casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
     from drivetrain.inference.device_map import DeviceMap as DeviceMap
     from drivetrain.inference.device_map import check_device_map as check_device_map
     from drivetrain.inference.device_map import (
         check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
     )
     from drivetrain.inference.device_map import clean_device_map as clean_device_map
+    from drivetrain.inference.device_map import get_balanced_memory as get_balanced_memory
+    from drivetrain.inference.device_map import get_max_memory as get_max_memory
     from drivetrain.inference.device_map import infer_auto_device_map as infer_auto_device_map
     from drivetrain.inference.device_map import resolve_device_map as resolve_device_map
-    from drivetrain.inference.guard import StreamedModelError as StreamedModelError
     from drivetrain.inference.hooks import ModelHook as ModelHook
     from drivetrain.inference.hooks import SequentialHook as SequentialHook
+    from drivetrain.inference.hooks import StreamedModelError as StreamedModelError
     from drivetrain.inference.hooks import add_hook_to_module as add_hook_to_module
     from drivetrain.inference.hooks import remove_hook_from_module as remove_hook_from_module
     from drivetrain.inference.hooks import remove_hook_from_submodules as remove_hook_from_submodules
     from drivetrain.inference.loading import load_checkpoint_in_model as load_checkpoint_in_model
     from drivetrain.inference.loading import load_state_dict as load_state_dict
     from drivetrain.inference.merging import merge_adapters as merge_adapters
+    from drivetrain.inference.meta import LayerwiseCastingHook as LayerwiseCastingHook
+    from drivetrain.inference.meta import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
     from drivetrain.inference.meta import init_empty_weights as init_empty_weights
     from drivetrain.inference.meta import init_on_device as init_on_device
     from drivetrain.inference.meta import meta_leftovers as meta_leftovers
@@ -220,14 +223,11 @@ if TYPE_CHECKING:
     from drivetrain.inference.sizes import named_module_tensors as named_module_tensors
     from drivetrain.inference.streaming import StreamOptions as StreamOptions
     from drivetrain.inference.streaming import WeightStream as WeightStream
+    from drivetrain.inference.tensors import check_tied_parameters_in_config as check_tied_parameters_in_config
+    from drivetrain.inference.tensors import find_tied_parameters as find_tied_parameters
+    from drivetrain.inference.tensors import id_tensor_storage as id_tensor_storage
+    from drivetrain.inference.tensors import retie_parameters as retie_parameters
     from drivetrain.inference.tensors import set_module_tensor_to_device as set_module_tensor_to_device
-    from drivetrain.inference.ties import check_tied_parameters_in_config as check_tied_parameters_in_config
-    from drivetrain.inference.ties import find_tied_parameters as find_tied_parameters
-    from drivetrain.inference.ties import id_tensor_storage as id_tensor_storage
-    from drivetrain.inference.ties import retie_parameters as retie_parameters
-    from drivetrain.inference.whole_offload import CpuOffload as CpuOffload
-    from drivetrain.inference.whole_offload import UserCpuOffloadHook as UserCpuOffloadHook
-    from drivetrain.inference.whole_offload import cpu_offload_with_hook as cpu_offload_with_hook
 
 
 def __getattr__(name: str) -> Any:

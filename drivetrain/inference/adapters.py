@@ -4,20 +4,258 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain.checkpoint.tensor_file import bytes_of
-from drivetrain.inference.frozen_layers import FrozenLinear
+from drivetrain.checkpoint.safetensors_file import bytes_of
 from drivetrain.inference.loading import Checkpoint
-from drivetrain.inference.peft_layers import FrozenForPeft, PeftLayers
-from drivetrain.inference.quantization.base import Quantizer
+from drivetrain.inference.quantization.base import Quantizer, bind_weight, get_quantizer, weight_parts
 from drivetrain.inference.quantization.models import is_within, quantize_model
-from drivetrain.inference.quantization.registry import get_quantizer
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
+from drivetrain.inference.sizes import parameter_size
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, PackageMissingError, nearest
+
+# Linear layers that are not trained, and whose packed weights strategies leave whole or shard
+
+
+_ALIGNED = 16  # bytes at whose multiples the parts of a packed weight begin
+
+Bind = Callable[[nn.Module, Mapping[str, Tensor]], None]
+
+
+class _Part(NamedTuple):
+    """Where a tensor is among the bytes of a packed weight."""
+
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def end(self) -> int:
+        return self.start + self.dtype.itemsize * math.prod(self.shape)
+
+
+class FrozenLinear(nn.Module):
+    """A layer that is not trained, quantised or not. It follows the inputs to their device.
+
+    The layer is no submodule: a state dict does not hold it, and changes of dtype leave what is packed in it alone.
+
+    Args:
+        base: The layer, with `in_features` and `out_features`.
+        quantizer: What has quantised the layer; None for one that is not quantised.
+        sharded: Whether strategies may shard the weight. Its bytes are then the parameter `packed`, which no precision
+            converts; without, every process holds the layer whole.
+
+    Attributes:
+        base: The frozen layer.
+        packed: The bytes of the weight, shape `(bytes,)`, where strategies may shard them.
+        frozen_size: Elements of the frozen layer's parameters before it was quantised, and the bytes that they take.
+    """
+
+    base: nn.Module
+    packed: nn.Parameter | None
+    frozen_size: tuple[int, int]
+
+    def __init__(self, base: Any, quantizer: Quantizer | None = None, sharded: bool = False) -> None:
+        nn.Module.__init__(self)
+        self.__dict__["base"] = base
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self._base_device = next(iter(_tensors(base))).device
+        sizes = [parameter_size(base, name, held.numel()) for name, held in base.named_parameters(recurse=False)]
+        self.frozen_size = sum(elements for elements, _ in sizes), sum(nbytes for _, nbytes in sizes)
+        self._parts: dict[str, _Part] = {}
+        self._bind: Bind = bind_weight if quantizer is None else quantizer.bind
+        if quantizer is not None:
+            quantizer.settle(base)
+        self.register_parameter("packed", None)
+        if sharded:
+            self._pack(weight_parts(base) if quantizer is None else quantizer.parts(base))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the layer.
+
+        Args:
+            x: Shape `(..., in_features)`.
+        """
+        if x.device != self._base_device:
+            self.base.to(x.device)
+            self._base_device = x.device
+        if self.packed is None:
+            output: Tensor = self.base(x)
+            return output
+        # Gathered for this forward, and freed after it. What autograd keeps are views of the same memory, which is
+        # filled again before backward.
+        self._bind(self.base, {name: _view(self.packed, part) for name, part in self._parts.items()})
+        try:
+            output = self.base(x)
+        finally:
+            self._unbind()
+        return output
+
+    def train(self, mode: bool = True) -> FrozenLinear:
+        """Switch to training or evaluation, the frozen layer too."""
+        self.base.train(mode)
+        super().train(mode)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{type(self.base).__name__}({self.in_features}, {self.out_features})"
+
+    def _pack(self, parts: Mapping[str, Tensor]) -> None:
+        end = 0
+        for name, tensor in parts.items():
+            self._parts[name] = _Part(end, tensor.dtype, tensor.shape)
+            end = math.ceil(self._parts[name].end / _ALIGNED) * _ALIGNED
+        packed = torch.zeros(end, dtype=torch.uint8, device=self._base_device)
+        for name, tensor in parts.items():
+            _view(packed, self._parts[name]).copy_(tensor)
+        self.packed = nn.Parameter(packed, requires_grad=False)
+        self._unbind()
+
+    def _unbind(self) -> None:
+        """Let the layer hold one element in the place of each part, of the same shape."""
+        empty = {
+            name: torch.empty(1, dtype=part.dtype, device=self._base_device).expand(part.shape)
+            for name, part in self._parts.items()
+        }
+        self._bind(self.base, empty)
+
+
+def _view(packed: Tensor, part: _Part) -> Tensor:
+    return packed.detach()[part.start : part.end].view(part.dtype).view(part.shape)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+# LoRA layers of peft over frozen ones of ours
+
+
+_OURS = ("r", "lora_alpha", "lora_dropout", "target_modules")
+# What begins without looking at the weight of the layer below.
+_BEGINNINGS = (True, False, "gaussian")
+_NAME = "default"
+
+
+class FrozenForPeft(FrozenLinear, nn.Linear):
+    """A frozen layer that peft takes for a linear one. It has no weight that peft could change.
+
+    Args:
+        base: As for `FrozenLinear`.
+        quantizer: As for `FrozenLinear`.
+        sharded: As for `FrozenLinear`.
+
+    Attributes:
+        scaling: What the product of the adapter's matrices is multiplied by; 0 without an adapter.
+    """
+
+    scaling: Tensor
+
+    def __init__(self, base: Any, quantizer: Quantizer | None = None, sharded: bool = False) -> None:
+        super().__init__(base, quantizer, sharded)
+        self.register_parameter("bias", None)
+        self.register_buffer("scaling", torch.tensor(0.0, device=self._base_device))
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """Nothing, on the layer's device: peft places adapters where this is."""
+        return torch.empty(0, dtype=torch.uint8, device=self.scaling.device)
+
+
+class PeftLayers:
+    """Puts peft's LoRA layers into models.
+
+    Args:
+        rank: Rows of the first matrix of each adapter.
+        alpha: What an adapter adds is scaled by `alpha / rank`; `2 * rank` if None.
+        dropout: Share of the inputs that adapters do not see in training.
+        options: Further arguments of `peft.LoraConfig`.
+
+    Raises:
+        ConfigurationError: An option is one of `QLoRA`, or reads the weights below the adapters.
+    """
+
+    def __init__(self, rank: int, alpha: float | None, dropout: float, options: Mapping[str, Any] | None) -> None:
+        self._options = dict(options or {})
+        ours = [name for name in self._options if name in _OURS]
+        if ours:
+            raise ConfigurationError(
+                f"QLoRA(peft_options=...) has {ours[0]!r}. Give QLoRA's rank, alpha, dropout and targets instead.",
+                code="DT-004",
+            )
+        beginning = self._options.get("init_lora_weights", True)
+        reads = "use_dora" if self._options.get("use_dora") else ""
+        reads = reads or ("" if beginning in _BEGINNINGS else f"init_lora_weights={beginning!r}")
+        if reads:
+            raise ConfigurationError(
+                f"QLoRA(backend='peft'): {reads} reads the weights below the adapters, which are packed. Use peft's "
+                "get_peft_model over quantize_model for it.",
+                code="DT-004",
+            )
+        self._options |= {"r": rank, "lora_alpha": 2 * rank if alpha is None else alpha, "lora_dropout": dropout}
+
+    def check(self) -> None:
+        """See that peft is installed and has the options.
+
+        Raises:
+            ConfigurationError: It is not, or has not.
+        """
+        if find_spec("peft") is None:
+            raise PackageMissingError(
+                "QLoRA(backend='peft') needs peft, which is not installed: pip install peft. Without it, "
+                "backend='drivetrain' trains the same adapters."
+            )
+        import peft
+
+        known = list(peft.LoraConfig.__dataclass_fields__)
+        for name in self._options:
+            if name not in known:
+                raise ConfigurationError(
+                    f"peft.LoraConfig has no option {name!r}.{nearest(name, known)} See QLoRA(peft_options=...).",
+                    code="DT-006",
+                )
+
+    def add(self, model: nn.Module, layers: Sequence[str]) -> None:
+        """Put an adapter around each of some frozen layers, and leave these alone to be trained.
+
+        Args:
+            model: The model, which is changed.
+            layers: The names of layers that are `FrozenForPeft`.
+        """
+        import peft
+
+        pattern = "|".join(re.escape(name) for name in layers)  # peft takes names in a list for ends of others
+        config = peft.LoraConfig(target_modules=f"(?:{pattern})", **self._options)
+        training = {name: module.training for name, module in model.named_modules()}
+        with _has_parameter(model, model.get_submodule(layers[0]).scaling.device):
+            peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
+        for name in layers:
+            adapter: Any = model.get_submodule(name)
+            frozen: Any = adapter.get_base_layer()
+            frozen.scaling.fill_(adapter.scaling[_NAME])  # which a checkpoint of peft's does not hold
+            adapter.train(training[name])
+
+
+@contextmanager
+def _has_parameter(model: nn.Module, device: Any) -> Iterator[None]:
+    """Let a model have a parameter: peft reads the device from the first one (0.21), and frozen layers have none."""
+    if any(True for _ in model.parameters()):
+        yield
+        return
+    name = "peft_reads_the_device"
+    model.register_parameter(name, nn.Parameter(torch.empty(0, device=device), requires_grad=False))
+    try:
+        yield
+    finally:
+        delattr(model, name)
+
 
 _BASES, _BACKENDS = ("replicated", "sharded"), ("drivetrain", "peft")
 HASH = "base_sha256"

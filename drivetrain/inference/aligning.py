@@ -9,9 +9,26 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from drivetrain.inference.guard import MoveGuard
-from drivetrain.inference.hooks import ModelHook, Registered, SequentialHook, hook_of
-from drivetrain.inference.tensors import TiedTensors, locate, set_module_tensor_to_device, tied_address, tied_tensors
+from drivetrain.inference.hooks import (
+    ModelHook,
+    MoveGuard,
+    Registered,
+    SequentialHook,
+    add_hook_to_module,
+    hook_of,
+    remove_hook_from_module,
+)
+from drivetrain.inference.offloaded import PrefixedDataset
+from drivetrain.inference.sizes import named_module_tensors
+from drivetrain.inference.tensors import (
+    TiedTensors,
+    locate,
+    release_memory,
+    set_module_tensor_to_device,
+    tied_address,
+    tied_tensors,
+)
+from drivetrain.runtime.devices import detect_device_kind
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
 from drivetrain.runtime.nested import find_device, send_to_device
 
@@ -390,3 +407,258 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
             "device, and no hook keeps them. Load the model's weights first."
         )
     return state
+
+
+# Adds hooks to the modules of a model that is placed over devices, or offloaded
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: Device,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedTensors | None = None,
+) -> None:
+    """Have a module and all modules within it that hold tensors run on a device.
+
+    Args:
+        module: The module. Modules that have a hook keep it.
+        execution_device: The device.
+        skip_keys: Keys of keyword arguments whose values stay where they are.
+        preload_module_classes: Names of classes whose modules are not entered.
+        tied_params_map: See `set_module_tensor_to_device`.
+    """
+    if tied_params_map is None:
+        tied_params_map = tied_tensors(module)
+    if hook_of(module) is None and any(True for _ in named_module_tensors(module, recurse=True)):
+        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        add_hook_to_module(module, hook)
+    if type(module).__name__ in (preload_module_classes or ()):
+        return
+    for child in module.children():
+        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: Device | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, torch.Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedTensors | None = None,
+) -> None:
+    """Add an `AlignDevicesHook` to each module within a module that holds tensors itself, in addition to its hooks.
+
+    Args:
+        module: The module.
+        execution_device: The device that the modules run on.
+        offload: Keep their weights elsewhere, and bring them for the forward of each only.
+        weights_map: The weights by their names in the model.
+        offload_buffers: Whether buffers are offloaded too.
+        module_name: The name of the module in the model.
+        skip_keys: Keys of keyword arguments and outputs whose values stay where they are.
+        preload_module_classes: Names of classes whose modules bring all weights within them at once, since they use
+            the weights of a module within them without calling it.
+        tied_params_map: See `set_module_tensor_to_device`.
+    """
+    if tied_params_map is None:
+        tied_params_map = tied_tensors(module)
+    whole = offload and type(module).__name__ in (preload_module_classes or ())
+    holds = whole or any(True for _ in named_module_tensors(module))
+    if holds and not (offload and has_offloaded_params(module)):  # a module that is used in two places is met twice
+        of_module = weights_map
+        if weights_map is not None and module_name:
+            of_module = PrefixedDataset(weights_map, f"{module_name}.")
+        hook = AlignDevicesHook(
+            execution_device,
+            offload,
+            weights_map=of_module,
+            offload_buffers=offload_buffers,
+            place_submodules=whole,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
+        add_hook_to_module(module, hook, append=True)
+    if whole:
+        return
+    for name, child in module.named_children():
+        attach_align_device_hook(
+            child,
+            execution_device,
+            offload,
+            weights_map,
+            offload_buffers,
+            f"{module_name}.{name}" if module_name else name,
+            skip_keys,
+            preload_module_classes,
+            tied_params_map,
+        )
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: Device | Mapping[str, Device] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, torch.Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedTensors | None = None,
+) -> None:
+    """Add an `AlignDevicesHook` to each of the blocks that a model is placed by.
+
+    Args:
+        module: The model.
+        execution_device: The device that it runs on, or that of each block by name.
+        offload: Whether weights are kept elsewhere, or for each block by name.
+        weights_map: The weights of offloaded blocks by their names in the model.
+        offload_buffers: Whether buffers are offloaded too.
+        module_name: The name of the module in the model.
+        skip_keys: Keys of keyword arguments and outputs whose values stay where they are.
+        preload_module_classes: See `attach_align_device_hook`.
+        tied_params_map: See `set_module_tensor_to_device`.
+    """
+    devices: Mapping[str, Any]
+    if isinstance(execution_device, Mapping):
+        devices = execution_device
+        offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    elif isinstance(offload, Mapping):
+        devices, offloads = dict.fromkeys(offload, execution_device), offload
+    else:
+        devices, offloads = {module_name: execution_device}, {module_name: offload}
+    if tied_params_map is None:
+        tied_params_map = tied_tensors(module)
+    shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    placed = set[int]()
+    for inner, block in module.named_modules(remove_duplicate=False):
+        name, outermost = ".".join(filter(None, (module_name, inner))), not inner
+        if name not in devices or name not in offloads or id(block) in placed:
+            if outermost:
+                add_hook_to_module(block, AlignDevicesHook(io_same_device=True, **shared), append=True)
+            continue
+        device = devices[name]
+        placed.add(id(block))
+        if offloads[name]:
+            attach_align_device_hook(
+                block,
+                device,
+                True,
+                weights_map,
+                offload_buffers,
+                name,
+                preload_module_classes=preload_module_classes,
+                **shared,
+            )
+            if hook_of(block) is None:
+                add_hook_to_module(block, AlignDevicesHook(device, io_same_device=outermost, **shared), append=True)
+        else:
+            hook = AlignDevicesHook(device, io_same_device=outermost, place_submodules=True, **shared)
+            add_hook_to_module(block, hook, append=True)
+        if device is not None and (isinstance(execution_device, Mapping) or isinstance(offload, Mapping)):
+            attach_execution_device_hook(block, device, skip_keys, preload_module_classes, tied_params_map)
+
+
+# Models that take turns on a device: each is there while it is used, and in the CPU's memory before and after
+
+
+_ON_CPU = torch.device("cpu")
+
+
+class CpuOffload(ModelHook):
+    """Keeps a model in the CPU's memory until its forward; it stays on the device after that.
+
+    Args:
+        execution_device: The device that it runs on; this machine's first accelerator if None, or else the CPU.
+        prev_module_hook: What `cpu_offload_with_hook` returned for the model that runs before this one, which leaves
+            the device when this one comes.
+    """
+
+    def __init__(
+        self, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+    ) -> None:
+        self.prev_module_hook = prev_module_hook
+        self.execution_device = detect_device_kind().device(0) if execution_device is None else execution_device
+
+    def init_hook(self, module: ModuleT) -> ModuleT:
+        """Move the model to the CPU."""
+        return module.to(_ON_CPU)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Move the model before it away, and this one and its inputs to the device."""
+        device = torch.device(self.execution_device)
+        previous = self.prev_module_hook
+        if previous is not None and previous.model is not module and not _is_on(previous.model, _ON_CPU):
+            previous.offload()
+            release_memory(device)
+        if not _is_on(module, device):
+            module.to(device)
+        return send_to_device(args, device), send_to_device(kwargs, device)
+
+
+def _is_on(module: nn.Module, device: torch.device) -> bool:
+    """Whether all that a module holds is on a device."""
+    index = device.index
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type != device.type or (index is not None and tensor.device.index not in (None, index)):
+            return False
+    return True
+
+
+class UserCpuOffloadHook:
+    """What `cpu_offload_with_hook` returns beside a model, to move the model away by hand.
+
+    Args:
+        model: The model.
+        hook: Its hook.
+    """
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model, self.hook = model, hook
+
+    def offload(self) -> None:
+        """Move the model to the CPU until its next forward."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Remove the hook; the model stays where it is."""
+        remove_hook_from_module(self.model)
+
+
+def cpu_offload_with_hook(
+    model: ModuleT, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+) -> tuple[ModuleT, UserCpuOffloadHook]:
+    """Keep a model in the CPU's memory until its forward, and on the device from then until it is moved away.
+
+    For pipelines of several models, one of which may run many times in a row: a model leaves the device when the one
+    after it comes, or by `offload` of what is returned.
+
+    Args:
+        model: The model.
+        execution_device: The device that it runs on; this machine's first accelerator if None, or else the CPU.
+        prev_module_hook: What this function returned for the model before.
+
+    Returns:
+        The model, and what moves it away.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+
+        from drivetrain import cpu_offload_with_hook
+
+        encoder, first = cpu_offload_with_hook(nn.Linear(4, 8))
+        decoder, second = cpu_offload_with_hook(nn.Linear(8, 4), prev_module_hook=first)
+        hidden = encoder(torch.ones(4))
+        for _ in range(3):
+            output = decoder(hidden)  # the encoder leaves the device when the decoder comes
+        second.offload()
+        ```
+    """
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)

@@ -11,19 +11,169 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import checkpoint as files
-from drivetrain.checkpoint.export import parse_dtype
-from drivetrain.checkpoint.mapped_file import mapped_range, mark_mapped
-from drivetrain.checkpoint.tensor_file import Entry, dtype_name
-from drivetrain.checkpoint.weight_sources import JoinedWeights, Weights
-from drivetrain.inference import execution
+from drivetrain.checkpoint.export import JoinedWeights, Weights, parse_dtype
+from drivetrain.checkpoint.safetensors_file import Entry, dtype_name, mapped_range, mark_mapped
+from drivetrain.inference.device_map import DEVICE_MAP_NAMES, DeviceMap, refuse_two_devices, resolve_device_map
 from drivetrain.inference.meta import meta_leftovers
-from drivetrain.inference.offloaded import write_offloaded
-from drivetrain.inference.ties import find_tied_parameters, wraps_others
-from drivetrain.inference.weight_places import Place, like, named_places, persistent
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.inference.offloaded import Place, like, named_places, persistent, write_offloaded
+from drivetrain.inference.tensors import find_tied_parameters, wraps_others
+from drivetrain.runtime.devices import available_device_kinds, detect_device_kind, get_device_kind
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
 from drivetrain.runtime.logging import get_logger
 
+# Which devices a map names, and which one computes
+
+
 logger = get_logger(__name__)
+
+DISK = "disk"
+CPU = torch.device("cpu")
+
+Location = torch.device | str
+"""A device, or `"disk"`."""
+
+
+def location(given: torch.device | str | int) -> Location:
+    """What a map's value stands for.
+
+    Args:
+        given: A device, its name, the number of an accelerator, or `"disk"`.
+
+    Raises:
+        ConfigurationError: It names no device.
+        DeviceNotAvailableError: This machine has no such device.
+    """
+    if isinstance(given, str) and given == DISK:
+        return DISK
+    if isinstance(given, int):
+        kind = detect_device_kind()
+        count = 0 if kind.name == "cpu" else kind.count()
+        if not 0 <= given < count:
+            raise ConfigurationError(
+                f"Device {given} was named, and there are {count} accelerators here. Available: "
+                f"{', '.join(each.name for each in available_device_kinds())}, disk.",
+                code="DT-020",
+            )
+        return kind.device(given)
+    try:
+        device = torch.device(given)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"{given!r} names no device. Give such as 0, 'cuda:1', 'cpu' or 'disk'.", code="DT-020"
+        ) from error
+    if device.type == "meta":
+        return device
+    kind = get_device_kind(device.type)
+    if ":" not in str(device) and kind.name != "cpu":
+        return kind.device(0)
+    return device if kind.name != "cpu" else CPU
+
+
+def execution_device(given: torch.device | str | int | None, others: Collection[Location] = ()) -> torch.device:
+    """Where weights that come and go are computed with.
+
+    Args:
+        given: What was asked for.
+        others: Where the rest of the model is.
+
+    Returns:
+        That device; else the first accelerator among the others, the machine's first one, or the CPU.
+    """
+    if given is not None:
+        found = location(given)
+        if not isinstance(found, torch.device):
+            raise ConfigurationError(
+                "Nothing can be computed on disk. Give a device, such as 0 or 'cpu'.", code="DT-020"
+            )
+        return found
+    there = next((each for each in others if isinstance(each, torch.device) and each != CPU), None)
+    if there is not None:
+        return there
+    kind = detect_device_kind()
+    device = CPU if kind.name == "cpu" else kind.device(0)
+    logger.info_once("Modules whose weights are offloaded compute on %s.", device)
+    return device
+
+
+def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | int]) -> dict[str, Location]:
+    """Where each parameter and buffer is to be.
+
+    Args:
+        model: The model.
+        device_map: Devices or `"disk"` by the names of modules, parameters and buffers; the empty one is for all that
+            has no other.
+
+    Raises:
+        ConfigurationError: A name is not in the model, a parameter is in no entry, or it or what it is tied to has two
+            devices.
+    """
+    places = named_places(model)
+    known = {*(name for name, _ in model.named_modules(remove_duplicate=False)), *places}
+    for name in device_map:
+        if name not in known:
+            raise ConfigurationError(
+                f"device_map names {name!r}, which is not in the model.{nearest(name, known)}", code="DT-043"
+            )
+    parsed = {name: location(value) for name, value in device_map.items()}
+    found = {name: longest(name, parsed) for name in places}
+    missed = [name for name, place in places.items() if found[name] is None and place.is_parameter]
+    if missed:
+        near = nearest(missed[0].rpartition(".")[0], device_map)
+        raise ConfigurationError(f"device_map has no entry for {', '.join(missed[:8])}.{near}", code="DT-110")
+    refuse_two_devices(model, device_map)
+    rest = next(iter(parsed.values()), CPU)  # buffers of the model itself, which maps leave out
+    return {name: rest if where is None else where for name, where in found.items()}
+
+
+def longest(name: str, device_map: Mapping[str, Location]) -> Location | None:
+    """The value of the longest name in a map that is a tensor's, or of a module around it; None where there is none."""
+    prefix = name
+    while prefix not in device_map:
+        if not prefix:
+            return None
+        prefix = prefix.rpartition(".")[0]
+    return device_map[prefix]
+
+
+def as_dict(
+    model: nn.Module,
+    device_map: Any,
+    max_memory: Mapping[Any, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    offload_buffers: bool = False,
+) -> dict[str, torch.device | str | int]:
+    """A map as a dict, whatever it was given as.
+
+    Args:
+        model: The model.
+        device_map: A dict, what has a `to_dict`, a device for the whole model, or `"auto"`, `"balanced"`,
+            `"balanced_low_0"` or `"sequential"`.
+        max_memory: For those names, as for `infer_auto_device_map`.
+        no_split_module_classes: The same.
+        dtype: The same.
+        offload_buffers: The same.
+    """
+    if isinstance(device_map, Mapping):
+        return device_map if isinstance(device_map, DeviceMap) else dict(device_map)
+    if hasattr(device_map, "to_dict"):
+        return dict(device_map.to_dict())
+    if device_map not in DEVICE_MAP_NAMES:
+        if isinstance(device_map, str) and device_map != DISK and nearest(device_map, DEVICE_MAP_NAMES):
+            raise ConfigurationError(
+                f"device_map={device_map!r} is no map.{nearest(device_map, DEVICE_MAP_NAMES)}", code="DT-001"
+            )
+        location(device_map)
+        return {"": device_map}
+    return resolve_device_map(
+        model,
+        device_map,
+        max_memory,
+        no_split_module_classes=no_split_module_classes,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+    )
+
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Tensor]
 Devices = Mapping[str, torch.device | str | int]
@@ -86,12 +236,12 @@ def load_checkpoint_in_model(
     loading.compare(strict)
     where = None
     if device_map is not None:
-        given = execution.as_dict(model, device_map, dtype=wanted, offload_buffers=offload_buffers)
-        where = execution.locations(model, given)
+        given = as_dict(model, device_map, dtype=wanted, offload_buffers=offload_buffers)
+        where = locations(model, given)
     loading.load(where, offload_folder, offload_buffers)
 
 
-def fill_empty(model: nn.Module, weights: Weights, where: Mapping[str, execution.Location]) -> None:
+def fill_empty(model: nn.Module, weights: Weights, where: Mapping[str, Location]) -> None:
     """Give what has no values in a model those of weights that have them.
 
     Args:
@@ -112,7 +262,7 @@ def load_some(
     weights: Weights,
     names: Collection[str],
     used: Collection[str],
-    where: Mapping[str, execution.Location],
+    where: Mapping[str, Location],
     dtype: torch.dtype | None,
     keep_in_fp32: Collection[str],
     folder: str | os.PathLike[str] | None,
@@ -238,7 +388,7 @@ class _Loading:
 
     def load(
         self,
-        where: Mapping[str, execution.Location] | None,
+        where: Mapping[str, Location] | None,
         folder: str | os.PathLike[str] | None,
         offload_buffers: bool,
         complete: bool = True,
@@ -249,10 +399,10 @@ class _Loading:
         on_disk: list[_Item] = []
         for item in self.items:
             to = self._location(item, where)
-            if to == execution.DISK and (offload_buffers or item.places[0].is_parameter):
+            if to == DISK and (offload_buffers or item.places[0].is_parameter):
                 on_disk.append(item)
                 continue
-            device = to if isinstance(to, torch.device) else execution.CPU
+            device = to if isinstance(to, torch.device) else CPU
             if device.type == "meta":
                 continue
             target = self._target(item, device)
@@ -269,12 +419,12 @@ class _Loading:
         if complete:
             self._check_complete(where)
 
-    def _location(self, item: _Item, where: Mapping[str, execution.Location] | None) -> execution.Location:
+    def _location(self, item: _Item, where: Mapping[str, Location] | None) -> Location:
         if where is None:
-            return execution.CPU if item.old.is_meta else item.old.device
+            return CPU if item.old.is_meta else item.old.device
         found = [where[name] for name in item.names]
         # What is tied is where one of its names needs it.
-        return next((each for each in found if each != execution.DISK), found[0])
+        return next((each for each in found if each != DISK), found[0])
 
     def _target(self, item: _Item, device: torch.device) -> Tensor:
         """The tensor to read into: what is there, where it can hold the weight."""
@@ -330,7 +480,7 @@ class _Loading:
                 if kept is not None and place.tensor.is_meta and place.tensor.shape == kept.shape:
                     place.put(kept)
 
-    def _check_complete(self, where: Mapping[str, execution.Location] | None) -> None:
+    def _check_complete(self, where: Mapping[str, Location] | None) -> None:
         left = {
             name: what
             for name, what in meta_leftovers(self._model).items()
@@ -364,11 +514,11 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Devices
         device_map: Devices by the names of modules; weights without an entry, and those for `"disk"`, are on the CPU.
     """
     weights = files.open_weights(checkpoint_file)
-    parsed = {name: execution.location(value) for name, value in (device_map or {}).items()}
+    parsed = {name: location(value) for name, value in (device_map or {}).items()}
     targets: dict[str, Tensor] = {}
     for name, entry in weights.entries.items():
-        where: Any = execution.longest(name, parsed)
-        device = where if isinstance(where, torch.device) else execution.CPU
+        where: Any = longest(name, parsed)
+        device = where if isinstance(where, torch.device) else CPU
         targets[name] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
     weights.fill(targets)
     return targets

@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.export import parse_dtype, write_safetensors
-from drivetrain.checkpoint.tensor_file import BLOCK, Entry
-from drivetrain.checkpoint.weight_files import open_weights
-from drivetrain.checkpoint.weight_sources import Weights
+from drivetrain.checkpoint.export import Weights, open_weights, parse_dtype, write_safetensors
+from drivetrain.checkpoint.safetensors_file import BLOCK, Entry
 from drivetrain.inference.loading import Checkpoint
 from drivetrain.runtime.errors import CheckpointError
 

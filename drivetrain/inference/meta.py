@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -16,6 +17,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from drivetrain.inference.hooks import ModelHook, add_hook_to_module, hook_of
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.nested import recursively_apply
 
 _active = threading.local()
 
@@ -178,3 +183,155 @@ def meta_leftovers(model: nn.Module) -> dict[str, str]:
         if held.is_meta:
             left[name] = "buffer" if name in saved else "buffer that no state dict holds"
     return left
+
+
+# Weights that are stored in a small dtype, and computed with in a larger one
+
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+Conv = nn.modules.conv._ConvNd
+CAST_CLASSES: tuple[type[nn.Module], ...] = (nn.Linear, Conv)
+"""Classes whose weights are stored in the small dtype: what a small dtype costs least in accuracy."""
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Stores a module's floating-point weights in one dtype, and has its forward compute in another.
+
+    Inputs are cast to the dtype of the computation too. What is stored is not written again by a forward, so it stays
+    the same to the last bit.
+
+    Args:
+        storage_dtype: The dtype between forwards, such as `torch.float8_e4m3fn`.
+        compute_dtype: The dtype during a forward, such as `torch.bfloat16`.
+        non_blocking: Cast asynchronously where the device can.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:
+        for role, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise ConfigurationError(
+                    f"{role}={dtype!r} is no floating-point dtype; give one such as torch.float8_e4m3fn to store "
+                    "weights in, and torch.bfloat16 to compute in.",
+                    code="DT-003",
+                )
+        self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
+        self._stored: dict[int, list[_Cast]] = {}
+
+    def init_hook(self, module: ModuleT) -> ModuleT:
+        """Cast the weights to the dtype that they are stored in."""
+        for _, _, tensor in _floats(module):
+            tensor.data = tensor.data.to(self.storage_dtype, non_blocking=self.non_blocking)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put weights of the dtype of the computation in the place of those that are stored."""
+        casts = self._stored[id(module)] = []
+        for table, name, tensor in list(_floats(module)):
+            if tensor.dtype != self.compute_dtype:
+                cast = tensor.to(self.compute_dtype, non_blocking=self.non_blocking)
+                if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                    cast = nn.Parameter(cast, requires_grad=False)
+                table[name] = cast
+                casts.append((table, name, tensor, cast))
+        if not all(isinstance(each, torch.Tensor) and each.dtype == self.compute_dtype for each in args) or kwargs:
+            args, kwargs = recursively_apply(self._cast_input, (args, kwargs))
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Put the stored weights back."""
+        self._restore(module)
+        return output
+
+    def on_error(self, module: nn.Module) -> None:
+        """Put the stored weights back."""
+        self._restore(module)
+
+    def _restore(self, module: nn.Module) -> None:
+        for table, name, stored, copy in self._stored.pop(id(module), ()):
+            if table[name] is copy:  # not where another hook has moved it since
+                table[name] = stored
+
+    def _cast_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
+
+
+_Cast = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
+
+
+def _floats(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """The floating-point parameters and buffers within a module, with the table that each is in."""
+    for inner in module.modules():
+        tables: tuple[dict[str, Any], ...] = (inner._parameters, inner._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is not None and tensor.is_floating_point():
+                    yield table, name, tensor
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | Sequence[str] | None = None,
+    skip_modules_classes: Sequence[type[nn.Module]] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Store the weights of linear and convolution layers in a small dtype, and compute in a larger one.
+
+    All other layers, such as embeddings and norms, stay as they are.
+
+    Args:
+        module: The model, in the dtype of the computation.
+        storage_dtype: The dtype between forwards, such as `torch.float8_e4m3fn`.
+        compute_dtype: The dtype during a forward, such as `torch.bfloat16`.
+        skip_modules_pattern: Regular expressions; a module whose name one of them is found in stays as it is, with
+            all within it.
+        skip_modules_classes: Classes whose modules stay as they are, with all within them.
+        non_blocking: Cast asynchronously where the device can.
+
+    Raises:
+        ConfigurationError: One is no floating-point dtype, or no layer is left to cast.
+
+    Example:
+        ```python
+        import torch
+        from torch import nn
+
+        from drivetrain import attach_layerwise_casting_hooks
+
+        model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8)).to(torch.bfloat16)
+        attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.bfloat16, skip_modules_pattern=["2"])
+        assert model[0].weight.dtype == torch.float8_e4m3fn
+        assert model(torch.ones(1, 64)).dtype == torch.bfloat16
+        ```
+    """
+    given = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else (skip_modules_pattern or ())
+    patterns, classes = [re.compile(each) for each in given], tuple(skip_modules_classes or ())
+    found = list(_to_cast(module, "", patterns, classes))
+    if not found:
+        raise ConfigurationError(
+            f"{type(module).__name__} has no linear or convolution layer that is not skipped, so there is nothing to "
+            "cast. Check skip_modules_pattern and skip_modules_classes, or add a LayerwiseCastingHook to the modules "
+            "yourself with add_hook_to_module.",
+            code="DT-044",
+        )
+    for each in found:
+        if not _casts(hook_of(each)):  # a layer that is used in two places is met twice
+            add_hook_to_module(each, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
+
+
+def _to_cast(
+    module: nn.Module, name: str, patterns: Sequence[re.Pattern[str]], classes: tuple[type[nn.Module], ...]
+) -> Iterator[nn.Module]:
+    """The layers within a module that are cast."""
+    if isinstance(module, classes) or any(pattern.search(name) for pattern in patterns):
+        return
+    if isinstance(module, CAST_CLASSES):
+        yield module
+        return
+    for below, child in module.named_children():
+        yield from _to_cast(child, f"{name}.{below}" if name else below, patterns, classes)
+
+
+def _casts(hook: Any) -> bool:
+    return any(isinstance(each, LayerwiseCastingHook) for each in getattr(hook, "hooks", (hook,)))

@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from drivetrain.checkpoint.weight_files import open_weights
-from drivetrain.inference.tensors import locate, set_module_tensor_to_device
-from drivetrain.inference.ties import find_tied_parameters, retie_parameters
+from drivetrain.checkpoint.export import open_weights
+from drivetrain.inference.tensors import find_tied_parameters, locate, retie_parameters, set_module_tensor_to_device
 from drivetrain.runtime.collectives import broadcast, broadcast_object_list
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
 from drivetrain.runtime.logging import get_logger
@@ -24,9 +23,8 @@ from drivetrain.runtime.nested import (
     send_to_device,
 )
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.parallel.pipeline.relay import Request, StagedModel
 from drivetrain.strategies.parallel.pipeline.split import StageLayout, choose_splits, lay_out
-from drivetrain.strategies.parallel.pipeline.stage import CALL
+from drivetrain.strategies.parallel.pipeline.stage import CALL, Request, StagedModel
 
 logger = get_logger(__name__)
 

@@ -3,25 +3,305 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
-from drivetrain.checkpoint.mapped_file import mapped_range, mark_mapped
-from drivetrain.checkpoint.tensor_file import Entry
-from drivetrain.checkpoint.weight_files import open_weights
-from drivetrain.inference import execution
+from drivetrain.checkpoint.export import open_weights
+from drivetrain.checkpoint.safetensors_file import Entry, mapped_range, mark_mapped
+from drivetrain.inference import loading
 from drivetrain.inference.device_map import DeviceMap
-from drivetrain.inference.loading import Checkpoint, fill_empty, listed, load_checkpoint_in_model
+from drivetrain.inference.hooks import ModelHook, ModuleT, MoveGuard
+from drivetrain.inference.loading import Checkpoint, Location, fill_empty, listed, load_checkpoint_in_model
 from drivetrain.inference.meta import meta_leftovers
-from drivetrain.inference.offloaded import INDEX, FolderWeights, write_offloaded
-from drivetrain.inference.placed import attach, detach
+from drivetrain.inference.offloaded import INDEX, FolderWeights, Place, like, named_places, write_offloaded
 from drivetrain.inference.streaming import StreamOptions, WeightStream
-from drivetrain.inference.weight_places import Place, like, named_places
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
+from drivetrain.runtime.nested import find_device, send_to_device
+
+# Lets a module that a map splits bring together what is on several devices
+
+
+class _OneDevice(TorchFunctionMode):
+    """Runs what fails because its inputs are on several devices again, on one of them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            if len({tensor.device for tensor in tensors}) < 2:
+                raise
+        device = _where(func, args, kwargs, tensors)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _where(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> torch.device:
+    """The device of what is written to, else that of the largest of the tensors: the others are less to copy."""
+    name = getattr(func, "__name__", "")
+    if isinstance(kwargs.get("out"), Tensor):
+        return kwargs["out"].device  # type: ignore[no-any-return]
+    if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
+        return args[0].device  # type: ignore[no-any-return]
+    return max(tensors, key=lambda tensor: tensor.numel() * tensor.element_size()).device
+
+
+class _Together:
+    """The hooks of one module and of those that it calls, which can be copied and pickled with it."""
+
+    def __init__(self) -> None:
+        self._open: list[_OneDevice] = []
+        self._suspended: list[_OneDevice | None] = []
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Called before the module."""
+        self._open.append(_OneDevice().__enter__())  # type: ignore[no-untyped-call]
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Called after it, or after it has raised."""
+        if self._open:
+            self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def suspend(self, module: nn.Module, args: Any) -> None:
+        """Called before a module that it calls, all of whose operations would take longer."""
+        mode = self._open[-1] if self._open else None
+        # A mode of the forward's own may be within it.
+        if mode is not None and _get_current_function_mode() is mode:  # type: ignore[no-untyped-call]
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._suspended.append(mode)
+        else:
+            self._suspended.append(None)
+
+    def resume(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Called after that module, or after it has raised."""
+        mode = self._suspended.pop() if self._suspended else None
+        if mode is not None:
+            mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.device]) -> list[RemovableHandle]:
+    """Have modules that a map splits run where what they bring together is on several devices.
+
+    Args:
+        model: The model.
+        computes: Where modules compute, the model among them.
+
+    Returns:
+        What removes it.
+    """
+    handles: list[RemovableHandle] = []
+    several = len(set(computes.values())) > 1
+    for module in model.modules():
+        called = [each for child in module.children() for each in callable_modules(child)]
+        if not called:
+            continue
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        devices = {computes[each] for each in module.modules() if each in computes}
+        # Its inputs stay where they are, unlike those of modules that a map names, and of the model.
+        takes_any = several and bool(devices) and module not in computes
+        # What is on the CPU of a module that computes elsewhere is offloaded, and there when it is called.
+        devices |= {tensor.device for tensor in own if module not in computes or tensor.device.type != "cpu"}
+        if len(devices) > 1 or takes_any:
+            hooks = _Together()
+            handles += [
+                module.register_forward_pre_hook(hooks.enter),
+                module.register_forward_hook(hooks.leave, always_call=True, prepend=True),
+            ]
+            for each in called:
+                handles += [
+                    each.register_forward_pre_hook(hooks.suspend),
+                    each.register_forward_hook(hooks.resume, always_call=True),
+                ]
+    return handles
+
+
+def callable_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or what is in it where it cannot be called itself.
+
+    Args:
+        module: The module.
+    """
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        for child in module.children():
+            yield from callable_modules(child)
+    else:
+        yield module
+
+
+# What a model that is spread over devices, memory and disk carries with it: its hooks, and how to undo them
+
+
+HOOK = "_hf_hook"
+"""The attribute at which transformers, diffusers and peft look for where a module computes."""
+
+
+class Placement:
+    """The hooks of a model, and the weights that were in memory before.
+
+    Args:
+        stream: The weights that come and go.
+        written: Where weights are that were written to disk, and are in memory again once the hooks are gone.
+        moved: Where buffers are that were moved beside them, and are on the CPU again then.
+    """
+
+    def __init__(self, stream: WeightStream, written: Sequence[Place] = (), moved: Sequence[Place] = ()) -> None:
+        self.stream = stream
+        self._written, self._moved = list(written), list(moved)
+        self._handles: list[RemovableHandle] = []
+        self._guards: list[MoveGuard] = []
+
+    def hold(self, *handles: RemovableHandle) -> None:
+        """Remove these too."""
+        self._handles += handles
+
+    def guard(self, computes: Mapping[nn.Module, torch.device]) -> None:
+        """Refuse to move or cast these modules, for as long as the hooks are there.
+
+        Args:
+            computes: The modules, and where each computes.
+        """
+        kinds = {
+            (tensor.dtype, where)
+            for module, device in computes.items()
+            for tensor in (*module.parameters(), *module.buffers())
+            for where in (tensor.device, device)
+        }
+        self._guards.append(MoveGuard(computes, kinds))
+
+    def remove(self) -> None:
+        """Take all hooks away. Weights are where they were before: in memory, or in the model's own files."""
+        self.stream.remove()
+        for handle in self._handles:
+            handle.remove()
+        for guard in self._guards:
+            guard.remove()
+        in_memory: dict[int, Tensor] = {}
+        for place in self._written:
+            old = place.tensor
+            if id(old) not in in_memory:
+                in_memory[id(old)] = like(old, old.detach().clone()) if mapped_range(old) is not None else old
+            place.put(in_memory[id(old)])
+        for place in self._moved:
+            place.put(place.tensor.to("cpu"))
+        self._handles, self._guards, self._written, self._moved = [], [], [], []
+
+
+class PlacedHook(ModelHook):
+    """What a module's `_hf_hook` is: where it computes, to be read by other packages.
+
+    Args:
+        placement: Of the whole model.
+        execution_device: Where the module computes.
+        offload: Whether its weights come and go.
+        io_same_device: Whether its outputs are moved to where its inputs were.
+        skip_keys: Keys of inputs and outputs that stay where they are.
+    """
+
+    stays = True  # beside a hook of peft's on one of the modules
+
+    def __init__(
+        self,
+        placement: Placement,
+        execution_device: torch.device,
+        offload: bool,
+        io_same_device: bool = False,
+        skip_keys: str | Sequence[str] | None = None,
+    ) -> None:
+        self.placement, self.execution_device, self.offload = placement, execution_device, offload
+        self.io_same_device, self.skip_keys = io_same_device, skip_keys
+        self._came_from: list[torch.device | None] = []
+
+    def detach_hook(self, module: ModuleT) -> ModuleT:
+        """Take away the hooks of the whole model.
+
+        Args:
+            module: The module that this belongs to.
+        """
+        self.placement.remove()
+        return module
+
+    def move_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Called before the module."""
+        if self.io_same_device:
+            self._came_from.append(find_device([args, kwargs]))
+        moved = send_to_device((args, kwargs), self.execution_device, skip_keys=self.skip_keys)
+        return moved  # type: ignore[no-any-return]
+
+    def move_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Called after it, or after it has raised."""
+        device = self._came_from.pop() if self._came_from else None
+        return output if device is None or output is None else send_to_device(output, device, skip_keys=self.skip_keys)
+
+
+def attach(
+    model: nn.Module,
+    stream: WeightStream,
+    device_map: Mapping[str, Location],
+    skip_keys: str | Sequence[str] | None = None,
+    written: Sequence[Place] = (),
+    moved: Sequence[Place] = (),
+) -> Placement:
+    """Let a model's modules get their inputs on the device on which they compute, and outputs go back.
+
+    Args:
+        model: The model.
+        stream: Its weights that come and go.
+        device_map: Where its modules are.
+        skip_keys: Keys of inputs and outputs that stay where they are.
+        written: Where weights are that were in memory and were written to disk.
+        moved: Where buffers are that were on the CPU and were moved beside them.
+    """
+    placement = Placement(stream, written, moved)
+    offloaded = {module for group in stream.groups for module in group.modules}
+    computes: dict[nn.Module, torch.device] = dict.fromkeys(offloaded, stream.device)
+    modules = dict(model.named_modules())
+    for name, where in device_map.items():
+        if name in modules:
+            moves = where == "disk" or not isinstance(where, torch.device) or where.type in ("cpu", "meta")
+            for module in callable_modules(modules[name]):
+                computes.setdefault(module, stream.device if moves else where)  # type: ignore[arg-type]
+    crosses = any(device.type != "cpu" for device in computes.values())
+    for module, device in computes.items():
+        is_root = module is model
+        hook = PlacedHook(placement, device, module in offloaded, is_root, skip_keys)
+        setattr(module, HOOK, hook)
+        if crosses and not is_root:
+            placement.hold(module.register_forward_pre_hook(hook.move_inputs, prepend=True, with_kwargs=True))
+    if model not in computes:
+        setattr(model, HOOK, PlacedHook(placement, stream.device, False, True, skip_keys))
+    root: PlacedHook = getattr(model, HOOK)
+    if crosses:
+        placement.hold(*align_split_modules(model, {model: stream.device, **computes}))
+        placement.guard({**computes, model: stream.device})
+        placement.hold(
+            model.register_forward_pre_hook(root.move_inputs, prepend=True, with_kwargs=True),
+            model.register_forward_hook(root.move_outputs, always_call=True),
+        )
+    return placement
+
+
+def detach(model: nn.Module) -> None:
+    """Take away what an earlier `attach` has put on a model.
+
+    Args:
+        model: The model.
+    """
+    found = getattr(model, HOOK, None)
+    if isinstance(found, PlacedHook):
+        found.placement.remove()
+        for module in model.modules():
+            module.__dict__.pop(HOOK, None)
+
 
 Device = torch.device | str | int
 Folder = str | os.PathLike[str]
@@ -68,8 +348,8 @@ def dispatch_model(
         ConfigurationError: The map does not fit the model, or weights are to be on disk and no folder is given.
         CheckpointError: A weight has no values anywhere.
     """
-    given = execution.as_dict(model, device_map, offload_buffers=offload_buffers)
-    where = execution.locations(model, given)
+    given = loading.as_dict(model, device_map, offload_buffers=offload_buffers)
+    where = loading.locations(model, given)
     if isinstance(given, DeviceMap):  # as what was proven to fit
         main_device = given.main_device if main_device is None else main_device
         if stream is None and given.main_device != "cpu":
@@ -77,21 +357,21 @@ def dispatch_model(
     detach(model)
     _give_values(model, where, state_dict, offload_dir, offload_index)
     devices = list(dict.fromkeys(where.values()))
-    all_on_cpu = devices == [execution.CPU] and main_device is None
-    main = execution.CPU if all_on_cpu else execution.execution_device(main_device, devices)
+    all_on_cpu = devices == [loading.CPU] and main_device is None
+    main = loading.CPU if all_on_cpu else loading.execution_device(main_device, devices)
     places = named_places(model)
     where = _with_shared_buffers(places, where, main)
-    offloaded = [name for name, at in where.items() if at == execution.DISK or (at == execution.CPU and main != at)]
+    offloaded = [name for name, at in where.items() if at == loading.DISK or (at == loading.CPU and main != at)]
     # Buffers are small and change: on the main device unless they are to be offloaded.
     moved = {name: at for name, at in where.items() if isinstance(at, torch.device) and name not in offloaded}
     beside = [name for name in offloaded if not (offload_buffers or places[name].is_parameter)]
     moved |= dict.fromkeys(beside, main)
     offloaded = [name for name in offloaded if name not in beside]
     _move(places, moved)
-    written = _to_disk(places, [name for name in offloaded if where[name] == execution.DISK], offload_dir)
+    written = _to_disk(places, [name for name in offloaded if where[name] == loading.DISK], offload_dir)
     if offloaded or force_hooks or len(set(moved.values())) > 1:
         made = WeightStream(model, main, offloaded, stream, preload_module_classes)
-        needed = {name: execution.location(at) for name, at in given.items()}
+        needed = {name: loading.location(at) for name, at in given.items()}
         attach(model, made, needed, skip_keys, written, [places[name] for name in beside])
     model.hf_device_map = dict(given)  # type: ignore[assignment]
     return model
@@ -148,7 +428,7 @@ def load_checkpoint_and_dispatch(
     """
     given: dict[str, Any] | None = None
     if device_map is not None:
-        given = execution.as_dict(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+        given = loading.as_dict(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     load_checkpoint_in_model(
         model,
         checkpoint,
@@ -198,7 +478,7 @@ def cpu_offload(
         The model.
     """
     return _offload(
-        model, execution.CPU, execution_device, offload_buffers, state_dict, None, preload_module_classes, stream
+        model, loading.CPU, execution_device, offload_buffers, state_dict, None, preload_module_classes, stream
     )
 
 
@@ -228,7 +508,7 @@ def disk_offload(
         The model.
     """
     return _offload(
-        model, execution.DISK, execution_device, offload_buffers, None, offload_dir, preload_module_classes, stream
+        model, loading.DISK, execution_device, offload_buffers, None, offload_dir, preload_module_classes, stream
     )
 
 
@@ -270,7 +550,7 @@ def group_offload(
             f"{nearest(offload_type, _TYPES)}",
             code="DT-001",
         )
-    if execution.location(offload_device) != execution.CPU:
+    if loading.location(offload_device) != loading.CPU:
         raise ConfigurationError(
             f"offload_device={offload_device!r}: weights can be on the CPU between calls, or on disk with "
             "offload_to_disk_path=...",
@@ -289,7 +569,7 @@ def group_offload(
 
 def _offload(
     model: nn.Module,
-    rest: execution.Location,
+    rest: loading.Location,
     device: Device | None,
     offload_buffers: bool,
     state_dict: Mapping[str, Tensor] | None,
@@ -298,7 +578,7 @@ def _offload(
     stream: StreamOptions | None,
 ) -> nn.Module:
     """Offload all of a model."""
-    main = execution.execution_device(device)
+    main = loading.execution_device(device)
     detach(model)
     places = named_places(model)
     where = dict.fromkeys(places, rest)
@@ -307,10 +587,10 @@ def _offload(
     beside = [name for name in places if name not in offloaded]
     _move(places, dict.fromkeys(beside, main))
     written: list[Place] = []
-    if rest == execution.DISK:
+    if rest == loading.DISK:
         written = _to_disk(places, offloaded, folder)
     else:
-        _move(places, dict.fromkeys(offloaded, execution.CPU))
+        _move(places, dict.fromkeys(offloaded, loading.CPU))
     made = WeightStream(model, main, offloaded, stream, preload_module_classes)
     attach(model, made, {"": main}, written=written, moved=[places[name] for name in beside])
     return model
@@ -318,14 +598,14 @@ def _offload(
 
 def _give_values(
     model: nn.Module,
-    where: Mapping[str, execution.Location],
+    where: Mapping[str, loading.Location],
     state_dict: Mapping[str, Tensor] | None,
     folder: Folder | None,
     index: Mapping[str, Any] | None,
 ) -> None:
     """Fill what is on the meta device from weights that are given, or are in a folder already."""
     if state_dict is not None:
-        fill_empty(model, open_weights(state_dict), dict.fromkeys(where, execution.CPU))
+        fill_empty(model, open_weights(state_dict), dict.fromkeys(where, loading.CPU))
     if index is not None or (folder is not None and Path(folder, INDEX).is_file()):
         fill_empty(model, FolderWeights(folder, index), where)
     elif folder is not None and os.path.isdir(folder) and meta_leftovers(model):
@@ -340,17 +620,17 @@ def _give_values(
 
 
 def _with_shared_buffers(
-    places: Mapping[str, Place], where: Mapping[str, execution.Location], main: torch.device
-) -> dict[str, execution.Location]:
+    places: Mapping[str, Place], where: Mapping[str, loading.Location], main: torch.device
+) -> dict[str, loading.Location]:
     """Locations in which a buffer of several modules is not on disk where another of its names keeps it in reach."""
     found = dict(where)
     sharing: dict[int, list[str]] = {}
     for name, place in places.items():
         sharing.setdefault(id(place.tensor), []).append(name)
     for names in sharing.values():
-        kept = next((at for at in (main, execution.CPU) if at in [where[name] for name in names]), None)
+        kept = next((at for at in (main, loading.CPU) if at in [where[name] for name in names]), None)
         if kept is not None:
-            found.update({name: kept for name in names if where[name] == execution.DISK})
+            found.update({name: kept for name in names if where[name] == loading.DISK})
     return found
 
 

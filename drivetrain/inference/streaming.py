@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.checkpoint.mapped_file import mapped_range
-from drivetrain.inference.device_copies import DeviceCopies
-from drivetrain.inference.groups import groups_of
-from drivetrain.inference.guard import MoveGuard, StreamedModelError
-from drivetrain.inference.mapped_pages import MappedPages
-from drivetrain.inference.weight_places import named_places
+from drivetrain.checkpoint.safetensors_file import mapped_range
+from drivetrain.inference.device_copies import DeviceCopies, MappedPages, groups_of
+from drivetrain.inference.hooks import MoveGuard, StreamedModelError
+from drivetrain.inference.offloaded import named_places
 from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.errors import ConfigurationError
 

@@ -6,23 +6,496 @@ is passed on from here: each rank sees it exactly once.
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+import psutil
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from drivetrain.launch.peers import Peers, agree_on_counts
-from drivetrain.launch.ranks import EXIT_PATIENCE, FORWARDED_SIGNALS, STOP_PATIENCE, LocalRanks
-from drivetrain.launch.report import RankFailure, first_failure
+from drivetrain.launch.preload import Preloader
+from drivetrain.launch.report import FailureRecord, RankFailure, first_failure, read_record
 from drivetrain.launch.watchdog import RankReport, Watchdog
-from drivetrain.runtime.heartbeat import HEARTBEAT_VARIABLE
+from drivetrain.runtime.errors import LaunchError
+from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
+from drivetrain.runtime.heartbeat import HEARTBEAT_VARIABLE, is_expendable
+
+# The ranks of one machine during one attempt: who lives, who failed and how, and ending them
+
+
+def _signals(*names: str) -> tuple[signal.Signals, ...]:
+    return tuple(getattr(signal, name) for name in names if hasattr(signal, name))  # Windows has few
+
+
+PREEMPTION_SIGNALS = _signals("SIGTERM", "SIGUSR1")
+FORWARDED_SIGNALS = (*_signals("SIGINT"), *PREEMPTION_SIGNALS, *_signals("SIGHUP", "SIGQUIT"))
+EXIT_PATIENCE = 10.0  # seconds that a failed rank has for its exit handlers: trackers upload in them
+LOST_AFTER = 30.0  # seconds without a sign of life after which a machine counts as gone
+STOP_PATIENCE = 2.0  # seconds that the peers of a failed rank have between SIGTERM and SIGKILL
+_POLL_INTERVAL = 0.02
+_DYING = 0.2  # seconds that a killed process may take to be gone after its peers have seen its sockets close
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank's process ended: its exit code, and the last time it was seen alive, in seconds."""
+
+    exit_code: int
+    last_seen: float
+
+
+def require_posix() -> None:
+    """Raise where the system lacks what starting and ending ranks needs.
+
+    Raises:
+        LaunchError: It is Windows.
+    """
+    if not (hasattr(signal, "SIGUSR1") and hasattr(os, "fork")):
+        raise LaunchError(
+            "drivetrain starts several processes on Linux, macOS and WSL only. On Windows run the script in one "
+            "process (`python script.py`, Trainer(devices=1)), or in WSL."
+        )
+
+
+class LocalRanks:
+    """The processes that one attempt has started on this machine, by local rank.
+
+    Args:
+        processes: Each a session of its own, so that a signal can reach what it has started too.
+        global_ranks: Their global ranks.
+        error_files: Where each leaves its failure.
+        signal_all: Whether a signal that is passed on goes to all that a rank has started as well. A program that is
+            not Python may be a shell, which would end alone; loader workers of one that is would die of it, and the
+            rank with them.
+    """
+
+    def __init__(
+        self,
+        processes: dict[int, Any],
+        global_ranks: dict[int, int],
+        error_files: dict[int, str],
+        *,
+        signal_all: bool = False,
+    ) -> None:
+        self._forward_with = os.killpg if signal_all else os.kill
+        self._processes = processes
+        self._global_ranks = global_ranks
+        self._error_files = error_files
+        self._last_poll = time.time()
+        self.endings: dict[int, Ending] = {}
+        self.stopped: set[int] = set()
+        self.hang: RankFailure | None = None  # what the watchdog found
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids, by local rank."""
+        return {local: process.pid for local, process in self._processes.items()}
+
+    # watching
+
+    def poll(self) -> None:
+        """Record which ranks have ended since the last poll."""
+        now = time.time()
+        for local, process in self._processes.items():
+            if local not in self.endings and (code := process.poll()) is not None:
+                self.endings[local] = Ending(code, self._last_poll)
+        self._last_poll = now
+
+    def alive(self) -> list[int]:
+        """Local ranks that have not ended."""
+        return [local for local in self._processes if local not in self.endings]
+
+    def all_succeeded(self) -> bool:
+        """Whether every rank has ended with exit code 0."""
+        return not self.alive() and all(ending.exit_code == 0 for ending in self.endings.values())
+
+    def ended_early(self) -> list[int]:
+        """Global ranks that had ended well before the others failed."""
+        return [self._global_ranks[local] for local, ending in self.endings.items() if ending.exit_code == 0]
+
+    def is_failing(self, local: int) -> bool:
+        """Whether a rank, perhaps still alive, has recorded that it ends with an error."""
+        record = self._record(local)
+        return record is not None and record.final
+
+    def any_failed(self) -> bool:
+        """Whether a rank has ended, or is about to end, with another exit code than 0, and others cannot continue."""
+        failed = self._failed()
+        return bool(failed) and not 0 < len(self.lost()) == len(failed)
+
+    def lost(self) -> list[int]:
+        """Local ranks that have failed, and that the others can do without; none if all have failed."""
+        failed = self._failed()
+        if len(failed) == len(self._processes):
+            return []
+        return [
+            local
+            for local in failed
+            if local not in self.stopped and is_expendable(self._error_files[local]) and not self._was_asked(local)
+        ]
+
+    def _failed(self) -> list[int]:
+        """Local ranks that have ended, or are about to end, with another exit code than 0."""
+        # A record counts before its process has ended: exit handlers may take long, the peers need not wait.
+        return [
+            local
+            for local in self._processes
+            if (self.endings[local].exit_code != 0 if local in self.endings else self.is_failing(local))
+        ]
+
+    def _was_asked(self, local: int) -> bool:
+        """Whether a rank has ended by preemption or by Ctrl-C, which is meant for all."""
+        ending, record = self.endings.get(local), self._record(local)
+        code = ending.exit_code if ending is not None else record.exit_code if record is not None else 0
+        return code in (RESUME_EXIT_CODE, 128 + signal.SIGINT, -signal.SIGINT)
+
+    def any_crashed(self, number: signal.Signals | None) -> bool:
+        """Whether a rank has raised or was killed, other than by the signal that was forwarded."""
+        others = self._processes.keys() - self.lost()
+        endings = [self.endings[local] for local in others if local in self.endings]
+        if any(ending.exit_code < 0 and ending.exit_code != -(number or 0) for ending in endings):
+            return True
+        return any((record := self._record(local)) is not None and record.final and record.text for local in others)
+
+    def failures(self, with_lost: bool = True) -> list[RankFailure]:
+        """The ranks that failed by themselves.
+
+        Args:
+            with_lost: Whether also those that the others can do without.
+        """
+        left_out = () if with_lost else self.lost()
+        failures = [self.hang] if self.hang is not None else []
+        for local, process in self._processes.items():
+            ending, record = self.endings.get(local), self._record(local)
+            if local in left_out or (ending is not None and ending.exit_code == 0):
+                continue
+            if record is None:
+                if ending is None or local in self.stopped:
+                    continue
+                # A signal leaves no record: such a death is dated to before the rank was last seen alive, so that
+                # it comes before what it brought on its peers.
+                record = FailureRecord("", ending.last_seen - _DYING, ending.exit_code)
+            failures.append(
+                RankFailure(
+                    rank=self._global_ranks[local],
+                    local_rank=local,
+                    pid=process.pid,
+                    exit_code=record.exit_code,
+                    timestamp=record.timestamp,
+                    text=record.text,
+                    host=os.uname().nodename,
+                )
+            )
+        return failures
+
+    def was_preempted(self) -> bool:
+        """Whether the first rank to end by itself reported that the run has saved and can be resumed."""
+        failures = self.failures(with_lost=False)
+        return bool(failures) and first_failure(failures).exit_code == RESUME_EXIT_CODE
+
+    def was_interrupted(self) -> bool:
+        """Whether the first rank to end by itself ended by Ctrl-C, which the others got as well."""
+        failures = self.failures(with_lost=False)
+        return bool(failures) and first_failure(failures).exit_code == 128 + signal.SIGINT
+
+    def _record(self, local: int) -> FailureRecord | None:
+        return read_record(self._error_files[local])
+
+    # ending
+
+    def await_deaths(self) -> None:
+        """Wait a moment for ranks that die, where one has failed: it may only have seen another's death first."""
+        self.wait((local for local in self.alive() if not self.is_failing(local)), _DYING)
+
+    def stop(self, ranks: Iterable[int], patience: float = STOP_PATIENCE) -> None:
+        """Ask ranks to end, and end those that do not (they may sit in a collective and hear nothing)."""
+        ranks = list(ranks)
+        self.stopped.update(ranks)
+        if patience:
+            self.send(ranks, signal.SIGTERM)
+            self.wait(ranks, patience)
+        self.kill(ranks)
+
+    def send(self, ranks: Iterable[int], number: signal.Signals) -> None:
+        """Send a signal to ranks that live, and to the processes that they have started."""
+        self._signal(ranks, number, os.killpg)
+
+    def forward(self, ranks: Iterable[int], number: signal.Signals) -> None:
+        """Pass a signal on to ranks that live. Those that end without a word have not failed by themselves."""
+        ranks = list(ranks)
+        self.stopped.update(ranks)
+        self._signal(ranks, number, self._forward_with)
+
+    def global_rank(self, local: int) -> int:
+        """The global rank of a local one."""
+        return self._global_ranks[local]
+
+    def _signal(self, ranks: Iterable[int], number: signal.Signals, send: Callable[[int, int], None]) -> None:
+        for local in ranks:
+            if local not in self.endings:
+                try:
+                    send(self._processes[local].pid, number)
+                except ProcessLookupError:
+                    pass
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """End ranks at once, with all that they have started."""
+        left = [local for local in ranks if local not in self.endings]
+        self.send(left, signal.SIGKILL)
+        self.wait(left, STOP_PATIENCE)
+
+    def wait(self, ranks: Iterable[int], patience: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Wait for ranks to end, for some seconds, or until something else is true."""
+        waited_for = set(ranks)
+        deadline = time.monotonic() + patience
+        self.poll()
+        while waited_for - self.endings.keys() and time.monotonic() < deadline and not until():
+            time.sleep(_POLL_INTERVAL)
+            self.poll()
+
+    def end_what_they_left(self) -> None:
+        """End processes that ended ranks have left behind, which could still write where the next attempt writes.
+
+        They are asked first: multiprocessing's resource tracker frees shared memory, and needs a moment for it.
+        """
+        self._end_orphans(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_PATIENCE
+        while self._orphans() and time.monotonic() < deadline:
+            time.sleep(_POLL_INTERVAL)
+        self._end_orphans(signal.SIGKILL)
+
+    def _end_orphans(self, number: signal.Signals) -> None:
+        for orphan in self._orphans():
+            try:
+                orphan.send_signal(number)
+            except psutil.NoSuchProcess:
+                pass
+
+    def _orphans(self) -> list[psutil.Process]:
+        sessions = {self._processes[local].pid for local in self.endings}
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (OSError, psutil.Error):
+                pass
+        return found
+
+
+# How the launchers of several machines keep in step: failures, ends, signs of life, and counts of attempts
+
+
+_PEERS_POLL_INTERVAL = 1.0  # seconds between two questions to the store while all is well
+_SETTLE = 2.5  # seconds in which machines that see one failure write theirs, or that they have none
+_STACKS_TIME = 4.0  # seconds that other machines have to ask their ranks for their stacks
+_FAREWELL = 3.0  # seconds that the machine that serves the store waits for the others to have read
+
+
+def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, failures: int) -> tuple[int, int]:
+    """Count alike on every machine, also on one that has joined late.
+
+    Args:
+        store: One that only this round's machines have written to.
+        machine: Index of this one.
+        machines: How many there are.
+        attempts: How often this machine has started its ranks.
+        failures: How many of these ended in a failure.
+
+    Returns:
+        The largest of each over all machines.
+    """
+    if machines == 1:
+        return attempts, failures
+    store.set(f"drivetrain/counts/{machine}", json.dumps([attempts, failures]))
+    counts = [json.loads(store.get(f"drivetrain/counts/{peer}")) for peer in range(machines)]
+    return max(count[0] for count in counts), max(count[1] for count in counts)
+
+
+class Peers:
+    """The launchers of all machines of a run, seen from one of them, during one attempt.
+
+    Args:
+        store: The store that the rendezvous gave.
+        machine: Index of this one.
+        machines: How many there are.
+        attempt: Number of restarts so far.
+    """
+
+    def __init__(self, store: Store, machine: int, machines: int, attempt: int) -> None:
+        self._store = store
+        self._machine = machine
+        self._machines = machines
+        self._prefix = f"drivetrain/attempt{attempt}"
+        self._next_poll = 0.0
+        self._beats = 0
+        self._last_signs = {peer: (-1, time.monotonic()) for peer in range(machines) if peer != machine}
+
+    def publish(self, failure: RankFailure | None) -> None:
+        """Publish to the others how the first rank of this machine failed; None if it was only stopped."""
+        if self._machines == 1:
+            return
+        self._write("failed", failure.to_json() if failure is not None else "")
+        self._write_for_all("failed")
+
+    def publish_stopping(self) -> None:
+        """Publish to the others that this launcher was asked to end, and will not start its ranks again."""
+        if self._machines > 1:
+            self._write("stopping", "1")
+
+    def any_stopping(self) -> bool:
+        """Whether another launcher was asked to end."""
+        return self._any_wrote("stopping")
+
+    def failed_elsewhere(self) -> bool:
+        """Whether another machine has published a failure."""
+        if self._machines == 1:
+            return False
+        try:
+            return bool(self._store.check([f"{self._prefix}/failed"]))
+        except RuntimeError:
+            # Not a failure by itself: machine 0 may be through and gone while others still write files.
+            self._machines = 1
+            return False
+
+    def collect_stacks(self, own: str) -> str:
+        """The lines of all machines about their ranks, after asking them, a few seconds at most.
+
+        Args:
+            own: The lines about this machine's ranks.
+        """
+        if self._machines == 1:
+            return own
+        self._write("stacks", own)
+        self._write_for_all("stacks_wanted")
+        found = [own]
+        try:
+            deadline = time.monotonic() + _STACKS_TIME
+            while not self._store.check(self._keys("stacks")) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            found = []
+            for machine, key in enumerate(self._keys("stacks")):
+                here = self._store.check([key])
+                found.append(self._store.get(key).decode() if here else f"  machine {machine} did not answer.")
+        except RuntimeError:
+            pass  # the machine that serves the store is gone
+        return "\n".join(found)
+
+    def stacks_wanted(self) -> bool:
+        """Whether another machine asks for the stacks of this one's ranks, which it was not given yet."""
+        if self._machines == 1:
+            return False
+        try:
+            asked = self._store.check([f"{self._prefix}/stacks_wanted"])
+            return bool(asked) and not self._store.check([f"{self._prefix}/stacks/{self._machine}"])
+        except RuntimeError:
+            return False
+
+    def give_stacks(self, own: str) -> None:
+        """Answer a machine that asks for stacks."""
+        self._write("stacks", own)
+
+    def is_time_to_poll(self) -> bool:
+        """Whether it is time to ask the store again; it is asked once in a while only, and given a sign of life."""
+        now = time.monotonic()
+        if self._machines == 1 or now < self._next_poll:
+            return False
+        self._next_poll = now + _PEERS_POLL_INTERVAL
+        self._beats += 1
+        self._write("alive", str(self._beats))
+        return True
+
+    def lost(self) -> list[int]:
+        """Machines that gave no sign of life for `LOST_AFTER` seconds."""
+        now = time.monotonic()
+        try:
+            for peer, (beats, _) in self._last_signs.items():
+                if self._machines == 1 or not self._store.check([key := f"{self._prefix}/alive/{peer}"]):
+                    continue
+                if (new := int(self._store.get(key))) != beats:
+                    self._last_signs[peer] = (new, now)
+        except RuntimeError:
+            self._machines = 1
+        if self._machines == 1:
+            return []
+        return [peer for peer, (_, last) in self._last_signs.items() if now - last > LOST_AFTER]
+
+    def all_done(self) -> bool:
+        """Publish that this machine's ranks have ended well; whether those of all others have too."""
+        if self._machines == 1:
+            return True
+        self._write("done", "1")
+        try:
+            return self._machines == 1 or bool(self._store.check(self._keys("done")))
+        except RuntimeError:
+            return True  # the machine that serves the store has seen everybody and left
+
+    def agree_on_first(self, own: RankFailure | None, *, final: bool = True) -> RankFailure | None:
+        """Find the first failure over all machines, after this machine's ranks have ended.
+
+        Args:
+            own: The first of this machine.
+            final: Whether this launcher ends now, and must stay until the others have read.
+
+        Returns:
+            The failure with the earliest time by the machines' clocks; `own` where none answers.
+        """
+        if self._machines == 1:
+            return own
+        self.publish(own)
+        found = [own] if own is not None else []
+        try:
+            deadline = time.monotonic() + _SETTLE
+            while not self._store.check(self._keys("failed")) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            for key in self._keys("failed"):
+                if self._store.check([key]) and (published := self._store.get(key).decode()):
+                    found.append(RankFailure.from_json(published))
+            if final:
+                self._await_readers()
+        except RuntimeError:
+            pass  # the machine that serves the store has read everything and left
+        return first_failure(found) if found else None
+
+    def _await_readers(self) -> None:
+        """Stay until everybody has read, for one of us serves the store."""
+        self._write("read", "1")
+        deadline = time.monotonic() + _FAREWELL
+        while not self._store.check(self._keys("read")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _keys(self, what: str) -> list[str]:
+        return [f"{self._prefix}/{what}/{machine}" for machine in range(self._machines)]
+
+    def _write(self, what: str, value: str) -> None:
+        try:
+            self._store.set(f"{self._prefix}/{what}/{self._machine}", value)
+        except RuntimeError:
+            self._machines = 1
+
+    def _write_for_all(self, what: str) -> None:
+        try:
+            self._store.set(f"{self._prefix}/{what}", "1")
+        except RuntimeError:
+            self._machines = 1  # the machine that served the store is gone
+
+    def _any_wrote(self, what: str) -> bool:
+        try:
+            return any(self._store.check([key]) for key in self._keys(what) if self._machines > 1)
+        except RuntimeError:
+            return False
 
 
 class RankAgent(LocalElasticAgent):
@@ -374,3 +847,82 @@ class RankAgent(LocalElasticAgent):
         """Start nothing again once a signal has come."""
         if self.received is not None:
             raise KeyboardInterrupt
+
+
+# The ranks of torch's elastic agent, forked from a process that has imported torch, where that can be done
+
+
+class PreloadedContext(SubprocessContext):
+    """The ranks of one attempt.
+
+    Args:
+        preloader: What they are forked from.
+        report: Called with the reason where they cannot be.
+        **settings: Those of torch's own context.
+    """
+
+    def __init__(self, preloader: Preloader, report: Callable[[str], None], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._preloader = preloader
+        self._report = report
+
+    def _start(self) -> None:
+        reason = self._preloader.why_not(_environment(self.envs[0]))
+        if reason is not None:
+            self._report(f"Nothing is preloaded: {reason}.")
+            super()._start()  # type: ignore[no-untyped-call]
+            return
+        for local_rank in range(self.nprocs):
+            self.subprocess_handlers[local_rank] = _ForkedHandler(
+                self._preloader,
+                entrypoint=str(self.entrypoint),
+                args=self.args[local_rank],
+                env=self.envs[local_rank],
+                stdout=self.stdouts[local_rank],
+                stderr=self.stderrs[local_rank],
+                local_rank_id=local_rank,
+                numa_options=None,
+            )
+
+
+class _ForkedHandler(SubprocessHandler):
+    """Torch's handle of one rank: it opens the files, and the preloader starts the process."""
+
+    def __init__(self, preloader: Preloader, **settings: Any) -> None:
+        self._preloader = preloader
+        super().__init__(**settings)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        return self._preloader.fork(env, self._stdout, self._stderr)
+
+
+@contextmanager
+def forking_from(preloader: Preloader, report: Callable[[str], None]) -> Iterator[None]:
+    """Let the agent fork the ranks that it starts.
+
+    Args:
+        preloader: What they are forked from.
+        report: Called with the reason where they cannot be.
+    """
+
+    def start(start_method: str = "", **settings: Any) -> PreloadedContext:
+        context = PreloadedContext(preloader, report, **settings)
+        try:
+            context.start()
+        except BaseException:
+            context.close()
+            raise
+        return context
+
+    # The agent has no place for another kind of context (torch 2.13): it calls this function of its module.
+    module: Any = local_elastic_agent
+    before = module.start_processes
+    module.start_processes = start
+    try:
+        yield
+    finally:
+        module.start_processes = before
+
+
+def _environment(own: dict[str, str]) -> dict[str, str]:
+    return {**os.environ, **own}

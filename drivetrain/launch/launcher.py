@@ -11,8 +11,9 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -23,18 +24,117 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
-from drivetrain.launch.agent import RankAgent
-from drivetrain.launch.context import forking_from
+from drivetrain.launch.agent import LOST_AFTER, PREEMPTION_SIGNALS, RankAgent, forking_from, require_posix
 from drivetrain.launch.interpreter import Invocation
-from drivetrain.launch.messages import announce, announce_restart, exit_code_after, resumable, write
-from drivetrain.launch.options import DEFAULT_PORT, LaunchOptions
-from drivetrain.launch.plan import LaunchPlan
+from drivetrain.launch.messages import announce, announce_restart, exit_code_after, resumable, variables_of_run, write
+from drivetrain.launch.options import DEFAULT_PORT, THREADS_VARIABLE, LaunchOptions, threads_per_process
 from drivetrain.launch.preload import Preloader
-from drivetrain.launch.ranks import LOST_AFTER, PREEMPTION_SIGNALS, require_posix
 from drivetrain.launch.ray_launcher import launch_with_ray
 from drivetrain.launch.report import RankFailure, describe
+from drivetrain.launch.settings.sources import Given, variables_of
+from drivetrain.launch.settings.table import GROUPS, SETTINGS
 from drivetrain.launch.watchdog import Watchdog
-from drivetrain.runtime.errors import ConfigurationError, LaunchError
+from drivetrain.launch.worker import AFFINITY_VARIABLE
+from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device_kind
+from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, LaunchError
+
+# What the options of a launch mean on this machine: how many processes, on what, with which settings
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What the options mean on this machine.
+
+    Attributes:
+        local_processes: Processes to start here.
+        kind: Name of the kind of device that they run on.
+        variables: Environment variables through which the options reach them.
+    """
+
+    local_processes: int
+    kind: str
+    variables: dict[str, str]
+
+    @classmethod
+    def make(cls, options: LaunchOptions) -> LaunchPlan:
+        """Hold the options against this machine's devices and cores.
+
+        Raises:
+            ConfigurationError: More processes than devices, or a setting that this system does not have.
+            DeviceNotAvailableError: Accelerators were asked for where there are none.
+        """
+        kind = _device_kind(options)
+        if options.num_processes is not None:
+            local_processes = options.num_processes // options.max_machines
+        elif options.device_ids is not None:
+            local_processes = len(options.device_ids)
+        else:
+            local_processes = kind.default_processes()
+        count = len(options.device_ids) if options.device_ids is not None else kind.count()
+        if kind.name != "cpu" and local_processes > count:
+            raise ConfigurationError(
+                f"{local_processes} processes were asked for on this machine, but it has {count} {kind.name} "
+                f"device(s). Ask for at most {count * options.max_machines} over all machines, or run on the "
+                "CPU with cpu (`--cpu`).",
+                code="DT-030",
+            )
+        if kind.drives_all and local_processes > 1:
+            raise ConfigurationError(
+                f"{local_processes} processes were asked for on this machine, but one drives all of its {count} "
+                f"{kind.name} device(s). Leave the number out. In a notebook, notebook_launcher can start one for "
+                "each.",
+                code="DT-030",
+            )
+        return cls(local_processes, kind.name, _run_variables(options, kind, local_processes))
+
+    @contextmanager
+    def environment(self) -> Iterator[None]:
+        """Set the variables in this process, whose environment the ranks inherit, and put back what was there."""
+        before = {name: os.environ.get(name) for name in self.variables}
+        os.environ.update(self.variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _device_kind(options: LaunchOptions) -> DeviceKind:
+    kind = detect_device_kind()
+    if options.tpu and not kind.drives_all:
+        raise DeviceNotAvailableError(
+            f"tpu asks for a TPU, but torch_xla finds none on this machine (found: {kind.name}). Leave it out, or "
+            'install torch_xla: pip install "drivetrain[xla]".'
+        )
+    if kind.name == "cpu" and (options.multi_gpu or options.gpu_ids is not None):
+        flag = "multi_gpu" if options.multi_gpu else f"gpu_ids={options.gpu_ids}"
+        raise DeviceNotAvailableError(
+            f"{flag} asks for accelerators, but torch sees none on this machine. Leave it out to run on the "
+            "CPU, or install a torch built for your devices and check that their driver works."
+        )
+    return get_device_kind("cpu") if options.cpu else kind
+
+
+def _run_variables(options: LaunchOptions, kind: DeviceKind, local_processes: int) -> dict[str, str]:
+    """The environment variables through which the options reach the ranks."""
+    variables = variables_of_run(options)
+    if options.enable_cpu_affinity:
+        if not hasattr(os, "sched_setaffinity"):
+            raise ConfigurationError("enable_cpu_affinity needs Linux. Leave it out on this system.", code="DT-015")
+        variables[AFFINITY_VARIABLE] = "1"
+    if options.device_ids is not None:
+        name = kind.visible_variable
+        if name is None:
+            raise ConfigurationError(f"gpu_ids cannot choose among {kind.name} devices. Leave it out.", code="DT-024")
+        variables[name] = ",".join(options.device_ids)
+    threads = threads_per_process(options, local_processes)
+    if threads is not None:
+        variables[THREADS_VARIABLE] = str(threads)
+    return variables
+
 
 _WORKER = "drivetrain.launch.worker"
 _LOOPBACK = "127.0.0.1"
@@ -383,3 +483,136 @@ def _quiet_loggers(*, enabled: bool) -> Iterator[None]:
 
 def _ignore(text: str) -> None:
     pass
+
+
+# Settings as a table for people: what is in force, and where each value comes from
+
+
+def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
+    """Each setting that is given, its value, and where that comes from; with the reason where it changes nothing.
+
+    Args:
+        given: By name of setting.
+    """
+    rows = []
+    for name, setting in SETTINGS.items():
+        if name not in given or (setting.refused and not given[name].value):
+            continue
+        group = GROUPS.get(setting.group)
+        idle = setting.inert
+        if not idle and group is not None and group.switch and group.switch not in given:
+            idle = f"{group.switch} is not set"
+        reason = f"; changes nothing: {idle}" if idle else ""
+        rows.append((name, setting.text(given[name].value), f"{given[name].source}{reason}"))
+    return rows or [("(none)", "", "every setting has its default")]
+
+
+def settings_table(options: LaunchOptions, given: Mapping[str, Given]) -> str:
+    """Every setting of the top, and those of groups that are given, with their values and where these come from.
+
+    Args:
+        options: What is in force.
+        given: Where the values come from, by name of setting.
+    """
+    rows = {name: (name, value, source) for name, value, source in settings_rows(given)}
+    lines = []
+    for name, setting in SETTINGS.items():
+        if name in rows:
+            lines.append(rows[name])
+        elif hasattr(options, name) and not setting.inert:
+            value = getattr(options, name)
+            lines.append((name, "-" if value in (None, "") else setting.text(value), "default"))
+    return table(("setting", "value", "from"), lines)
+
+
+def table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Lines with aligned columns.
+
+    Args:
+        heads: What the columns hold.
+        rows: The cells of each line.
+    """
+    lines = [heads, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(heads) - 1)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
+        for line in lines
+    )
+
+
+# What a launch would do: a table of processes, devices, environment, and where each value comes from
+
+
+_MOST_PROCESSES = 16  # that are listed one by one
+
+
+def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, args: Sequence[str] = ()) -> str:
+    """Describe a launch without starting it.
+
+    Args:
+        options: What it is asked to do.
+        given: Where the values come from, by name of setting.
+        script: What it runs.
+        args: The script's arguments.
+
+    Returns:
+        Several lines.
+
+    Raises:
+        ConfigurationError: The options do not fit this machine.
+        DeviceNotAvailableError: Accelerators were asked for where there are none.
+    """
+    plan = _on_ray(options) if options.launcher == "ray" else LaunchPlan.make(options)
+    kind = "module" if options.module else "program" if options.no_python else "script"
+    processes = plan.local_processes * options.max_machines
+    on_machines = f" on {options.num_machines} machines" if options.max_machines > 1 else ""
+    parts = [
+        f"{processes} process(es){on_machines} would run the {kind} {' '.join((script, *args))}",
+        "",
+        table(("rank", "local rank", "device"), _processes(options, plan)),
+        "",
+        table(("setting", "value", "from"), settings_rows(given)),
+        "",
+        table(("variable", "value", "from"), _variables(options, plan, given)),
+    ]
+    return "\n".join(parts)
+
+
+def _on_ray(options: LaunchOptions) -> LaunchPlan:
+    """What is known of a run on Ray before its cluster is asked."""
+    variables = variables_of_run(options)
+    if options.num_cpu_threads_per_process is not None:
+        variables[THREADS_VARIABLE] = str(options.num_cpu_threads_per_process)
+    return LaunchPlan(options.num_processes or 1, "cpu", variables)
+
+
+def _processes(options: LaunchOptions, plan: LaunchPlan) -> list[tuple[str, str, str]]:
+    if options.launcher == "ray":
+        ranks = f"0 to {plan.local_processes - 1}" if options.num_processes else "one a GPU, or 0"
+        return [(ranks, "where Ray places it", "cpu" if options.cpu else "a GPU where the cluster has any")]
+    device = get_device_kind(plan.kind)
+    # With machines that come and go, ranks are given as they arrive.
+    first = plan.local_processes * options.machine_rank if options.min_machines == options.max_machines else 0
+    ids = options.device_ids
+    rows = []
+    for local in range(min(plan.local_processes, _MOST_PROCESSES)):
+        at = str(device.device(local))
+        named = f" (device {ids[local]} of this machine)" if ids is not None else ""
+        rows.append((str(first + local), str(local), at + named))
+    left = plan.local_processes - len(rows)
+    return [*rows, ("...", "...", f"{left} more")] if left else rows
+
+
+def _variables(options: LaunchOptions, plan: LaunchPlan, given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
+    source = {}
+    for name, each in given.items():
+        for variable in variables_of({**options.values, name: each.value}):
+            if variable == SETTINGS[name].variable:
+                source[variable] = each.source
+    rows = [(name, value, source.get(name, "the launcher")) for name, value in sorted(plan.variables.items())]
+    inherited = [
+        (name, os.environ[name], "environment")
+        for name in sorted(os.environ)
+        if name.startswith(("DRIVETRAIN_", "ACCELERATE_", "OMP_", "CUDA_VISIBLE")) and name not in plan.variables
+    ]
+    return rows + inherited

@@ -2,21 +2,422 @@
 
 from __future__ import annotations
 
+import io
+import multiprocessing
+import os
+import pickle
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from multiprocessing.connection import Connection, wait
+from types import FunctionType
 from typing import Any
 
-from drivetrain.launch.forking import (
+import torch
+
+from drivetrain.launch.launcher import LaunchPlan
+from drivetrain.launch.notebook_xla import launch_on_xla, runs_on_xla
+from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.preloaded import (
     NotebookError,
+    cloudpickle_module,
     free_port,
     refuse_existing_state,
     refuse_what_a_fork_would_break,
 )
-from drivetrain.launch.notebook_xla import launch_on_xla, runs_on_xla
-from drivetrain.launch.options import LaunchOptions
-from drivetrain.launch.plan import LaunchPlan
-from drivetrain.launch.processes import Call, PickledCall, Processes, variables_of_processes
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.launch.report import RankFailure, describe, first_failure
+from drivetrain.launch.script_main import ScriptMain, script_hidden, stop_at_start_of_processes
+from drivetrain.runtime.errors import ConfigurationError, LaunchError, short_tracebacks
+from drivetrain.runtime.state import leave_run
+from drivetrain.runtime.terminal import flush_output
+
+# What goes to a new interpreter, as bytes: by pickle, and where that cannot, by cloudpickle if it is installed
+
+
+_DEPTH = 4  # attributes of attributes that are searched for the one that cannot be sent
+_PLAIN = (str, bytes, int, float, type(None))
+
+
+def sent(value: Any, has_script: bool) -> bytes:
+    """The bytes that `pickle.loads` makes the value of in another process.
+
+    Args:
+        value: What to send.
+        has_script: Whether what `__main__` defines is found there, too; else it must be sent by value.
+
+    Raises:
+        Exception: It cannot be pickled; whatever pickle raises.
+    """
+    cloud = cloudpickle_module()
+    if has_script or cloud is None:
+        try:
+            return pickle.dumps(value)
+        except Exception:
+            if cloud is None:
+                raise
+    assert cloud is not None
+    buffer = io.BytesIO()
+
+    class Pickler(cloud.Pickler):  # type: ignore[misc, name-defined]
+        """Sends by value only what the other process cannot find by its name."""
+
+        def reducer_override(self, given: Any) -> Any:
+            if has_script and isinstance(given, type | FunctionType) and _is_of_script(given):
+                return NotImplemented
+            return super().reducer_override(given)
+
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _is_of_script(given: type | FunctionType) -> bool:
+    found: Any = sys.modules["__main__"] if given.__module__ == "__main__" else None
+    for name in given.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is given
+
+
+def what_cannot_be_sent(parts: Mapping[str, Any], has_script: bool) -> str:
+    """Name the innermost object that keeps some parts from being sent, and why.
+
+    Args:
+        parts: What is sent, by the names that the message has for them.
+        has_script: As for `sent`.
+
+    Returns:
+        Such as `task.transform (a function, <lambda>): Can't pickle ...`; empty where all can be sent.
+    """
+    for name, value in parts.items():
+        reason = _reason(value, has_script)
+        if reason:
+            return _innermost(name, value, reason, has_script, _DEPTH)
+    return ""
+
+
+def _innermost(name: str, value: Any, reason: str, has_script: bool, depth: int) -> str:
+    for inner, held in _held(name, value) if depth else ():
+        found = _reason(held, has_script)
+        if found:
+            return _innermost(inner, held, found, has_script, depth - 1)
+    return f"{name} ({type(value).__qualname__}) cannot be pickled: {reason}"
+
+
+def _held(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, by how a user writes it."""
+    if isinstance(value, Mapping):
+        yield from ((f"{name}[{key!r}]", held) for key, held in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"{name}[{number}]", held) for number, held in enumerate(value))
+    elif not isinstance(value, type | FunctionType):
+        for key, held in getattr(value, "__dict__", {}).items():
+            if key in ("_modules", "_parameters", "_buffers"):
+                yield from ((f"{name}.{inner}", each) for inner, each in held.items())
+            elif key != "_trainer":
+                yield f"{name}.{key}", held
+
+
+def _reason(value: Any, has_script: bool) -> str:
+    if isinstance(value, _PLAIN):
+        return ""
+    try:
+        sent(value, has_script)
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+# The processes that run one function: started, waited for, and ended together
+
+
+_STOP_PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL for the peers of a failed process
+_INTERRUPT_PATIENCE = 30.0  # seconds to end cleanly after an interrupt; another interrupt cuts it short
+_SETTLE = 0.2  # seconds in which a peer's failure may still arrive with an earlier time
+_PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+
+def variables_of_processes(plan: LaunchPlan, world_size: int, address: str = "127.0.0.1") -> dict[str, str]:
+    """The environment variables that all processes of this machine have, but for the port that they meet at.
+
+    Args:
+        plan: What runs here.
+        world_size: Processes over all machines.
+        address: Where they meet.
+    """
+    here = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(plan.local_processes), "MASTER_ADDR": address}
+    return {**plan.variables, **here}
+
+
+class InterruptedProcessesError(KeyboardInterrupt):
+    """This process was interrupted, and the processes have ended as they do then.
+
+    Attributes:
+        value: What the function returned in the first of them.
+    """
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+class Call:
+    """What each process calls."""
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        self._function, self._args = function, args
+
+    def prepare(self) -> None:
+        """Get ready, before the process has its place among the others."""
+
+    def __call__(self) -> Any:
+        return self._function(*self._args)
+
+
+class PickledCall:
+    """The same by value, for a new interpreter, which imports the running script again.
+
+    Args:
+        function: What each process runs.
+        args: Its arguments.
+
+    Raises:
+        LaunchError: They cannot be pickled.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        self._script = ScriptMain.here()
+        if self._script is None and function.__module__ == "__main__" and cloudpickle_module() is None:
+            raise LaunchError(
+                f"start_method='spawn' needs cloudpickle for {function.__qualname__!r}, which no file defines. Run "
+                "`pip install cloudpickle`, or write it to a file (`%%writefile training.py`) and import it here."
+            )
+        try:
+            self._pickled = sent((function, tuple(args)), self._script is not None)
+        except Exception as error:
+            raise LaunchError(
+                f"{function.__qualname__!r} and its arguments cannot be pickled for start_method='spawn' ({error}). "
+                "Give what it needs as arguments that can be, or use start_method='fork'."
+            ) from error
+
+    def prepare(self) -> None:
+        """Import the script, for what it defines."""
+        if self._script is not None:
+            self._script.load()
+
+    def __call__(self) -> Any:
+        function, args = pickle.loads(self._pickled)
+        return function(*args)
+
+
+class Processes:
+    """The processes of one attempt.
+
+    Args:
+        method: `"fork"` or `"spawn"`.
+        call: What each runs.
+        variables: The environment variables that all of them have.
+        first_rank: The rank of the first one here.
+        forwards_signals: Whether they get signals from this process, each once, rather than from the terminal.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        call: Call | PickledCall,
+        variables: dict[str, str],
+        first_rank: int = 0,
+        forwards_signals: bool = False,
+    ) -> None:
+        self._world_size = int(variables["WORLD_SIZE"])
+        self._first_rank = first_rank
+        self._forwards = forwards_signals and hasattr(os, "setpgrp")
+        context: Any = multiprocessing.get_context(method)
+        self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
+        self._reports: dict[int, Connection] = {}
+        self._received: dict[int, tuple[str, Any, float]] = {}  # by rank: what it was, the text or value, and when
+        self._last_seen = time.time()
+        flush_output()
+        with script_hidden() if method == "spawn" else nullcontext():
+            for local_rank in range(int(variables["LOCAL_WORLD_SIZE"])):
+                self._start(context, call, variables, local_rank)
+
+    def _start(self, context: Any, call: Call | PickledCall, variables: dict[str, str], local_rank: int) -> None:
+        rank = self._first_rank + local_rank
+        receiver, sender = context.Pipe(duplex=False)
+        own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        given = (call, own, sender, self._forwards)
+        process = context.Process(target=_run_rank, args=given, name=f"rank{rank}", daemon=False)
+        # Forked from a thread that has never computed: GNU OpenMP keeps its pool by thread, and a child of the
+        # thread that used it would wait for ever for workers that the fork left behind (seen with torch 2.13).
+        starter = threading.Thread(target=process.start)
+        starter.start()
+        starter.join()
+        if process.pid is None:
+            self._end()
+            raise LaunchError(f"Process {rank} could not be started; is the limit on processes or memory reached?")
+        sender.close()
+        self._processes[rank], self._reports[rank] = process, receiver
+
+    def run(self) -> Any:
+        """Wait for all and return the first one's value; on a failure or an interrupt, end the others first.
+
+        Raises:
+            NotebookError: One of them failed.
+            InterruptedProcessesError: This process was interrupted, and the first one has returned a value.
+            KeyboardInterrupt: The same where it has not.
+        """
+        try:
+            with self._signals_forwarded():
+                self._wait()
+            time.sleep(_SETTLE if any(process.exitcode for process in self._processes.values()) else 0)
+            failures = self._failures()
+        except KeyboardInterrupt:
+            # The terminal (or the notebook) interrupts the whole group: each process in it has seen it already.
+            if self._forwards:
+                self._send(signal.SIGINT)
+            self._wait(_INTERRUPT_PATIENCE)
+            if self._forwards and self._value() is not None:
+                raise InterruptedProcessesError(self._returned()) from None
+            raise
+        finally:
+            self._end()
+        if failures:
+            raise NotebookError(describe(first_failure(failures), self._world_size))
+        self._read_reports()
+        return self._returned()
+
+    def _wait(self, patience: float = float("inf")) -> None:
+        """Wait until all have ended or one has failed; within an interrupt, for so many seconds."""
+        deadline = time.monotonic() + patience
+        while alive := [process for process in self._processes.values() if process.exitcode is None]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            unread = [report for rank, report in self._reports.items() if rank not in self._received]
+            ended = wait([*(process.sentinel for process in alive), *unread], timeout=min(1.0, left))
+            self._read_reports()  # a large value waits in its process until it is read
+            if patience == float("inf") and any(process.exitcode for process in self._processes.values()):
+                return
+            if not ended:  # one that has ended may not have an exit code yet, but was not seen alive
+                self._last_seen = time.time()
+        self._read_reports()
+
+    def _value(self) -> bytes | None:
+        """The pickle of what the function returned in the first process; None without one."""
+        kind, value, _ = self._received.get(self._first_rank, ("nothing", "", 0.0))
+        return value if kind == "value" else None
+
+    def _returned(self) -> Any:
+        value = self._value()
+        if value is not None:
+            return pickle.loads(value)
+        kind, text, _ = self._received.get(self._first_rank, ("nothing", "", 0.0))
+        if kind == "unpicklable":
+            warnings.warn(f"What the function returned is not returned here: {text}.", stacklevel=4)
+        return None
+
+    @contextmanager
+    def _signals_forwarded(self) -> Iterator[None]:
+        """Let a scheduler's signals reach the processes, which save and end; in the main thread only."""
+        before: dict[int, Any] = {}
+        if self._forwards and threading.current_thread() is threading.main_thread():
+            for number in _PREEMPTING:
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    before[number] = signal.signal(number, lambda number, _: self._send(number))
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _send(self, number: int) -> None:
+        for process in self._processes.values():
+            if process.exitcode is None and process.pid is not None:
+                os.kill(process.pid, number)
+
+    def _read_reports(self) -> None:
+        """Read what processes have left so far."""
+        for rank, report in self._reports.items():
+            try:
+                if rank not in self._received and report.poll():
+                    self._received[rank] = report.recv()
+            except EOFError:
+                self._received[rank] = ("nothing", "", self._last_seen)  # it ended without a word
+
+    def _failures(self) -> list[RankFailure]:
+        """Those that have failed by now, before any is stopped by us."""
+        failures = []
+        self._read_reports()
+        for local_rank, (rank, process) in enumerate(self._processes.items()):
+            code = process.exitcode
+            if not code:
+                continue
+            kind, text, timestamp = self._received.get(rank, ("nothing", "", self._last_seen))
+            text = text if kind == "error" else ""
+            failures.append(RankFailure(rank, local_rank, process.pid or 0, code, timestamp, text))
+        return failures
+
+    def _end(self) -> None:
+        alive = [process for process in self._processes.values() if process.exitcode is None]
+        for process in alive:
+            process.terminate()
+        deadline = time.monotonic() + _STOP_PATIENCE
+        for process in alive:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in alive:
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        for report in self._reports.values():
+            report.close()
+
+
+def _run_rank(call: Call | PickledCall, variables: dict[str, str], report: Connection, leaves_group: bool) -> None:
+    """What each process does; its failure goes to the parent instead of the screen, and so does what it returns."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if leaves_group:
+        os.setpgrp()
+    threading.Thread(target=_end_with_parent, name="drivetrain-parent", daemon=True).start()
+    try:
+        call.prepare()
+        os.environ.update(variables)
+        if "OMP_NUM_THREADS" in variables:
+            torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
+        value = call()
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            raise
+        report.send(("error", str(stop.code), time.time()))
+        sys.exit(1)
+    except BaseException as error:
+        now, trace = time.time(), error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        with short_tracebacks(error, trace):
+            shown = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        report.send(("error", shown, now))
+        sys.exit(1)
+    if variables["LOCAL_RANK"] == "0":
+        try:
+            report.send(("value", pickle.dumps(value), time.time()))
+        except Exception as error:
+            report.send(("unpicklable", f"{type(value).__name__} cannot be pickled ({error})", time.time()))
+    leave_run()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone, which could not end it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
 
 _START_METHODS = ("fork", "spawn")
 
@@ -143,3 +544,37 @@ def _port(given: str | int, machines: int) -> int | None:
             "use_port is 0, but several machines must agree on one. Give the same port on each.", code="DT-033"
         )
     return port
+
+
+# Processes for one function, from a script that stays one process: they end with it, and its value comes back
+
+
+def call_in_processes(
+    function: Callable[..., Any], args: Sequence[Any], num_processes: int, start_method: str, cpu: bool
+) -> Any:
+    """Run a function of a module in several processes of this machine.
+
+    Ctrl-C, SIGTERM and SIGUSR1 reach each of them once. They end with this process, however it ends.
+
+    Args:
+        function: What each runs.
+        args: Its arguments; pickled for new interpreters.
+        num_processes: How many.
+        start_method: `"spawn"` for new interpreters, or `"fork"`.
+        cpu: Run them on the CPU, also where there are accelerators.
+
+    Returns:
+        What it returned in the first process.
+
+    Raises:
+        InterruptedProcessesError: Ctrl-C, after which the first process has returned a value.
+        LaunchError: A process failed, or cannot be started; the message holds the first one's traceback.
+        ConfigurationError: There are fewer devices than processes.
+    """
+    stop_at_start_of_processes()
+    plan = LaunchPlan.make(LaunchOptions(num_processes=num_processes, cpu=cpu))
+    if start_method == "fork":
+        refuse_what_a_fork_would_break(plan.kind)
+    call = Call(function, args) if start_method == "fork" else PickledCall(function, args)
+    variables = {**variables_of_processes(plan, num_processes), "MASTER_PORT": str(free_port())}
+    return Processes(start_method, call, variables, forwards_signals=True).run()

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from drivetrain.launch.forking import free_port, refuse_what_a_fork_would_break
+from drivetrain.launch.launcher import LaunchPlan
 from drivetrain.launch.options import LaunchOptions
-from drivetrain.launch.plan import LaunchPlan
+from drivetrain.launch.preloaded import free_port, refuse_what_a_fork_would_break
 from drivetrain.runtime import xla
 from drivetrain.runtime.devices import detect_device_kind
 from drivetrain.runtime.errors import ConfigurationError, LaunchError

@@ -10,11 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from drivetrain.launch.settings.environment import variables_of
-from drivetrain.launch.settings.processes import LAUNCHERS, MIXED_PRECISIONS, RENDEZVOUS_BACKENDS, STAND_INS
-from drivetrain.launch.settings.sharding import check_grid
-from drivetrain.launch.settings.sources import Given, merge
-from drivetrain.launch.settings.table import ALTERNATIVES, GROUPS, SETTINGS
+import psutil
+
+from drivetrain.launch.settings.sources import Given, merge, variables_of
+from drivetrain.launch.settings.table import (
+    ALTERNATIVES,
+    GROUPS,
+    LAUNCHERS,
+    MIXED_PRECISIONS,
+    RENDEZVOUS_BACKENDS,
+    SETTINGS,
+    STAND_INS,
+    check_grid,
+)
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
 HANG_TIMEOUT_VARIABLE = "DRIVETRAIN_HANG_TIMEOUT"
@@ -459,3 +467,39 @@ class LaunchOptions:
             raise ConfigurationError(
                 f"{name} is {value!r}, but must be one of {', '.join(allowed)}.{nearest(value, allowed)}", code="DT-001"
             )
+
+
+# The cores of this machine, and each process's share of them. Imports no torch
+
+
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+
+
+def available_cores() -> int:
+    """Physical cores that this process may use, within its affinity mask and its container's quota."""
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = min(cores, len(os.sched_getaffinity(0)))
+    try:
+        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
+            quota, period = file.read().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return cores
+
+
+def threads_per_process(options: LaunchOptions, local_processes: int) -> int | None:
+    """Threads that each process is given; None where the environment sets it, or it takes every core.
+
+    Args:
+        options: What was asked for.
+        local_processes: Processes on this machine.
+    """
+    if options.num_cpu_threads_per_process is not None:
+        return options.num_cpu_threads_per_process
+    if THREADS_VARIABLE in os.environ or local_processes == 1:
+        return None
+    # Torch takes every core for each process, which is far slower than an equal share.
+    return max(1, available_cores() // local_processes)

@@ -5,23 +5,436 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from importlib import import_module
+from typing import IO, Any
 
-from drivetrain.launch.cores import THREADS_VARIABLE
+from drivetrain.launch.agent import EXIT_PATIENCE, FORWARDED_SIGNALS, STOP_PATIENCE, LocalRanks
 from drivetrain.launch.interpreter import Invocation
-from drivetrain.launch.messages import announce, announce_restart, exit_code_after, resumable, write
-from drivetrain.launch.options import LaunchOptions
-from drivetrain.launch.ranks import EXIT_PATIENCE, FORWARDED_SIGNALS, STOP_PATIENCE
-from drivetrain.launch.ray_cluster import connected, cores_of_worker, count_of_ranks, in_order, reserved
-from drivetrain.launch.ray_worker import VISIBLE_DEVICES, Place, Report, variables_to_pass_on
-from drivetrain.launch.report import RankFailure, describe, first_failure
-from drivetrain.launch.variables import variables_of_run
-from drivetrain.runtime.errors import LaunchError
+from drivetrain.launch.messages import announce, announce_restart, exit_code_after, resumable, variables_of_run, write
+from drivetrain.launch.options import THREADS_VARIABLE, LaunchOptions
+from drivetrain.launch.report import ERROR_FILE_VARIABLE, RankFailure, describe, first_failure
+from drivetrain.runtime.errors import DeviceNotAvailableError, LaunchError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
+
+# What a worker of Ray runs: one rank as a process beside it, with its output and how it ends
+
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+# Of the machine that a process is on: that of the launcher means nothing on another one.
+_OF_A_MACHINE = ("HOSTNAME", "TMPDIR", "DISPLAY", VISIBLE_DEVICES)
+_PREFIXES_OF_A_MACHINE = ("RAY_", "SLURM_", "OMPI_", "PMI_", "SSH_", "XDG_")
+_INTERVAL = 0.02
+_PIPE = 65536  # bytes
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker is.
+
+    Attributes:
+        node: Ray's name of the machine.
+        host: Its address.
+        devices: The GPUs that Ray has given to the worker, by their ids on that machine.
+    """
+
+    node: str
+    host: str
+    devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """News of a rank.
+
+    Attributes:
+        output: What it has written since the last report: 1 or 2, for stdout or stderr, and bytes, in order.
+        alive: Whether its process is there.
+        failing: Whether it has ended, or is about to end, with another exit code than 0.
+        failures: How it failed, if it failed by itself.
+    """
+
+    output: tuple[tuple[int, bytes], ...] = ()
+    alive: bool = True
+    failing: bool = False
+    failures: tuple[RankFailure, ...] = ()
+
+
+class Stream:
+    """What a process writes to a pipe, in whole lines; the rest of a line once nothing follows it.
+
+    Args:
+        pipe: The end to read.
+    """
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._lock = threading.Lock()
+        self._written = b""
+        self._taken_at = 0  # length of an unfinished line when it was last left here
+        self._reader = threading.Thread(target=self._read, args=(pipe,), daemon=True)
+        self._reader.start()
+
+    def take(self, *, last: bool = False) -> bytes:
+        """What is there, up to the end of a line.
+
+        Args:
+            last: Take the rest too, once the writer has ended.
+        """
+        if last:
+            self._reader.join(STOP_PATIENCE)  # a process that it has left behind may hold the pipe
+        with self._lock:
+            end = self._written.rfind(b"\n") + 1
+            if last or len(self._written) - end == self._taken_at:
+                end = len(self._written)  # such as a progress bar, which ends no line
+            taken, self._written = self._written[:end], self._written[end:]
+            self._taken_at = len(self._written)
+        return taken
+
+    def _read(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            while data := os.read(pipe.fileno(), _PIPE):
+                with self._lock:
+                    self._written += data
+                while len(self._written) > 64 * _PIPE:
+                    time.sleep(_INTERVAL)  # as with a full pipe, the rank waits until this is taken
+
+
+class RayWorker:
+    """One rank on one worker. Ray makes an actor of this class: calls are taken one after the other."""
+
+    def __init__(self) -> None:
+        self._ranks: LocalRanks | None = None
+        self._streams: dict[int, Stream] = {}
+        self._directory = tempfile.TemporaryDirectory(prefix="drivetrain_", ignore_cleanup_errors=True)
+        self._last = (True, False)
+
+    def place(self) -> Place:
+        """Where this worker is."""
+        import ray
+        from ray.util import get_node_ip_address
+
+        context = ray.get_runtime_context()
+        devices = tuple(context.get_accelerator_ids().get("GPU", ()))
+        return Place(context.get_node_id(), get_node_ip_address(), devices)
+
+    def free_port(self) -> int:
+        """A port that nothing on this machine listens on."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    def start(
+        self, command: Sequence[str], variables: Mapping[str, str], directory: str, *, python: bool = True
+    ) -> int:
+        """Start the rank.
+
+        Args:
+            command: What it runs; the options and arguments of Python, where `python`.
+            variables: Its environment variables, over those of this worker.
+            directory: Its working directory.
+            python: Whether it is Python, this worker's.
+
+        Returns:
+            Its process id.
+
+        Raises:
+            LaunchError: There is no such directory or program on this machine.
+        """
+        if not os.path.isdir(directory):
+            raise LaunchError(
+                f"{socket.gethostname()} has no directory {directory}. The script must be at the same path on every "
+                "machine of the cluster, such as on a shared file system."
+            )
+        error_file = os.path.join(self._directory.name, "error.json")
+        environment = environment_of_rank(variables, os.environ) | {ERROR_FILE_VARIABLE: error_file}
+        # Ray's workers hear no SIGINT, and what they start would not either.
+        before = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        try:
+            process = subprocess.Popen(
+                [sys.executable, *command] if python else list(command),
+                cwd=directory,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"{command[0]} could not be started on {socket.gethostname()}: {error}.") from None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._streams = {1: Stream(process.stdout), 2: Stream(process.stderr)}
+        local, rank = int(variables["LOCAL_RANK"]), int(variables["RANK"])
+        self._ranks = LocalRanks({local: process}, {local: rank}, {local: error_file}, signal_all=not python)
+        return process.pid
+
+    def poll(self, patience: float) -> Report:
+        """Wait for news of the rank, for some seconds at most."""
+        ranks = self._running()
+        deadline = time.monotonic() + patience
+        while True:
+            ranks.poll()
+            alive, failing = bool(ranks.alive()), ranks.any_failed()
+            output = tuple((kind, data) for kind, each in self._streams.items() if (data := each.take(last=not alive)))
+            if output or (alive, failing) != self._last or time.monotonic() >= deadline:
+                self._last = (alive, failing)
+                return Report(output, alive, failing, tuple(ranks.failures()))
+            time.sleep(_INTERVAL)
+
+    def forward(self, number: int) -> None:
+        """Pass a signal on to the rank."""
+        ranks = self._running()
+        ranks.forward(ranks.alive(), signal.Signals(number))
+
+    def stop(self, patience: float) -> None:
+        """End the rank: ask it, then kill it."""
+        ranks = self._running()
+        ranks.stop(ranks.alive(), patience)
+
+    def clean_up(self) -> None:
+        """End what the rank has left behind."""
+        if self._ranks is not None:
+            self.stop(0)
+            self._ranks.end_what_they_left()
+        self._directory.cleanup()
+
+    def _running(self) -> LocalRanks:
+        assert self._ranks is not None
+        return self._ranks
+
+
+def environment_of_rank(given: Mapping[str, str], of_machine: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables of a rank.
+
+    Args:
+        given: Those that the launcher gives it.
+        of_machine: Those of Ray's worker; one that the launcher gives too is the launcher's.
+    """
+    environment = {**of_machine, **given}
+    if environment.get("PYTHONBREAKPOINT", "").startswith("ray."):
+        del environment["PYTHONBREAKPOINT"]  # of Ray's workers alone
+    return environment
+
+
+def variables_to_pass_on(environ: Mapping[str, str], leave: Iterable[str] = ()) -> dict[str, str]:
+    """What of the launcher's environment reaches ranks on other machines: all that is not about this machine.
+
+    Args:
+        environ: The launcher's variables.
+        leave: More that are left out.
+    """
+    left = {*_OF_A_MACHINE, *leave}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in left and not name.startswith(_PREFIXES_OF_A_MACHINE)
+    }
+
+
+# A Ray cluster: reaching it, and reserving a worker for each rank. Ray is imported when a run asks for it
+
+
+INSTALL = 'pip install "drivetrain[ray]"'
+_CONNECT_PATIENCE = 5.0
+_NOTICE_AFTER = 10.0  # seconds without the resources after which the user reads what is waited for
+_RESERVE_TIMEOUT = 900.0  # seconds; an autoscaler may have to start machines
+_CLEAN_UP_PATIENCE = 5.0
+_CLUSTER_INTERVAL = 0.2
+
+
+def import_ray() -> Any:
+    """Ray itself.
+
+    Raises:
+        LaunchError: It is not installed.
+    """
+    try:
+        return import_module("ray")
+    except ImportError as error:
+        raise LaunchError(f"launcher='ray' needs Ray ({error}). Install it: {INSTALL}.") from None
+
+
+@contextmanager
+def connected(options: LaunchOptions) -> Iterator[Any]:
+    """Connect to the cluster, or start one for this run; Ray, for as long as the context lasts.
+
+    Raises:
+        LaunchError: Ray is not installed, or the cluster cannot be reached.
+    """
+    ray = import_ray()
+    address = options.ray_address or os.environ.get("RAY_ADDRESS") or "auto"
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address == "local":
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it is a run's own, not a cluster to report on
+        wanted = (options.num_processes or 1) * cores_of_worker(options)
+        settings |= {"num_cpus": max(os.cpu_count() or 1, wanted), "include_dashboard": False}
+    elif address != "auto":
+        _check_reachable(address)
+    try:
+        ray.init(address=address, **settings)
+    except Exception as error:
+        raise LaunchError(_unreachable(address, str(error) or type(error).__name__)) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Refuse an address where nothing listens: Ray itself tries for minutes, and ends the process then."""
+    if "://" in address:
+        raise LaunchError(
+            f"ray_address is {address!r}, but ranks cannot be started through Ray's client. Run the command on a "
+            "machine of the cluster, with HOST:PORT or auto."
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise LaunchError(f"ray_address is {address!r}, but must be HOST:PORT, such as 10.0.0.1:6379, auto or local.")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_PATIENCE):
+            pass
+    except (OSError, OverflowError) as error:
+        raise LaunchError(_unreachable(address, str(error))) from None
+
+
+def _unreachable(address: str, reason: str) -> str:
+    return (
+        f"No Ray cluster could be reached at {address!r}: {' '.join(reason.split())}\n"
+        "Start one (`ray start --head`), give its address with --ray_address HOST:PORT or RAY_ADDRESS, or let this "
+        "launch start one with --ray_address local."
+    )
+
+
+def cores_of_worker(options: LaunchOptions) -> int:
+    """Cores that each rank reserves, and threads that it computes with."""
+    return options.num_cpu_threads_per_process or 1
+
+
+def count_of_ranks(ray: Any, options: LaunchOptions) -> tuple[int, bool]:
+    """How many ranks there are, and whether each gets a GPU.
+
+    Args:
+        ray: Ray, connected.
+        options: What was asked for.
+
+    Raises:
+        DeviceNotAvailableError: One rank for each GPU was asked for, and the cluster has none.
+    """
+    devices = int(ray.cluster_resources().get("GPU", 0))
+    on_devices = not options.cpu and (devices > 0 or options.multi_gpu)
+    if options.num_processes is not None:
+        return options.num_processes, on_devices
+    if options.multi_gpu and devices == 0:
+        raise DeviceNotAvailableError(
+            "multi_gpu asks for one process a GPU, but the Ray cluster has none now. Give num_processes to wait for "
+            "GPUs that it adds, or leave multi_gpu out to run on the CPU."
+        )
+    return (devices if on_devices else 1), on_devices
+
+
+@contextmanager
+def reserved(
+    ray: Any, options: LaunchOptions, count: int, on_devices: bool, stopped: Callable[[], bool]
+) -> Iterator[list[Any]]:
+    """Reserve a worker for each rank, all of them at once, and give all back in the end.
+
+    Args:
+        ray: Ray, connected.
+        options: What was asked for.
+        count: How many.
+        on_devices: Whether each gets a GPU.
+        stopped: Whether to wait no longer.
+
+    Yields:
+        Ray's handle of each worker; none where the wait was stopped.
+
+    Raises:
+        LaunchError: The resources did not become free in time.
+    """
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    needed: dict[str, float] = {"CPU": cores_of_worker(options)}
+    if on_devices:
+        needed["GPU"] = 1
+    group = placement_group([needed] * count, strategy="PACK")
+    workers: list[Any] = []
+    try:
+        if _await_resources(ray, options, group, needed, count, stopped):
+            kind = ray.remote(RayWorker)
+            for bundle in range(count):
+                where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+                chosen = {"num_cpus": needed["CPU"], "num_gpus": needed.get("GPU", 0), "max_restarts": 0}
+                workers.append(kind.options(scheduling_strategy=where, **chosen).remote())
+        yield workers
+    finally:
+        if workers:
+            ray.wait([each.clean_up.remote() for each in workers], num_returns=count, timeout=_CLEAN_UP_PATIENCE)
+        for each in workers:
+            ray.kill(each)
+        remove_placement_group(group)
+
+
+def _await_resources(
+    ray: Any, options: LaunchOptions, group: Any, needed: dict[str, float], count: int, stopped: Callable[[], bool]
+) -> bool:
+    """Wait until all are reserved; False where the wait was stopped."""
+    begin = time.monotonic()
+    limit = float(options.rendezvous_settings.get("timeout", _RESERVE_TIMEOUT))
+    noticed = False
+    while not group.wait(_CLUSTER_INTERVAL):
+        waited = time.monotonic() - begin
+        if stopped():
+            return False
+        if waited >= limit:
+            raise LaunchError(
+                f"Ray did not have {_amount(needed, count)} within {limit:g} s; it has {_has(ray)}. Ask for fewer "
+                "(--num_processes, --num_cpu_threads_per_process), add machines, or wait longer with "
+                f"--rdzv_conf timeout={limit * 2:g}."
+            )
+        if waited >= _NOTICE_AFTER and not noticed:
+            announce(f"waiting until Ray has {_amount(needed, count)}; it has {_has(ray)}.")
+            noticed = True
+    return True
+
+
+def _amount(needed: dict[str, float], count: int) -> str:
+    each = " and ".join(f"{amount:g} {name}" for name, amount in needed.items())
+    return f"{count} x {each} free"
+
+
+def _has(ray: Any) -> str:
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name} free" for name in ("CPU", "GPU"))
+
+
+def in_order(places: list[Place]) -> list[int]:
+    """The workers in the order of their ranks: those of a machine follow each other, by their devices.
+
+    Args:
+        places: Where each is.
+
+    Returns:
+        Indices of the workers, that of rank 0 first.
+    """
+    nodes = list(dict.fromkeys(place.node for place in places))
+
+    # By number where the ids are numbers: 10 comes after 9.
+    def key(worker: int) -> tuple[int, list[tuple[int, str]], int]:
+        place = places[worker]
+        return nodes.index(place.node), [(len(name), name) for name in place.devices], worker
+
+    return sorted(range(len(places)), key=key)
+
 
 _WORKER = "drivetrain.launch.worker"
 _LOOPBACK = "127.0.0.1"

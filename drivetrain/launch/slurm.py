@@ -6,14 +6,21 @@ Imports no torch.
 from __future__ import annotations
 
 import os
+import re
+import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.launch.options import DEFAULT_PORT
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.hosts import expand_hosts
+from drivetrain.launch.interpreter import Invocation
+from drivetrain.launch.launcher import LaunchPlan
+from drivetrain.launch.options import DEFAULT_PORT, LaunchOptions
+from drivetrain.runtime.environment import expand_hosts
+from drivetrain.runtime.errors import ConfigurationError, LaunchError
+from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 
 _STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 # Flags that set how machines meet.
@@ -149,3 +156,313 @@ def slurm_options(given: Mapping[str, Any], environ: Mapping[str, str] | None = 
     if passed and job.in_step:
         found["num_processes"] = int(passed)
     return found
+
+
+# Batch files for schedulers: an sbatch file for SLURM, and a JobSet for Kubernetes. Imports no torch
+
+
+_TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
+_MEMORY = re.compile(r"\d+[KMGT]?")
+_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[KMGTPE]i?)?")
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+
+
+def _check(name: str, value: str | None, pattern: re.Pattern[str], allowed: str) -> None:
+    if value is not None and not pattern.fullmatch(value):
+        raise ConfigurationError(f"{name} is {value!r}, but must be {allowed}.", code="DT-001")
+
+
+def _check_count(name: str, value: int | None, minimum: int = 1) -> None:
+    if value is not None and value < minimum:
+        raise ConfigurationError(f"{name} is {value}, but must be at least {minimum}.", code="DT-002")
+
+
+@dataclass(frozen=True)
+class SbatchFile:
+    """An sbatch file that launches a script, and hands the job back to the queue when it was preempted.
+
+    Args:
+        nodes: Machines.
+        gpus_per_node: Accelerators of each; None for a job on the CPU.
+        processes_per_node: Processes on each; None for one per accelerator.
+        cpus_per_node: Cores of each.
+        memory: Memory of each, such as `"64G"`; `"0"` for all.
+        time: Longest run, such as `"1-12:00:00"`.
+        partition: Partition.
+        account: Account that pays.
+        job_name: Name of the job.
+        output: File for what it prints; `%j` is the job's number.
+        signal_seconds: Seconds before the end at which the script is asked to save.
+        setup: Shell lines that run before, such as one that activates an environment.
+
+    Raises:
+        ConfigurationError: A value that SLURM would refuse.
+    """
+
+    nodes: int = 1
+    gpus_per_node: int | None = None
+    processes_per_node: int | None = None
+    cpus_per_node: int | None = None
+    memory: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    job_name: str = "drivetrain"
+    output: str = "%x-%j.out"
+    signal_seconds: int = 120
+    setup: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "gpus_per_node", "processes_per_node", "cpus_per_node"):
+            _check_count(name, getattr(self, name))
+        _check_count("signal_seconds", self.signal_seconds, minimum=30)
+        if self.signal_seconds > 65535:
+            raise ConfigurationError(
+                f"signal_seconds is {self.signal_seconds}, but SLURM takes 65535 at most.", code="DT-002"
+            )
+        _check("time", self.time, _TIME, "minutes, MM:SS, HH:MM:SS, or D-HH:MM:SS, such as 1-12:00:00")
+        _check("memory", self.memory, _MEMORY, "a number with K, M, G or T, such as 64G; 0 for all")
+        for name in ("partition", "account", "job_name", "output"):
+            _check(name, getattr(self, name), re.compile(r"[^\s'\"]+"), "without blanks and quotes")
+
+    def render(self, script: str, args: Sequence[str] = (), flags: Sequence[str] = ()) -> str:
+        """The file's text.
+
+        Args:
+            script: What to launch.
+            args: Its arguments.
+            flags: Further flags of `drivetrain launch`.
+        """
+        directives: dict[str, object] = {
+            "job-name": self.job_name,
+            "nodes": self.nodes,
+            "ntasks-per-node": 1,
+            "cpus-per-task": self.cpus_per_node,
+            "gpus-per-node": self.gpus_per_node,
+            "mem": self.memory,
+            "time": self.time,
+            "partition": self.partition,
+            "account": self.account,
+            "output": self.output,
+            "open-mode": "append",
+            "signal": f"B:USR1@{self.signal_seconds}",
+        }
+        lines = [f"#SBATCH --{name}={value}" for name, value in directives.items() if value is not None]
+        grace = max(20, self.signal_seconds - 20)
+        launch = ["drivetrain", "launch", f"--preemption_grace_period={grace}"]
+        if self.processes_per_node is not None:
+            launch.append(f"--num_processes={self.processes_per_node * self.nodes}")
+        if self.gpus_per_node is None:
+            launch.append("--cpu")
+        command = shlex.join([*launch, *flags, script, *args])
+        return "\n".join(
+            ["#!/bin/bash", *lines, "#SBATCH --requeue", "", *self.setup, *_BODY.format(command).split("\n")]
+        )
+
+
+# A trap ends `wait` early, also where the launcher ends at the same moment: only waiting again gives its code.
+_BODY = f"""\
+{{}} &
+launcher=$! code=127 signalled=1
+trap 'signalled=1; kill -USR1 $launcher' USR1
+trap 'signalled=1; kill -TERM $launcher' TERM
+while [ $signalled ]; do
+    signalled=
+    wait $launcher 2>/dev/null; status=$?
+    [ $status -eq 127 ] || code=$status   # 127: its end was seen before
+done
+
+if [ $code -eq {RESUME_EXIT_CODE} ]; then   # it has saved, and can resume
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
+"""
+
+
+@dataclass(frozen=True)
+class JobSetManifest:
+    """A Kubernetes JobSet that launches a script: one pod a machine, all of which start again together.
+
+    Args:
+        image: Container image, with drivetrain and the script in it.
+        name: Name of the JobSet.
+        namespace: Its namespace; the current one if None.
+        nodes: Machines.
+        gpus_per_node: Accelerators of each; None for the CPU.
+        gpu_resource: What they are called in the cluster.
+        processes_per_node: Processes on each; None for one per accelerator.
+        cpus_per_node: Cores of each, such as `"16"`.
+        memory: Memory of each, such as `"64Gi"`.
+        max_restarts: How often all pods are started again.
+        claim: A persistent volume claim that is mounted at `/data`.
+
+    Raises:
+        ConfigurationError: A value that Kubernetes would refuse.
+    """
+
+    image: str
+    name: str = "drivetrain"
+    namespace: str | None = None
+    nodes: int = 1
+    gpus_per_node: int | None = None
+    gpu_resource: str = "nvidia.com/gpu"
+    processes_per_node: int | None = None
+    cpus_per_node: str | None = None
+    memory: str | None = None
+    max_restarts: int = 3
+    claim: str | None = None
+
+    def __post_init__(self) -> None:
+        for count in ("nodes", "gpus_per_node", "processes_per_node"):
+            _check_count(count, getattr(self, count))
+        _check_count("max_restarts", self.max_restarts, minimum=0)
+        for name in ("name", "namespace", "claim"):
+            _check(name, getattr(self, name), _NAME, "1 to 40 lower-case letters, digits and dashes, a letter first")
+        _check("image", self.image, re.compile(r"\S+"), "the name of an image, such as registry/team/image:tag")
+        for name in ("cpus_per_node", "memory"):
+            _check(name, getattr(self, name), _QUANTITY, "a quantity, such as 16 or 64Gi")
+
+    def build(self, script: str, args: Sequence[str] = (), flags: Sequence[str] = ()) -> dict[str, Any]:
+        """The manifest.
+
+        Args:
+            script: What to launch, by its path in the image.
+            args: Its arguments.
+            flags: Further flags of `drivetrain launch`.
+        """
+        metadata = {"name": self.name, **({"namespace": self.namespace} if self.namespace else {})}
+        job = {
+            "parallelism": self.nodes,
+            "completions": self.nodes,
+            "completionMode": "Indexed",
+            "backoffLimit": 0,  # a pod alone cannot start again: the JobSet starts all
+            "template": {"spec": self._pod(self._command(script, args, flags))},
+        }
+        return {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": metadata,
+            "spec": {
+                "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+                "failurePolicy": {"maxRestarts": self.max_restarts},
+                "replicatedJobs": [{"name": "machine", "replicas": 1, "template": {"spec": job}}],
+            },
+        }
+
+    def _command(self, script: str, args: Sequence[str], flags: Sequence[str]) -> list[str]:
+        command = ["drivetrain", "launch", "--preemption_grace_period=100"]
+        if self.nodes > 1:
+            command += [
+                f"--num_machines={self.nodes}",
+                "--machine_rank=$(JOB_COMPLETION_INDEX)",  # which Kubernetes fills in
+                f"--main_process_ip={self.name}-machine-0-0.{self.name}",
+                f"--main_process_port={DEFAULT_PORT}",
+            ]
+        if self.processes_per_node is not None:
+            command.append(f"--num_processes={self.processes_per_node * self.nodes}")
+        if self.gpus_per_node is None:
+            command.append("--cpu")
+        return [*command, *flags, script, *(arg.replace("$(", "$$(") for arg in args)]
+
+    def _pod(self, command: list[str]) -> dict[str, Any]:
+        resources = {"cpu": self.cpus_per_node, "memory": self.memory}
+        limits: dict[str, Any] = {name: value for name, value in resources.items() if value is not None}
+        if self.gpus_per_node is not None:
+            limits[self.gpu_resource] = self.gpus_per_node
+        mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+        volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+        if self.claim is not None:
+            mounts.append({"name": "data", "mountPath": "/data"})
+            volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": self.claim}})
+        container: dict[str, Any] = {
+            "name": "drivetrain",
+            "image": self.image,
+            "command": command,
+            "volumeMounts": mounts,
+            **({"resources": {"limits": limits}} if limits else {}),
+        }
+        return {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": 120,
+            "containers": [container],
+            "volumes": volumes,
+        }
+
+
+# Starting the processes with mpirun, on the hosts of a file
+
+
+_PROGRAMS = ("mpirun", "mpiexec")
+_LOOPBACK = "127.0.0.1"
+
+
+def launch_with_mpi(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
+    """Run a script as several processes that mpirun starts, and wait for them.
+
+    Ranks find their place from MPI's variables.
+
+    Args:
+        options: How many processes, where, and with which settings.
+        script: The script's path, or a module's or program's name if the options ask for that.
+        args: Its arguments, passed on as they are.
+
+    Returns:
+        The exit code of mpirun.
+
+    Raises:
+        ConfigurationError: The options do not fit this machine.
+        LaunchError: There is no mpirun.
+    """
+    command, variables = mpi_command(options, script, args)
+    return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
+
+
+def mpi_command(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
+    """The command line for mpirun, and the environment variables that its processes get.
+
+    Args:
+        options: How many processes, where, and with which settings.
+        script: What they run.
+        args: Its arguments.
+
+    Raises:
+        ConfigurationError: The options do not fit this machine.
+        LaunchError: There is no mpirun.
+    """
+    program = next((found for name in _PROGRAMS if (found := shutil.which(name))), None)
+    if program is None:
+        raise LaunchError(
+            f"mpirun_hostfile={options.mpirun_config['mpirun_hostfile']!r} asks for mpirun, but neither "
+            f"{' nor '.join(_PROGRAMS)} is on PATH. Install Open MPI (apt-get install openmpi-bin) or Intel MPI, or "
+            "leave it out: drivetrain's own launcher needs neither."
+        )
+    if options.min_machines != options.max_machines:
+        raise ConfigurationError(
+            f"num_machines is {options.num_machines!r}, but mpirun starts a fixed number. Give a single one.",
+            code="DT-033",
+        )
+    plan = LaunchPlan.make(options)
+    variables = {
+        **plan.variables,
+        "MASTER_ADDR": options.main_process_ip or _LOOPBACK,
+        "MASTER_PORT": str(options.main_process_port or DEFAULT_PORT),
+    }
+    total, here = plan.local_processes * options.max_machines, plan.local_processes
+    hosts = os.path.expanduser(options.mpirun_config["mpirun_hostfile"])
+    if _is_open_mpi(program):
+        places = ["--hostfile", hosts, "-n", str(total), "--npernode", str(here), "--bind-to", "none"]
+        places += [part for name in sorted(variables) for part in ("-x", name)]
+    else:
+        places = ["-f", hosts, "-n", str(total), "-ppn", str(here)]
+    if options.no_python:
+        return [program, *places, script, *args], variables
+    interpreter = [sys.executable, *Invocation.current().options]
+    return [program, *places, *interpreter, *(["-m"] if options.module else []), script, *args], variables
+
+
+def _is_open_mpi(program: str) -> bool:
+    try:
+        shown = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{program} --version failed: {error}. Check that MPI is installed.") from None
+    return "Open MPI" in shown

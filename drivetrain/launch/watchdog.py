@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from drivetrain.launch.report import COMPARE_CALLS, RankFailure
-from drivetrain.launch.stacks import Stack
+from drivetrain.launch.report import COMPARE_CALLS, RankFailure, Stack
 from drivetrain.runtime.exit_codes import HANG_EXIT_CODE
 from drivetrain.runtime.heartbeat import STACK_SIGNAL, Sign, read_sign
 

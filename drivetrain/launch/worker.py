@@ -25,10 +25,9 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from drivetrain.launch.report import ERROR_FILE_VARIABLE, write_record
-from drivetrain.runtime.expendable import has_left_queue, set_expendable
-from drivetrain.runtime.heartbeat import answer_launcher
+from drivetrain.runtime.errors import short_tracebacks
+from drivetrain.runtime.heartbeat import answer_launcher, has_left_queue, set_expendable
 from drivetrain.runtime.terminal import print_text
-from drivetrain.runtime.tracebacks import short_tracebacks
 
 AFFINITY_VARIABLE = "DRIVETRAIN_CPU_AFFINITY"
 _INTERRUPTED = 128 + signal.SIGINT

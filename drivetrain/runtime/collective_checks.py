@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from drivetrain.runtime.errors import CollectiveError
-from drivetrain.runtime.frames import user_line
+from drivetrain.runtime.errors import CollectiveError, user_line
 from drivetrain.runtime.nested import is_leaf, recursively_apply
 from drivetrain.runtime.process_group import leaving_key
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from drivetrain.runtime import xla
-from drivetrain.runtime.byte_sizes import host_memory
 from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, nearest
+from drivetrain.runtime.host import host_memory
 
 _VISIBLE_VARIABLES = {
     "cuda": "CUDA_VISIBLE_DEVICES",

@@ -3,10 +3,161 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import functools
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from itertools import groupby
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from drivetrain.runtime.terminal import shown
-from drivetrain.runtime.tracebacks import short_lines
+
+# Which line of a stack is the user's: what is inside drivetrain, torch and the standard library is not
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+def is_library(filename: str) -> bool:
+    """Whether a file belongs to drivetrain, torch, the standard library or the interpreter."""
+    if filename.startswith((_PACKAGE, _torch(), "<frozen ")):
+        return True
+    return filename.startswith(_STANDARD_LIBRARY) and not any(part in filename for part in _INSTALLED)
+
+
+def in_package(filename: str, folder: str = "") -> bool:
+    """Whether a file is in a folder of drivetrain, such as `"runtime"`."""
+    return filename.startswith(os.path.join(_PACKAGE, folder))
+
+
+def in_torch(filename: str, folder: str = "") -> bool:
+    """Whether a file is in a folder of torch, such as `"distributed"`."""
+    return filename.startswith(os.path.join(_torch(), folder))
+
+
+@cache
+def _torch() -> str:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return os.path.dirname(os.path.abspath(spec.origin)) + os.sep
+
+
+def user_line() -> str:
+    """Return the innermost line of the user's code that is running, as `"train.py:12 in main"`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def shown_path(filename: str) -> str:
+    """Shorten a path to one relative to the working directory where it lies below it."""
+    below = os.path.join(os.getcwd(), "")
+    return filename.removeprefix(below)
+
+
+# Short tracebacks: those of a `DrivetrainError` end at the user's line, with three frames of drivetrain at most
+
+
+FULL_VARIABLE = "DRIVETRAIN_FULL_TRACEBACK"
+"""Set to 1, it lets tracebacks have all frames."""
+
+_NOTEBOOK = (f"{os.sep}IPython{os.sep}", f"{os.sep}ipykernel{os.sep}")
+
+
+def short_lines(error: BaseException) -> list[str]:
+    """Compose what IPython shows: the short traceback from the cell on."""
+    trace = error.__traceback__
+    while trace is not None and any(part in trace.tb_frame.f_code.co_filename for part in _NOTEBOOK):
+        trace = trace.tb_next
+    with short_tracebacks(error, trace):
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
+
+
+@contextmanager
+def short_tracebacks(error: BaseException, trace: TracebackType | None) -> Iterator[None]:
+    """Leave drivetrain's inner frames out of an exception, and of those that led to it, while the body runs.
+
+    User code's frames stay. An exception that is no `DrivetrainError`, nor led to one, keeps all frames.
+
+    Args:
+        error: The exception.
+        trace: Its traceback, or the part of it that is shown.
+    """
+    links = list(_links(error))
+    before = [link.__traceback__ for link in links]
+    error.__traceback__ = trace
+    try:
+        if os.environ.get(FULL_VARIABLE, "").lower() not in {"1", "true", "yes", "on"}:
+            _shorten(links)
+        yield
+    finally:
+        for link, whole in zip(links, before, strict=True):
+            link.__traceback__ = whole
+
+
+def _links(error: BaseException) -> Iterator[BaseException]:
+    """An exception and those that Python prints above it."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _shorten(links: list[BaseException]) -> None:
+    is_below = False
+    for link in links:
+        if is_below:
+            link.__traceback__ = _without(link.__traceback__, of_ours=0)
+        elif getattr(link, "has_short_traceback", False):
+            link.__traceback__ = _without(link.__traceback__, of_ours=3)
+            is_below = True
+
+
+def _without(trace: TracebackType | None, of_ours: int) -> TracebackType | None:
+    """A traceback with the frames of users, and so many of drivetrain: where it was entered, and where it raised.
+
+    Frames of torch and the standard library that lead from one of drivetrain's to another are left out with them.
+    """
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    runs = [list(run) for _, run in groupby(frames, _is_inner)]
+    ours = [[frame for frame in run if in_package(frame.tb_frame.f_code.co_filename)] for run in runs]
+    entered = [run[0] for run in ours if run]
+    raised = ours[-1][-1:] if ours else []
+    if raised and entered[-1] is not raised[0]:
+        raised = [entered[-1], *raised]
+    kept = {id(frame) for frame in [*raised[::-1], *entered][:of_ours]}
+    shown: TracebackType | None = None
+    for run, own in zip(reversed(runs), reversed(ours), strict=True):
+        for frame in reversed(run):
+            if not own or id(frame) in kept:
+                shown = TracebackType(shown, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return shown
+
+
+def _is_inner(trace: TracebackType) -> bool:
+    """Whether a frame is drivetrain's, torch's or the standard library's; also in code that a dataclass generates."""
+    code = trace.tb_frame.f_code
+    generated = code.co_filename == "<string>" and trace.tb_frame.f_globals.get("__name__", "").startswith(
+        "drivetrain."
+    )
+    return generated or is_library(code.co_filename)
+
 
 NO_CODE = "DT-000"
 
@@ -116,3 +267,176 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the nearest allowed spelling, or an empty string."""
     matches = difflib.get_close_matches(given, list(allowed), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+# Keyword arguments that nothing takes: an error that names the nearest one that is taken
+
+
+class UnknownArgumentError(ConfigurationError, TypeError):
+    """A function was given a keyword argument that it does not take."""
+
+    code = "DT-006"
+
+
+def refuse_unknown(given: Collection[str], function: Callable[..., Any], name: str | None = None) -> None:
+    """Raise where a function was given keyword arguments that it does not take.
+
+    A method that asks for this ends its parameters with `**_unknown: NoReturn`, which type checkers read as "nothing
+    else", and calls this with them.
+
+    Args:
+        given: The names of keyword arguments.
+        function: The function.
+        name: What it is called in the message; its own name if None.
+
+    Raises:
+        UnknownArgumentError: One of them is no parameter of the function.
+    """
+    if not given:
+        return
+    parameters = inspect.signature(function).parameters.values()
+    taken = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    unknown = next((each for each in given if each not in taken), None)
+    if unknown is None:
+        return
+    guess = nearest(unknown, taken)
+    known = "" if guess else f" It takes {', '.join(each for each in taken if each != 'self')}."
+    raise UnknownArgumentError(f"{name or function.__qualname__}() takes no argument {unknown!r}.{guess}{known}")
+
+
+@lru_cache(maxsize=256)
+def _takes_all(function: Callable[..., Any], names: frozenset[str]) -> bool:
+    """Whether a function takes keyword arguments of these names."""
+    parameters = inspect.signature(function).parameters
+    return names <= parameters.keys() or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+class KnownKeywords:
+    """A class whose constructor refuses unknown keyword arguments by `UnknownArgumentError`.
+
+    Attributes:
+        made_with: The arguments that an object was made with, by position and by name.
+    """
+
+    made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: Any, **keywords: Any) -> Any:
+            if keywords and not _takes_all(cls.__init__, frozenset(keywords)):
+                refuse_unknown(keywords, cls.__init__, cls.__name__)
+            made = super().__new__(cls)
+            made.made_with = args, keywords
+            return made
+
+
+def made_again(kind: type[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """An object of a class, made with the arguments that another one was made with."""
+    return kind(*arguments, **keywords)
+
+
+# Deprecations: what will be removed warns until a named version, which a test holds
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class DrivetrainDeprecationWarning(FutureWarning):
+    """Something of drivetrain that a script uses will be removed; the message names the version and what to use.
+
+    A `FutureWarning`, which Python shows by default also where the call is in a module of the script's.
+    """
+
+
+def deprecated(*, since: str, removed_in: str, use: str | None = None) -> Callable[[F], F]:
+    """Mark a function, method or class that will be removed: a call warns.
+
+    Args:
+        since: The first version that warns.
+        removed_in: The version without it.
+        use: What to use instead; None where there is nothing.
+
+    Returns:
+        The decorator. A class stays a class: its constructor warns, and that of its subclasses.
+    """
+    until = _until(since, removed_in)
+
+    def mark(target: F) -> F:
+        message = f"{target.__qualname__} is deprecated {until}.{f' Use {use}.' if use else ''}"
+        if inspect.isclass(target):
+            target.__init__ = _warning(target.__init__, message)  # type: ignore[method-assign]
+            return target
+        return _warning(target, message)
+
+    return mark
+
+
+def renamed_arguments(names: Mapping[str, str], *, since: str, removed_in: str) -> Callable[[F], F]:
+    """Let a function take arguments under their former names, too, with a warning.
+
+    Args:
+        names: The present name of each former one.
+        since: The first version with the present names.
+        removed_in: The version without the former ones.
+
+    Returns:
+        The decorator. An argument that is given under both names is a `ConfigurationError`.
+    """
+    until = _until(since, removed_in)
+
+    def mark(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for former in [name for name in kwargs if name in names]:
+                present = names[former]
+                if present in kwargs:
+                    raise ConfigurationError(
+                        f"{function.__qualname__}() got {present} under its former name {former}, too. Give {present}.",
+                        code="DT-004",
+                    )
+                _warn(f"{function.__qualname__}({former}=...) is deprecated {until}. Use {present}.")
+                kwargs[present] = kwargs.pop(former)
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return mark
+
+
+def warn_ignored(function: str, name: str, value: object, hint: str, *, since: str, removed_in: str) -> None:
+    """Warn the caller's caller of an argument that is taken and has no effect any more; do nothing if it is None.
+
+    Args:
+        function: The name of the function that takes the argument.
+        name: The argument.
+        value: What was given for it.
+        hint: What to do instead, as a sentence.
+        since: The first version in which it has no effect.
+        removed_in: The version that refuses it.
+    """
+    if value is not None:
+        _warn(f"{function}({name}={value!r}) has no effect {_until(since, removed_in)}. {hint}".rstrip(), stacklevel=4)
+
+
+def _until(since: str, removed_in: str) -> str:
+    return f"since drivetrain {since} and will be removed in {removed_in}"
+
+
+def _warning(function: F, message: str) -> F:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _warn(message)
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def _warn(message: str, stacklevel: int = 3) -> None:
+    warnings.warn(message, DrivetrainDeprecationWarning, stacklevel=stacklevel)
+
+
+# What is raised where a checkpoint is not whole
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is missing, incomplete or damaged, or holds what none may hold: an older one may be whole."""

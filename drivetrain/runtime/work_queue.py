@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from drivetrain.runtime import expendable
+from drivetrain.runtime import heartbeat
 from drivetrain.runtime.errors import CollectiveError, ConfigurationError, DataError
 from drivetrain.runtime.nested import send_to_device
 
@@ -215,7 +215,7 @@ class WorkQueue:
         self._is_open = True
         self._show_life(0)
         if self._world_size > 1:
-            expendable.set_expendable(True)
+            heartbeat.set_expendable(True)
             self._signs = threading.Thread(target=self._live, name="work-queue", daemon=True)
             self._signs.start()
         return self
@@ -224,10 +224,10 @@ class WorkQueue:
         self._is_open = False
         self._ended.set()
         if error is not None:
-            expendable.mark_left_queue(error)
+            heartbeat.mark_left_queue(error)
         if self._signs is not None:
             self._signs.join()
-            expendable.set_expendable(False)
+            heartbeat.set_expendable(False)
         self._set(f"left/{self._rank}", b"1")
         if self._add("left") == self._world_size:
             self._clear()

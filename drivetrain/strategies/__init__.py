@@ -3,13 +3,13 @@
 from drivetrain.strategies.base import Strategy
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.registry import (
+    Single,
     available_strategies,
     register_strategy,
     resolve_ddp,
     resolve_strategy,
     started_by_verbs,
 )
-from drivetrain.strategies.single import Single
 from drivetrain.strategies.step_module import StepModule
 
 __all__ = [

@@ -2,26 +2,563 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.runtime.keywords import KnownKeywords
+from drivetrain.data.configuration import DataShard
+from drivetrain.runtime.collectives import broadcast, reduce
+from drivetrain.runtime.devices import DeviceKind
+from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, KnownKeywords
+from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.gradients import Gradients
-from drivetrain.strategies.model_state import ModelState
 from drivetrain.strategies.moving import move as move_model
 from drivetrain.strategies.moving import refuse_left_behind
-from drivetrain.strategies.optimizer_names import lay_out_state
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.step_module import StepModule
-from drivetrain.strategies.topology import Topology
+
+# `Topology`: this process's place among those of a run, and which processes count
+
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which share of the data and of the model is this process's, and which processes' results count.
+
+    Args:
+        environment: This process among its peers.
+        kind: The kind of device that it computes on.
+        device: Where its tensors live.
+        data_shard: Which slice of the data it loads: not its rank where several processes share a batch.
+        data_ranks: For each data shard, in their order, the rank whose rows stand for it; None where every rank does.
+        value_ranks: The ranks whose logged values together are those of the global batch, each counted once; None
+            where all are.
+        averaging_processes: Over how many processes gradients are averaged; the data shards if None.
+        stage_group: The processes that compute parts of one forward, as the stages of a pipeline do; None where each
+            process computes all of it.
+        loss_rank: The rank in that group that computes losses.
+    """
+
+    environment: ProcessEnvironment
+    kind: DeviceKind
+    device: torch.device
+    data_shard: DataShard
+    data_ranks: tuple[int, ...] | None = None
+    value_ranks: tuple[int, ...] | None = None
+    averaging_processes: int = 1
+    stage_group: dist.ProcessGroup | None = None
+    loss_rank: int | None = None
+
+    @classmethod
+    def data_parallel(cls, state: PartialState) -> Topology:
+        """Every process loads a shard of the data of its own and computes the whole model.
+
+        Args:
+            state: This process, its device and its peers.
+        """
+        count = state.num_processes
+        shard = DataShard(state.process_index, count)
+        return cls(state.environment, state.kind, state.device, shard, averaging_processes=count)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.environment.rank
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether this process runs the task's steps to their end, rather than a part of the model only."""
+        return self.loss_rank is None or self.loss_rank == self.rank
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether this process's rows of a batch count: not where they repeat a peer's."""
+        return self.data_ranks is None or self.rank in self.data_ranks
+
+    @property
+    def counts_values(self) -> bool:
+        """Whether this process's logged values count: not where they repeat a peer's."""
+        return self.value_ranks is None or self.rank in self.value_ranks
+
+    @property
+    def value_place(self) -> tuple[int, int]:
+        """This process's number among those whose values count, and how many those are.
+
+        A process whose values do not count has the number of its data shard.
+        """
+        if self.value_ranks is None:
+            return self.rank, self.environment.world_size
+        index = self.value_ranks.index(self.rank) if self.counts_values else self.data_shard.index
+        return index, len(self.value_ranks)
+
+    def select(self, per_rank: Sequence[Value], rows: bool = False) -> list[Value]:
+        """Those of the values of all processes that count, in the order of the data.
+
+        Args:
+            per_rank: A value of each process, in the order of the ranks.
+            rows: Whether they are rows of the data, which processes that share a sequence hold copies of, rather than
+                values computed from each process's part of it.
+        """
+        ranks = self.data_ranks if rows else self.value_ranks
+        return list(per_rank) if ranks is None else [per_rank[rank] for rank in ranks]
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over the processes whose values count, the same on all; call it on all."""
+        total: torch.Tensor = reduce(tensor if self.counts_values else torch.zeros_like(tensor), "sum")
+        return total
+
+    def share(self, result: Any) -> Any:
+        """What the process that computes the loss passes, on every process that computes another part of the model."""
+        if self.stage_group is None:
+            return result
+        assert self.loss_rank is not None
+        boxed = [send_to_device(result, torch.device("cpu")) if self.computes_loss else None]
+        dist.broadcast_object_list(boxed, src=self.loss_rank, group=self.stage_group, device=self.device)
+        return result if self.computes_loss else boxed[0]
+
+
+# `Gradients`: how the gradients of a prepared model are reduced, held, scaled and clipped
+
+
+class Gradients:
+    """The gradients of one process on one device: plain tensors in `.grad`, complete after each backward.
+
+    A strategy whose gradients are reduced, sharded or kept elsewhere has a subclass of its own.
+    """
+
+    def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        """Whether forwards and backwards in this context reduce gradients over processes.
+
+        Args:
+            model: What `prepare` returned.
+            enabled: False within an accumulation window.
+        """
+        return nullcontext()
+
+    def held(self, model: nn.Module) -> Iterable[torch.Tensor]:
+        """Gradients of an accumulation window that are not in `.grad` before they are reduced."""
+        return ()
+
+    def are_held(self, model: nn.Module) -> bool:
+        """Whether gradients that no step was taken with are elsewhere than in `.grad`."""
+        return any(True for _ in self.held(model))
+
+    def scale_held(self, model: nn.Module, parameters: Sequence[nn.Parameter], factor: float) -> None:
+        """Multiply the gradients that an accumulation window holds so far.
+
+        Args:
+            model: What `prepare` returned.
+            parameters: The model's parameters that are to be scaled in `.grad`.
+            factor: What to multiply with.
+        """
+        gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        gradients.extend(self.held(model))
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def discard(self, model: nn.Module) -> None:
+        """Forget those gradients, of a window that did not end."""
+
+    def require_reduced(self, model: nn.Module) -> None:
+        """Raise where this process's backward has left out gradients that its peers wait for.
+
+        Nothing is exchanged, so it may precede a collective that those peers would not meet.
+
+        Args:
+            model: What `prepare` returned.
+
+        Raises:
+            ConfigurationError: Names the rank and the parameters.
+        """
+
+    def require_complete(self, parameter: torch.Tensor) -> None:
+        """Raise if a backward does not leave a parameter's gradient complete, over all processes too.
+
+        Raises:
+            ConfigurationError: It is completed later, in `finish`.
+        """
+
+    def zero_loss(self, task: nn.Module) -> torch.Tensor:
+        """A loss with gradients of zero, for a batch that a task leaves out while its peers wait for gradients.
+
+        Raises:
+            ConfigurationError: No batch can be left out here.
+        """
+        return zero_loss_of(task.parameters())
+
+    def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale gradients down to a total norm of at most `max_norm`, over all shards.
+
+        Args:
+            parameters: The parameters whose gradients they are.
+            max_norm: The largest norm allowed.
+            norm_type: The p of the p-norm.
+
+        Returns:
+            The total norm before clipping, a scalar tensor on the device.
+        """
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        """Clamp every gradient to [-value, value]."""
+        nn.utils.clip_grad_value_(parameters, value)
+
+    def scale(self, model: nn.Module, optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:
+        """Multiply the gradients of a window, which have been reduced already.
+
+        Args:
+            model: What `prepare` returned.
+            optimizers: Those whose parameters' gradients they are.
+            factor: A scalar tensor, the same on all processes.
+        """
+        parameters = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+
+    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        """Take parameters that are trained from now on, and were frozen when the model was placed.
+
+        Args:
+            model: What `prepare` returned.
+            parameters: The parameters, or this process's shards of them.
+
+        Raises:
+            ConfigurationError: What is trained is settled when the model is placed.
+        """
+
+    def finish(self, optimizers: Sequence[Optimizer]) -> None:
+        """Complete what backwards have left to do, before the gradients of a window are unscaled, clipped or stepped.
+
+        Args:
+            optimizers: The bare optimizers, on all processes.
+        """
+
+    def leaves(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that a backward leaves the gradients of some parameters in, for a backward to these alone.
+
+        Args:
+            model: What `prepare` returned.
+            parameters: The parameters, or this process's shards of them.
+
+        Raises:
+            ConfigurationError: A backward cannot be limited to some parameters.
+        """
+        return list(parameters)
+
+    def prepare_backward(self, model: nn.Module, loss: torch.Tensor) -> None:
+        """Get ready for a backward that a task runs by itself, during its training step.
+
+        Args:
+            model: What `prepare` returned.
+            loss: The loss that it goes back from.
+        """
+
+
+def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Average the gradients of all parameters that any process has one of; call it on all processes.
+
+    Args:
+        parameters: The same ones on all processes.
+    """
+    if not (parameters and PartialState().use_distributed):
+        return
+    here = torch.tensor([float(each.grad is not None) for each in parameters], device=parameters[0].device)
+    for parameter, holders in zip(parameters, reduce(here, "sum").tolist(), strict=True):
+        if holders:
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = reduce(own, "mean")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor that may be sharded."""
+    to_local = getattr(tensor, "to_local", None)
+    local: torch.Tensor = tensor if to_local is None else to_local()
+    return local
+
+
+def refuse_several_losses(reason: str) -> NoReturn:
+    """Raise where a backward cannot be limited to some parameters.
+
+    Args:
+        reason: Why, as a sentence.
+
+    Raises:
+        ConfigurationError: Always.
+    """
+    raise ConfigurationError(
+        f'training_step returned a loss for each optimizer. {reason} Return one loss, or use strategy="ddp" or "fsdp".',
+        code="DT-068",
+    )
+
+
+def refuse_left_out_batch(task: nn.Module, rank: int) -> NoReturn:
+    """Raise where a task leaves out a batch, but its peers' backward gathers over all processes.
+
+    Raises:
+        ConfigurationError: Always.
+    """
+    raise ConfigurationError(
+        f"{type(task).__name__}.training_step returned None on rank {rank}. With a sharded model every process must "
+        "run as many forwards and backwards. Return a loss that counts for nothing instead, such as loss * 0, or leave "
+        "the sample out of the dataset.",
+        code="DT-052",
+    )
+
+
+def zero_loss_of(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """A loss of zero that depends on all of these that are trained.
+
+    Args:
+        parameters: The parameters.
+    """
+    parts = [parameter.reshape(-1)[:1].sum() for parameter in parameters if parameter.requires_grad]
+    parts = [part.real if part.is_complex() else part for part in parts]
+    return torch.stack(parts).nan_to_num(0.0, 0.0, 0.0).sum() * 0.0
+
+
+# Optimizer state under parameter names instead of positions, and laid out as the parameters it belongs to
+
+
+IMPLEMENTATION = ("fused", "foreach")
+"""Options of a group that choose how it is stepped. They are the optimizer's own, and not taken from a checkpoint."""
+
+
+def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return `{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`.
+
+    Args:
+        model: The bare model, whose names are used.
+        optimizer: An optimizer over some of its parameters.
+
+    Raises:
+        CheckpointError: The optimizer holds a parameter that the model does not.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def name_of(parameter: torch.Tensor) -> str:
+        if id(parameter) not in names:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not the "
+                "model's, so its state cannot be saved under a name. Make it a parameter of the model."
+            )
+        return names[id(parameter)]
+
+    groups = [
+        {**group, "params": [name_of(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    state = {name_of(parameter): dict(value) for parameter, value in optimizer.state.items()}
+    return {"state": state, "param_groups": groups}
+
+
+def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Load what `named_optimizer_state` returned, in whatever order the parameters are now.
+
+    Raises:
+        CheckpointError: The groups hold other parameters than the saved ones; both are listed.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    current = optimizer.state_dict()
+    here = [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
+    check_groups(here, saved, type(optimizer).__name__)
+    position = {
+        name: index
+        for group_names, group in zip(here, current["param_groups"], strict=True)
+        for name, index in zip(group_names, group["params"], strict=True)
+    }
+    groups = [
+        {**saved_group, **{name: group[name] for name in ("params", *IMPLEMENTATION) if name in group}}
+        for saved_group, group in zip(saved["param_groups"], current["param_groups"], strict=True)
+    ]
+    state = {position[name]: value for name, value in saved["state"].items()}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    lay_out_state(optimizer)
+
+
+def lay_out_state(optimizer: Optimizer) -> None:
+    """Bring an optimizer's state to its parameters' devices, strides and 64 bits; call it after state was loaded.
+
+    Files hold contiguous tensors. torch's fused implementations pair a parameter with its state by place in memory, so
+    the state of a transposed or channels_last parameter would step other elements than its own.
+    """
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                continue
+            if value.device != parameter.device:
+                value = state[key] = value.to(parameter.device)
+            if parameter.dtype == torch.float64 and value.dtype == torch.float32 and value.shape == parameter.shape:
+                # Adagrad makes its state in its constructor, before precision 64 has converted the model.
+                value = state[key] = value.to(torch.float64)
+            if value.shape == parameter.shape and _differ_in_strides(value, parameter):
+                # If the parameter is not dense, empty_like makes a dense tensor, as optimizers do for their state.
+                laid_out = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+                if _differ_in_strides(value, laid_out):
+                    state[key] = laid_out.copy_(value)
+
+
+def _differ_in_strides(one: Tensor, other: Tensor) -> bool:
+    """Compare the strides of two plain tensors or two shards; False for other kinds, such as quantized state."""
+    parts = [local_part(one.detach()), local_part(other.detach())]
+    is_plain = all(type(part) is Tensor and part.layout is torch.strided for part in parts)
+    is_alike = hasattr(one, "to_local") == hasattr(other, "to_local")
+    return is_plain and is_alike and parts[0].stride() != parts[1].stride()
+
+
+def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner: str = "The optimizer") -> None:
+    """Compare the parameters of each group with those that were saved.
+
+    Args:
+        here: Their names, by group.
+        saved: What `named_optimizer_state` returned.
+        owner: What has the groups, for the message.
+
+    Raises:
+        CheckpointError: They are others; both are listed.
+    """
+    there = [list(group["params"]) for group in saved["param_groups"]]
+    if [sorted(group) for group in here] == [sorted(group) for group in there]:
+        return
+    own, other = {name for group in here for name in group}, {name for group in there for name in group}
+    raise CheckpointError(
+        f"{owner} has other parameter groups than the checkpoint: {len(here)} group(s) here, {len(there)} saved; not "
+        f"in the checkpoint: {sorted(own - other)[:8]}; only in the checkpoint: {sorted(other - own)[:8]}. Build the "
+        "optimizer as in the run that wrote it."
+    )
+
+
+def class_chosen(item: Any) -> str | None:
+    """The name of the class that a user chose for an optimizer or a scheduler.
+
+    Args:
+        item: What a strategy steps, which may hold the user's own as `.optimizer`.
+
+    Returns:
+        The name; None where a backend has chosen it, from a configuration that names none.
+    """
+    while _package_of(item) == "deepspeed" and hasattr(item, "optimizer"):
+        item = item.optimizer
+    return None if _package_of(item) in ("deepspeed", "drivetrain") else type(item).__name__
+
+
+def _package_of(item: Any) -> str:
+    return type(item).__module__.partition(".")[0]
+
+
+# `ModelState`: the state of a prepared model and its optimizers, under the names of the bare single-process model
+
+
+StateDict = dict[str, Any]
+
+
+class ModelState:
+    """The state of models that each process holds whole.
+
+    Args:
+        topology: This process's place.
+        unwrap: Returns the user's own module inside what `prepare` returned.
+
+    Attributes:
+        reads_shards: Whether a checkpoint's tensors can be read straight into this process's shards.
+    """
+
+    reads_shards: bool = False
+
+    def __init__(self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module]) -> None:
+        self.topology = topology
+        self.unwrap = unwrap
+
+    def model(self, model: nn.Module) -> StateDict:
+        """Parameters and buffers under their canonical names, the same on all processes; call it on all."""
+        return self.unwrap(model).state_dict()
+
+    def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
+        """An optimizer's state by canonical parameter name, and its groups."""
+        return named_optimizer_state(self.unwrap(model), optimizer)
+
+    def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
+        """Load what `model` returned under any strategy."""
+        return self.unwrap(model).load_state_dict(state, strict=strict)
+
+    def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
+        """Load what `optimizer` returned under any strategy."""
+        restore_optimizer_state(self.unwrap(model), optimizer, state)
+
+    def optimizer_targets(self, model: nn.Module, saved: StateDict) -> StateDict:
+        """Tensors that a saved optimizer state is to be read into, where `reads_shards`.
+
+        Args:
+            model: What `prepare` returned.
+            saved: What `optimizer` returned under any strategy, its tensors on the meta device.
+        """
+        raise NotImplementedError
+
+    def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
+        return self._held(model) if self.topology.rank == 0 else {}
+
+    def whole(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """As `full`, but on every process where each holds the model whole."""
+        return self._held(model) if self.holds_whole else self.full(model)
+
+    @property
+    def holds_whole(self) -> bool:
+        """Whether every process holds models whole."""
+        return type(self).full is ModelState.full
+
+    def _held(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        state = self.unwrap(model).state_dict()
+        # A module's extra state may be anything.
+        return {name: value.detach().cpu() for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters by name, or this process's shards of them: what is written to them is what the model computes.
+
+        What was gathered for a forward is freed, so that the next one sees what was written.
+
+        Args:
+            model: What `prepare` returned.
+
+        Raises:
+            ConfigurationError: The strategy keeps weights elsewhere, so that these are copies.
+        """
+        return dict(self.unwrap(model).named_parameters())
+
+    def original_type(self, module: nn.Module) -> type[nn.Module]:
+        """The class that the user gave a module, where sharding it changed that."""
+        return type(module)
+
+    def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
+        """How many elements the whole of a parameter has, wherever they are, and whether any process trains it."""
+        return parameter.numel(), parameter.requires_grad
+
+
+def with_buffers_of_rank_0(model: nn.Module, state: StateDict) -> StateDict:
+    """A model's state with rank 0's buffers in it; call it on all processes.
+
+    Buffers such as running means differ between processes until the next forward sends rank 0's to all, and a
+    checkpoint may take each tensor from another process.
+
+    Args:
+        model: The bare model.
+        state: Its state, which is changed.
+    """
+    for name, _ in model.named_buffers():
+        if name in state:
+            state[name] = broadcast(state[name].detach().clone())
+    return state
+
 
 MicroBatch = TypeVar("MicroBatch")
 Output = TypeVar("Output")
@@ -206,3 +743,218 @@ class Strategy(KnownKeywords, ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+# An optimizer in front of another one, whose groups, state and defaults it shows
+
+
+class OptimizerProxy(Optimizer):
+    """Shows the groups, the state and the defaults of `self.optimizer`, which a subclass provides, as its own.
+
+    A subclass does not call `Optimizer.__init__`, which would make groups of its own.
+    """
+
+    optimizer: Optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's own groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's own state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The optimizer's own defaults."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer, such as L-BFGS, cannot step without a closure."""
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+# What only some strategies can do; asked for with `strategy.capability(kind)`, which is None for the others
+
+
+class ContextParallel:
+    """Splits sequences over processes."""
+
+    def split(
+        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
+    ) -> AbstractContextManager[Any]:
+        """Context in which tensors are this process's part of themselves, and attention sees all parts.
+
+        Args:
+            buffers: Tensors that hold whole sequences, and this process's part of them in the context.
+            seq_dims: For each, which dimension is the sequence.
+            keep: Those that stay parts afterwards.
+        """
+        raise NotImplementedError
+
+
+def split_context(
+    capable: ContextParallel | None,
+    buffers: Sequence[torch.Tensor] | None,
+    seq_dims: Sequence[int] | None,
+    keep: Collection[torch.Tensor] | None,
+) -> AbstractContextManager[Any]:
+    """Context in which sequences are split; without effect where the strategy does not split them.
+
+    Args:
+        capable: What `strategy.capability(ContextParallel)` returned.
+        buffers: Tensors that hold whole sequences.
+        seq_dims: For each, which dimension is the sequence.
+        keep: Those that stay parts afterwards.
+    """
+    return nullcontext() if capable is None else capable.split(buffers or (), seq_dims or (), keep or ())
+
+
+class Join:
+    """Lets processes have different numbers of batches."""
+
+    def joined(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Context in which processes that run out of batches shadow the collectives of the others.
+
+        Args:
+            models: What `prepare` returned.
+
+        Raises:
+            ConfigurationError: Every process needs as many batches under this strategy.
+        """
+        raise NotImplementedError
+
+
+def join_context(capable: Join | None, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+    """Context in which processes may run out of batches; without effect where the strategy has no `Join`.
+
+    Args:
+        capable: What `strategy.capability(Join)` returned.
+        models: What `prepare` returned.
+    """
+    return nullcontext() if capable is None else capable.joined(models)
+
+
+class Configurations:
+    """Holds several configurations of the strategy, one of which places what is prepared."""
+
+    def add(self, name: str, other: Strategy) -> None:
+        """Hold one more.
+
+        Args:
+            name: What it is selected by.
+            other: A strategy of the same kind, made but not set up, whose configuration it is.
+
+        Raises:
+            ConfigurationError: It cannot run beside this one.
+        """
+        raise NotImplementedError
+
+    def select(self, name: str) -> None:
+        """Place what is prepared from now on by one of them; what has been prepared stays as it is."""
+        raise NotImplementedError
+
+
+class ConfiguredPrecision:
+    """Decides the precision by the strategy's own configuration."""
+
+    def choose(self, given: str | Precision | None) -> str | Precision | None:
+        """Return the configuration's precision; what was given if it decides none, or another one.
+
+        Args:
+            given: A precision or its name; None if none was given.
+        """
+        raise NotImplementedError
+
+    def accelerate_name(self, precision: Precision) -> str:
+        """Return what Accelerate calls a precision under this strategy."""
+        raise NotImplementedError
+
+
+class RepeatableStep:
+    """Computes the gradients of a step without exchanging anything, so that it can be done again where memory lacks.
+
+    The class itself is that of one process.
+    """
+
+    def reduce(self, model: nn.Module) -> None:
+        """Average the gradients of a step over processes; call it on all, once each has its own.
+
+        Args:
+            model: What `prepare` returned, whose gradients were computed by the module in it.
+        """
+
+
+class StepInBackward:
+    """Leaves a parameter's gradient complete, over all processes too, where its post-accumulate hooks are called."""
+
+
+class StartsProcesses:
+    """Runs each verb of a Trainer in processes that are started for it, and computes nothing in the Trainer's own.
+
+    Attributes:
+        within: Makes the strategy of those processes.
+        start_method: `"spawn"` or `"fork"`.
+        num_processes: How many; 0 until a Trainer has chosen.
+        kind: Name of the kind of device that they run on.
+    """
+
+    within: Callable[[], Strategy]
+    start_method: str
+    num_processes: int
+    kind: str
+
+
+class BatchPlacement:
+    """Brings batches onto the devices in a way of its own, for devices that compile a graph for each shape.
+
+    Attributes:
+        fills_evaluation: Whether short batches are filled up in evaluations whose values include the padding, too.
+    """
+
+    fills_evaluation: bool = False
+
+    def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """What a loader calls with each batch.
+
+        Args:
+            place: Puts a batch on the device, as the user or the loop wants it.
+        """
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """End the work on the last batch; called where an iteration over a loader ends."""
+        raise NotImplementedError
+
+
+class PlainEvaluation:
+    """Evaluation must not run in inference mode, since tensors that are made there would break training."""
+
+
+def evaluation_context(capable: PlainEvaluation | None, inference_mode: bool) -> AbstractContextManager[Any]:
+    """Context without gradients that an evaluation runs in.
+
+    Args:
+        capable: What `strategy.capability(PlainEvaluation)` returned.
+        inference_mode: Whether inference mode was asked for, where it can be had.
+    """
+    return torch.inference_mode() if inference_mode and capable is None else torch.no_grad()

@@ -9,10 +9,78 @@ from typing import Any
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, nearest
-from drivetrain.strategies.base import Strategy
+from drivetrain.runtime.state import DistributedType, PartialState
+from drivetrain.strategies.base import Capability, RepeatableStep, RunOptions, StartsProcesses, StepInBackward, Strategy
 from drivetrain.strategies.ddp import DDP
-from drivetrain.strategies.single import Single
-from drivetrain.strategies.spawned import Spawned
+
+# One process on one device
+
+
+class Single(Strategy):
+    """One process on one device: the base class as it is."""
+
+    name = "single"
+
+    def setup(self, state: PartialState) -> None:
+        """Take this process's place; there must be no peers."""
+        environment = state.environment
+        if environment.is_distributed:
+            raise ConfigurationError(
+                f"strategy={self.name!r} runs one process, but this is rank {environment.rank} of "
+                f"{environment.world_size} (from {environment.source}). Use strategy='ddp' or 'auto', "
+                "or start one process.",
+                code="DT-034",
+            )
+        super().setup(state)
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """A step that lacked memory can be computed again; a backward can step."""
+        return kind() if kind in (RepeatableStep, StepInBackward) else None
+
+
+# What stands in a Trainer's own process for the strategy of the processes that it starts for each verb
+
+
+class Spawned(Single, StartsProcesses):
+    """Each verb of the Trainer runs in processes of its own, under another strategy, and they end with it.
+
+    In the process of the Trainer itself nothing is computed: the weights stay as they were given, until a verb has
+    ended and those of its first process come back.
+
+    Args:
+        name: The name under which it is asked for, such as `"ddp_spawn"`.
+        within: Makes the strategy of the processes.
+        start_method: `"spawn"` for new interpreters, or `"fork"`.
+    """
+
+    def __init__(self, name: str, within: Callable[[], Strategy], start_method: str) -> None:
+        self.name = name  # type: ignore[misc]
+        self.within, self.start_method = within, start_method
+        self.num_processes, self.kind = 0, ""
+
+    def setup(self, state: PartialState) -> None:
+        """Take this process's place, which only a Trainer gives it.
+
+        Raises:
+            ConfigurationError: There is no Trainer, whose verbs could run in other processes.
+        """
+        if not self.num_processes:
+            raise ConfigurationError(
+                f"strategy={self.name!r} runs each verb of a Trainer in processes of its own, and an Accelerator has "
+                "no verbs. Start processes for a function of yours with drivetrain.notebook_launcher, or for the "
+                "script with drivetrain launch, and use strategy='ddp' there.",
+                code="DT-068",
+            )
+        super().setup(state)
+
+    def check(self, options: RunOptions) -> None:
+        """Refuse what cannot work with the strategy of the processes."""
+        self.within().check(options)
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """What the strategy of the processes can do; and to start them."""
+        return self if kind is StartsProcesses else self.within().capability(kind)  # type: ignore[return-value]
+
 
 _STRATEGIES: dict[str, Callable[[], Strategy]] = {}
 
@@ -174,3 +242,44 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
             code="DT-004",
         )
     return DDP(**options) if environment.is_distributed else resolve_strategy("auto", environment)
+
+
+# What Accelerate calls a strategy, for scripts that ask
+
+
+_TYPES = {
+    "fsdp": DistributedType.FSDP,
+    "deepspeed": DistributedType.DEEPSPEED,
+    "megatron": DistributedType.MEGATRON_LM,
+    "xla": DistributedType.XLA,
+}
+
+
+def distributed_type_of(strategy: Strategy, processes: DistributedType) -> DistributedType:
+    """How a run is spread, in Accelerate's words.
+
+    Args:
+        strategy: What places its models; one that derives from another is called as that one.
+        processes: How its processes are spread.
+    """
+    names = [getattr(kind, "name", None) for kind in type(strategy).__mro__]
+    return next((_TYPES[name] for name in names if name in _TYPES), processes)
+
+
+def is_fully_sharded(strategy: Strategy) -> bool:
+    """Whether parameters are sharded by torch's `fully_shard`."""
+    return distributed_type_of(strategy, DistributedType.NO) is DistributedType.FSDP
+
+
+def grid_rank(strategy: Strategy, dimension: str) -> int:
+    """This process's index along one dimension of a grid of processes; without a grid all are replicas.
+
+    Args:
+        strategy: What places its models.
+        dimension: `"dp_replicate"`, `"dp_shard"`, `"cp"`, `"tp"` or `"pp"`.
+    """
+    place = getattr(strategy, "place_in_mesh", None)
+    if place is None:
+        return strategy.topology.data_shard.index if dimension == "dp_replicate" else 0
+    index: int = place.coordinates()[dimension]
+    return index

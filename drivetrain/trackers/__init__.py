@@ -12,7 +12,7 @@ _EXPORTS = {
     "ClearMLLogger": "drivetrain.trackers.clearml",
     "CometLogger": "drivetrain.trackers.comet",
     "DVCLiveLogger": "drivetrain.trackers.dvclive",
-    "GeneralTracker": "drivetrain.trackers.general",
+    "GeneralTracker": "drivetrain.trackers.base",
     "MLFlowLogger": "drivetrain.trackers.mlflow",
     "SwanLabLogger": "drivetrain.trackers.swanlab",
     "TensorBoardLogger": "drivetrain.trackers.tensorboard",
@@ -22,7 +22,7 @@ _EXPORTS = {
     "WandbLogger": "drivetrain.trackers.wandb",
     "available_trackers": "drivetrain.trackers.registry",
     "find_tracker": "drivetrain.trackers.registry",
-    "on_main_process": "drivetrain.trackers.general",
+    "on_main_process": "drivetrain.trackers.base",
     "register_tracker": "drivetrain.trackers.registry",
     "resolve_trackers": "drivetrain.trackers.registry",
 }
@@ -55,13 +55,13 @@ def __getattr__(name: str) -> Any:
 
 if TYPE_CHECKING:
     from drivetrain.trackers.aim import AimLogger as AimLogger
+    from drivetrain.trackers.base import GeneralTracker as GeneralTracker
     from drivetrain.trackers.base import Tracker as Tracker
+    from drivetrain.trackers.base import on_main_process as on_main_process
     from drivetrain.trackers.clearml import ClearMLLogger as ClearMLLogger
     from drivetrain.trackers.comet import CometLogger as CometLogger
     from drivetrain.trackers.csv import CSVLogger as CSVLogger
     from drivetrain.trackers.dvclive import DVCLiveLogger as DVCLiveLogger
-    from drivetrain.trackers.general import GeneralTracker as GeneralTracker
-    from drivetrain.trackers.general import on_main_process as on_main_process
     from drivetrain.trackers.group import TrackerGroup as TrackerGroup
     from drivetrain.trackers.mlflow import MLFlowLogger as MLFlowLogger
     from drivetrain.trackers.registry import available_trackers as available_trackers

@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 
 from drivetrain.runtime.errors import TrackerError
 from drivetrain.trackers.base import COMPLETED, Tracker
-from drivetrain.trackers.locks import locked
-from drivetrain.trackers.package import PackageLogger, PackageRun, file_name
+from drivetrain.trackers.index import locked
 from drivetrain.trackers.secrets import Secrets
-from drivetrain.trackers.service import flat_scalars
+from drivetrain.trackers.service import PackageLogger, PackageRun, file_name, flat_scalars
 
 _LOCK_SECONDS = 120.0
 """How long a run waits for another that makes a new repository."""

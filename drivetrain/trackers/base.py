@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import os
+import re
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.state import PartialState
+from drivetrain.trackers.secrets import Secrets
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 
 logger = get_logger(__name__)
 
@@ -343,3 +354,251 @@ def flatten(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
         else:
             flat[str(key)] = value
     return flat
+
+
+# Accelerate's base of custom trackers
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def on_main_process(function: Method) -> Method:
+    """Decorate a tracker's method so that only the main process runs it, where its class asks for that.
+
+    Args:
+        function: The method.
+    """
+
+    @functools.wraps(function)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "main_process_only", False):
+            state = PartialState.existing()
+            rank = state.process_index if state is not None else ProcessEnvironment.detect().rank
+            if rank != 0:
+                return None
+        return function(self, *args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+class GeneralTracker(Tracker):
+    """A tracker of the user's own, as Accelerate's scripts write them: it works in both drivers.
+
+    A subclass has `name`, `requires_logging_directory` and the property `tracker`, and overrides the methods that it
+    needs. With `main_process_only = True` it is called on the main process, on a thread of its own; with False on every
+    process, on the thread of the loop.
+
+    Attributes:
+        requires_logging_directory: Whether it needs a directory to write to.
+
+    Raises:
+        ConfigurationError: The class lacks one of the three.
+
+    Example:
+        ```python
+        from drivetrain import Accelerator, GeneralTracker
+
+        class Printed(GeneralTracker):
+            name = "printed"
+            requires_logging_directory = False
+
+            @property
+            def tracker(self):
+                return print
+
+            def log(self, values, step=None, **options):
+                print(step, values)
+
+        accelerator = Accelerator(cpu=True, log_with=Printed())
+        accelerator.init_trackers("digits")
+        accelerator.log({"loss": 0.5}, step=1)
+        accelerator.end_training()
+        ```
+    """
+
+    requires_logging_directory: bool
+    log_dir: str | None = None
+
+    def __init__(self, _blank: bool = False) -> None:
+        missing = [name for name in ("name", "requires_logging_directory") if not hasattr(self, name)]
+        if "tracker" not in vars(self) and type(self).tracker is Tracker.tracker:
+            missing.append("tracker")
+        if missing and not _blank:
+            raise ConfigurationError(
+                f"The tracker class {type(self).__name__} lacks {', '.join(missing)}. Define them in the class: `name` "
+                "(text), `requires_logging_directory` (bool) and `tracker` (a property, the object behind it).",
+                code="DT-120",
+            )
+
+    @classmethod
+    def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> GeneralTracker:
+        """Make the tracker as Accelerate does: of the project's name and, where it needs one, a directory.
+
+        Args:
+            save_dir: Where the run writes.
+            project: The name of the project, if the run gave one.
+            **options: Further arguments of the constructor.
+        """
+        places = [os.fspath(save_dir)] if cls.requires_logging_directory else []
+        made: Any = cls
+        return made(project, *places, **options)  # type: ignore[no-any-return]
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Write the hyper-parameters of the run."""
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write values of one step.
+
+        Args:
+            values: Names and values.
+            step: The step that they belong to.
+            **options: What `Accelerator.log` was given for this tracker.
+        """
+
+
+# Images, tables and distributions as the arrays that trackers take, copied so that a run may change its own
+
+
+_CHANNELS = (1, 3, 4)
+
+
+def as_images(values: Mapping[str, Any]) -> dict[str, list[NDArray[Any]]]:
+    """Return images of every form as lists of byte arrays of shape (H, W, 1), (H, W, 3) or (H, W, 4), by name.
+
+    Raises:
+        ConfigurationError: One has another shape.
+    """
+    return {
+        name: [image for each in _several(value) for image in _images(name, each)] for name, value in values.items()
+    }
+
+
+def _several(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _images(name: str, value: Any) -> list[NDArray[Any]]:
+    import numpy as np
+
+    array = as_array(value)
+    if array.ndim == 2:
+        array = array[..., None]
+        first, last = False, True
+    else:
+        first, last = array.ndim > 2 and array.shape[-3] in _CHANNELS, array.ndim > 2 and array.shape[-1] in _CHANNELS
+    stack = array if array.ndim == 4 else array[None]
+    # Where both could be meant, a tensor has its channels first.
+    if stack.ndim == 4 and first and (not last or hasattr(value, "detach")):
+        stack = stack.transpose(0, 2, 3, 1)
+    if stack.ndim != 4 or stack.shape[-1] not in _CHANNELS:
+        raise ConfigurationError(
+            f"The image {name!r} has the shape {tuple(array.shape)}. Give (H, W), (C, H, W), (H, W, C) with 1, 3 or 4 "
+            "channels, or several as (N, C, H, W) or (N, H, W, C).",
+            code="DT-018",
+        )
+    if stack.dtype.kind == "f":
+        stack = np.nan_to_num(stack).clip(0, 1) * 255 + 0.5
+    elif stack.dtype.kind == "b":
+        stack = stack * 255
+    return list(stack.clip(0, 255).astype(np.uint8))
+
+
+def as_array(value: Any) -> NDArray[Any]:
+    """Return a tensor, an array, an image or a sequence of numbers as an array of its own."""
+    import numpy as np
+
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = value.float().numpy() if value.is_floating_point() else value.numpy()
+    return np.array(value)
+
+
+def as_rows(columns: Sequence[str] | None, data: Any) -> tuple[list[str], list[list[Any]]]:
+    """Return a table as the names of its columns and its rows.
+
+    Args:
+        columns: The names; the first row of `data` if None, or a DataFrame's own.
+        data: Rows, or a pandas DataFrame.
+    """
+    if hasattr(data, "columns") and hasattr(data, "values"):
+        names = data.columns if columns is None else columns
+        return [str(name) for name in names], [list(row) for row in data.values.tolist()]
+    rows = [list(row) for row in data or ()]
+    if columns is None:
+        columns, rows = (rows[0] if rows else []), rows[1:]
+    return [str(name) for name in columns], rows
+
+
+# What trackers could not write: one warning for each cause, counted, and reported at the end
+
+
+class Losses:
+    """Counts the values that one tracker could not write, by cause.
+
+    Args:
+        owner: The tracker, for messages.
+
+    Attributes:
+        owner: The tracker, for messages.
+        secrets: What no message may hold.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.secrets = Secrets()
+        self._lock = threading.Lock()
+        self._given = self._total = 0
+        self._by_cause: Counter[str] = Counter()
+        self._warned: set[str] = set()
+
+    @property
+    def total(self) -> int:
+        """How many values were lost since the tracker was made."""
+        return self._total
+
+    def count_given(self, values: int) -> None:
+        """Count values that the tracker was given."""
+        with self._lock:
+            self._given += values
+
+    def count_lost(self, values: int, error: BaseException | str, advice: str = "") -> None:
+        """Count values that were lost, and warn of a cause that is new.
+
+        Args:
+            values: How many.
+            error: Why.
+            advice: What follows from it, for the warning.
+        """
+        cause = self.secrets.in_text(error if isinstance(error, str) else first_line(error))
+        kind = re.sub(r"0x[0-9a-f]+|\d+", "#", cause)
+        with self._lock:
+            self._total += values
+            self._by_cause[kind] += values
+            is_new = kind not in self._warned
+            self._warned.add(kind)
+        if is_new:
+            logger.warning(f"{self.owner}: {cause}{advice or ' The run continues; what is lost is counted.'}")
+
+    def report(self) -> None:
+        """Report what was lost since the last report."""
+        with self._lock:
+            causes, given = [each for each in self._by_cause.most_common() if each[1]], self._given
+            self._by_cause.clear()
+            self._given = 0
+        if causes:
+            lost = sum(count for _, count in causes)
+            listed = "; ".join(f"{count} by {cause.rstrip('.')}" for cause, count in causes)
+            logger.warning(f"{self.owner} has lost {lost} of {max(lost, given)} values: {listed}.")
+
+
+def first_line(error: BaseException) -> str:
+    """The type of an error and the first line of its message."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def outcome_of(error: BaseException | None) -> tuple[str, str]:
+    """The status with which a run ends that an error may have ended, and the first line of that error."""
+    if error is None:
+        return COMPLETED, ""
+    return ("interrupted" if isinstance(error, KeyboardInterrupt) else "failed"), first_line(error)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.runtime.errors import CheckpointError, TrackerError
-from drivetrain.trackers.background import BackgroundTracker
 from drivetrain.trackers.base import COMPLETED, Tracker, flatten
+from drivetrain.trackers.group import BackgroundTracker
 from drivetrain.trackers.index import record_run
 from drivetrain.trackers.service import check_reachable, flat_scalars, refuse_missing, source_is_clean
 

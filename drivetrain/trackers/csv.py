@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 from drivetrain.runtime.logging import get_logger
+from drivetrain.trackers.base import as_rows
 from drivetrain.trackers.directory import DirectoryTracker
-from drivetrain.trackers.media import as_rows
 
 logger = get_logger(__name__)
 

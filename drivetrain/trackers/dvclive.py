@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from drivetrain.runtime.errors import CheckpointError, TrackerError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.trackers.base import COMPLETED, Tracker, flatten, plain
-from drivetrain.trackers.package import PackageLogger, PackageRun, file_name
+from drivetrain.trackers.service import PackageLogger, PackageRun, file_name
 
 logger = get_logger(__name__)
 

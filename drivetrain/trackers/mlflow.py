@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 
 from drivetrain.runtime.logging import get_logger
 from drivetrain.trackers.base import COMPLETED, Tracker, flatten
-from drivetrain.trackers.locks import locked
-from drivetrain.trackers.package import PackageLogger, PackageRun, file_name
+from drivetrain.trackers.index import locked
 from drivetrain.trackers.secrets import Secrets
-from drivetrain.trackers.service import check_reachable, flat_scalars
+from drivetrain.trackers.service import PackageLogger, PackageRun, check_reachable, file_name, flat_scalars
 
 logger = get_logger(__name__)
 

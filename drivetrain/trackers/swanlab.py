@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from drivetrain.runtime.errors import TrackerError
 from drivetrain.trackers.base import COMPLETED, Tracker
-from drivetrain.trackers.package import PackageLogger, PackageRun
-from drivetrain.trackers.service import check_reachable, source_is_clean
+from drivetrain.trackers.service import PackageLogger, PackageRun, check_reachable, source_is_clean
 
 _OFFLINE_ADVICE = "SwanLabLogger(mode='offline') writes the run to disk, which `swanlab sync` sends later."
 _STATES = {COMPLETED: "success", "failed": "crashed"}

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.trackers.base import flatten, plain
+from drivetrain.trackers.base import as_array, as_images, as_rows, flatten, plain
 from drivetrain.trackers.directory import DirectoryTracker
-from drivetrain.trackers.media import as_array, as_images, as_rows
 from drivetrain.trackers.secrets import Secrets
 
 if TYPE_CHECKING:

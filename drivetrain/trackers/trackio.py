@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from drivetrain.runtime.errors import TrackerError
 from drivetrain.trackers.base import COMPLETED, Tracker, flatten
-from drivetrain.trackers.package import PackageLogger, PackageRun, file_name
-from drivetrain.trackers.service import check_reachable
+from drivetrain.trackers.service import PackageLogger, PackageRun, check_reachable, file_name
 
 _LOCAL_ADVICE = "TrackioLogger without space_id and server_url writes to a local database."
 

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 from drivetrain.runtime.errors import ConfigurationError, TrackerError
 from drivetrain.trackers.base import COMPLETED, Tracker, flatten
-from drivetrain.trackers.package import PackageLogger, PackageRun, file_name
-from drivetrain.trackers.service import check_reachable, source_is_clean
+from drivetrain.trackers.service import PackageLogger, PackageRun, check_reachable, file_name, source_is_clean
 
 _OFFLINE_ADVICE = "WandbLogger(offline=True) writes the run to disk, which `wandb sync` sends later."
 STEP = "trainer/global_step"

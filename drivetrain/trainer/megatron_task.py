@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.megatron.program import MegatronRuntime, shape_of
+from drivetrain.strategies.megatron.model import MegatronRuntime, shape_of
 from drivetrain.trainer.task import Task
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
 from drivetrain.runtime.durations import Duration, Unit, clock_time, count_of, interval_of
-from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nearest
-from drivetrain.runtime.keywords import refuse_unknown
+from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nearest, refuse_unknown
 
 T = TypeVar("T")
 

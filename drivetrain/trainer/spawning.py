@@ -14,26 +14,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drivetrain.callbacks import Callback, ModelCheckpoint
-from drivetrain.callbacks.stage import Stage
-from drivetrain.launch.processes import InterruptedProcessesError
+from drivetrain.callbacks.base import Stage
+from drivetrain.launch.notebook import InterruptedProcessesError, call_in_processes, sent, what_cannot_be_sent
 from drivetrain.launch.script_main import ScriptMain, stop_at_start_of_processes
-from drivetrain.launch.sending import sent, what_cannot_be_sent
-from drivetrain.launch.spawning import call_in_processes
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.seeds import RandomState, recorded_seed, set_seed
 from drivetrain.runtime.state import forget_process
 from drivetrain.trainer import task_checks
-from drivetrain.trainer.compiled_task import uncompiled
+from drivetrain.trainer.compiling import uncompiled
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.loops.run_control import Ending
-from drivetrain.trainer.metrics.logged_value import Value
+from drivetrain.trainer.metrics.logged_values import Value
 from drivetrain.trainer.options import TrainerOptions
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.runtime.timing import Timing
     from drivetrain.trainer.trainer import Trainer
-    from drivetrain.trainer.tuning.advice import Advice
+    from drivetrain.trainer.tuning.tuner import Advice
 
 Preparation = tuple[Callable[..., Any], tuple[Any, ...]]
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import Module
 
-from drivetrain.accelerator.optimizer import unwrap_optimizer
+from drivetrain.accelerator.prepared import unwrap_optimizer
 from drivetrain.accelerator.run_state import check_storable
 from drivetrain.callbacks import Callback
-from drivetrain.callbacks.stage import Stage
+from drivetrain.callbacks.base import Stage
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.logging import get_logger

@@ -17,7 +17,7 @@ from drivetrain import (
     MSAMPRecipeKwargs,
     TERecipeKwargs,
 )
-from drivetrain.accelerator.building import make_precision
+from drivetrain.accelerator.preparation import make_precision
 from tests.strategies.precision.fp8_models import FLOAT8, float8_layers, net
 
 DELAYED = {"margin": 0, "amax_history_len": 1024, "amax_compute_algo": "most_recent"}

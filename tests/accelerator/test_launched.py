@@ -19,9 +19,9 @@ from drivetrain import (
     PartialState,
     Trainer,
 )
-from drivetrain.accelerator.building import make_strategy
+from drivetrain.accelerator.accelerate_names import Launched
 from drivetrain.accelerator.compilation import Compilation
-from drivetrain.accelerator.launched import Launched
+from drivetrain.accelerator.preparation import make_strategy
 from drivetrain.runtime.errors import ConfigurationError
 from tests.pool import run_in_processes
 

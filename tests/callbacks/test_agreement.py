@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 
-from drivetrain.callbacks.support import step_timer
-from drivetrain.callbacks.support.agreement import decide_on_main_process
-from drivetrain.callbacks.support.step_timer import StepTimer
+from drivetrain.callbacks import step_schedule
+from drivetrain.callbacks.step_schedule import StepTimer, decide_on_main_process
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError
 from drivetrain.runtime.state import PartialState
 from tests.pool import run_in_processes
@@ -59,7 +58,7 @@ def test_alone_nothing_is_exchanged() -> None:
 def due_steps(seconds: float, steps: int) -> list[int]:
     # Clocks of their own, so that no step lasts longer because the machine is busy.
     clock = 0.0
-    step_timer.time.monotonic = lambda: clock
+    step_schedule.time.monotonic = lambda: clock
     timer = StepTimer(seconds, step=0)
     due = []
     for step in range(1, steps + 1):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from drivetrain.callbacks.checkpoint.policy import BestK, CheckpointName
+from drivetrain.callbacks.checkpoint_files import BestK, CheckpointName
 from drivetrain.runtime.errors import ConfigurationError
 
 

@@ -112,7 +112,7 @@ def test_an_interval_of_time_goes_on_where_it_was_and_the_pause_does_not_count(
 ) -> None:
     def run(folder: str, start: int, resume: str | None = None) -> list[str]:
         clock = Minutes(start)
-        monkeypatch.setattr("drivetrain.callbacks.support.step_timer.time", clock)
+        monkeypatch.setattr("drivetrain.callbacks.step_schedule.time", clock)
         by_time = ModelCheckpoint(tmp_path / folder, "{step}", train_time_interval=timedelta(minutes=10), save_top_k=-1)
         by_hand = At(7, lambda trainer: trainer.save_checkpoint(tmp_path / "by_hand"))
         path = None if resume is None else str(tmp_path / resume)

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler as lrs
 
 from drivetrain.callbacks import BackboneFinetuning, BaseFinetuning, Callback, ModelCheckpoint
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.gradients import Gradients
+from drivetrain.strategies.base import Gradients
 from drivetrain.trainer import Task
 from tests.callbacks.guarded import Regression, rows, train
 from tests.pool import run_in_processes

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drivetrain.callbacks import Callback, LambdaCallback
-from drivetrain.runtime.keywords import UnknownArgumentError
+from drivetrain.runtime.errors import UnknownArgumentError
 from tests.callbacks.tasks import Scripted, fit
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drivetrain.callbacks import LossSpikeGuard, ModelCheckpoint, NaNGuard
-from drivetrain.callbacks.loss_spike_guard import modified_z_score
+from drivetrain.callbacks.guards import modified_z_score
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError
 from tests.callbacks.guarded import Regression, state_of, train
 from tests.pool import run_in_processes

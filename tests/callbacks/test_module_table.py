@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from drivetrain import ConfigurationError, ModelSummary, RichModelSummary, Task, Trainer
-from drivetrain.callbacks.support.module_table import ModuleTable
+from drivetrain.callbacks.model_summary import ModuleTable
 from tests.trainer.tasks import Weight, ones
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drivetrain import ConfigurationError, EarlyStopping, ModelCheckpoint
-from drivetrain.callbacks.support.monitored_metric import find_typo
+from drivetrain.callbacks.step_schedule import find_typo
 from tests.callbacks.tasks import Scripted, fit
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import measure_flops
 from drivetrain.callbacks import DeviceStatsMonitor, GradientNorm, SpeedMonitor, ThroughputMonitor
-from drivetrain.callbacks.support.flops import CHIPS, peak_flops
+from drivetrain.callbacks.throughput_monitor import CHIPS, peak_flops
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.guarded import Regression, rows, train

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator, BitsAndBytes, QLoRA, quantize_model
-from drivetrain.callbacks.model_summary import summarize
-from drivetrain.callbacks.support.parameter_counts import ParameterCount, count_parameters
+from drivetrain.callbacks.model_summary import ParameterCount, count_parameters, summarize
 from drivetrain.inference.quantization import Quantizer
 from tests.pool import run_in_processes
 

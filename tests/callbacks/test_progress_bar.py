@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from drivetrain.callbacks import ModelCheckpoint, TQDMProgressBar
-from drivetrain.callbacks.progress_bar import share_done
-from drivetrain.callbacks.support.progress_display import LineDisplay, Stage, to_numbers
+from drivetrain.callbacks.progress_bar import LineDisplay, Stage, share_done, to_numbers
 from drivetrain.runtime.errors import ConfigurationError
 from tests.callbacks.tasks import Scripted, fit, numbers
 from tests.pool import run_in_processes

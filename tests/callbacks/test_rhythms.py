@@ -28,9 +28,9 @@ from drivetrain.callbacks import (
     StragglerMonitor,
     ThroughputMonitor,
     WeightHistograms,
+    step_schedule,
 )
-from drivetrain.callbacks.support import rhythm as rhythm_module
-from drivetrain.callbacks.support import step_timer
+from drivetrain.callbacks import step_schedule as rhythm_module
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 from tests.pool import run_in_processes
@@ -319,7 +319,7 @@ def due_by_the_clock(seconds_per_step: tuple[float, float]) -> list[int]:
 
     clock = [0.0]
     pace = seconds_per_step[PartialState().process_index]
-    step_timer.time.monotonic = lambda: clock[0]  # type: ignore[assignment]
+    step_schedule.time.monotonic = lambda: clock[0]  # type: ignore[assignment]
 
     class Ticking(Backed):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from drivetrain.callbacks import ModelSummary, RichModelSummary, RichProgressBar
-from drivetrain.callbacks.support import rich_package
-from drivetrain.callbacks.support.rich_package import require_rich
+from drivetrain.callbacks import ModelSummary, RichModelSummary, RichProgressBar, rich_progress_bar
+from drivetrain.callbacks.rich_progress_bar import require_rich
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.tasks import Scripted, numbers
@@ -80,7 +79,7 @@ def test_the_table_has_what_the_plain_one_has(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize("make", [RichProgressBar, RichModelSummary])
 def test_without_rich_they_say_how_to_install_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rich_package, "find_spec", lambda name: None)
+    monkeypatch.setattr(rich_progress_bar, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r'pip install "drivetrain\[rich\]"'):
         make()
 

@@ -21,15 +21,13 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks import GradientNorm, LearningRateMonitor, ModelCheckpoint, RunReport
-from drivetrain.callbacks.support import report_writer
-from drivetrain.callbacks.support.report_writer import ReportWriter
-from drivetrain.callbacks.support.run_facts import commit_of
-from drivetrain.callbacks.support.run_sampler import Clock
+from drivetrain.callbacks.report import run_report
+from drivetrain.callbacks.report.charts import read_lanes
+from drivetrain.callbacks.report.page import list_runs
+from drivetrain.callbacks.report.record import read_record, read_values
+from drivetrain.callbacks.report.run_facts import commit_of
+from drivetrain.callbacks.report.run_report import Clock, ReportWriter
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.trackers.report.lanes import read_lanes
-from drivetrain.trackers.report.listing import list_runs
-from drivetrain.trackers.report.record import read_record
-from drivetrain.trackers.report.values import read_values
 from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.tasks import Scripted, numbers
 from tests.launch.launching import clean_environment
@@ -93,7 +91,7 @@ def test_a_page_shows_what_was_run_and_where(tmp_path: Path, monkeypatch: pytest
             self.save_hyperparameters()
 
     checked_out = {"id": "0123456789abcdef", "branch": "trunk", "changed": True}
-    monkeypatch.setattr("drivetrain.callbacks.support.run_facts.commit_of", lambda folder: dict(checked_out))
+    monkeypatch.setattr("drivetrain.callbacks.report.run_facts.commit_of", lambda folder: dict(checked_out))
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--width", "16"])
     trainer = trainer_in(tmp_path, callbacks=[GradientNorm()], accumulate_grad_batches=2)
     trainer.fit(Sized(16), numbers(12, 4), numbers(8, 4))
@@ -279,7 +277,7 @@ def test_what_cannot_be_written_does_not_end_the_run(tmp_path: Path, monkeypatch
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("drivetrain.callbacks.support.report_writer.write_page", full)
+    monkeypatch.setattr("drivetrain.callbacks.report.run_report.write_page", full)
     trainer = trainer_in(tmp_path)
     trainer.fit(Scripted([1.0] * 9), numbers(8, 4))
     assert trainer.global_step == 4
@@ -333,15 +331,15 @@ def test_pages_take_eight_ten_thousandths_of_the_time(
 ) -> None:
     trainer, task, clocks = trainer_in(tmp_path), Scripted([1.0] * 9), Clocks()
     trainer.fit(task, numbers(8, 4))
-    monkeypatch.setattr(report_writer, "time", clocks)
+    monkeypatch.setattr(run_report, "time", clocks)
     pages: list[tuple[float, bool]] = []
 
     def costly(*_: Any, with_values: bool) -> None:
         clocks.used += costs[min(len(pages), len(costs) - 1)]
         pages.append((clocks.now, with_values))
 
-    monkeypatch.setattr(report_writer, "write_page", costly)
-    monkeypatch.setattr(report_writer, "is_changed", lambda folder: False)
+    monkeypatch.setattr(run_report, "write_page", costly)
+    monkeypatch.setattr(run_report, "is_changed", lambda folder: False)
     writer = ReportWriter(trainer, task, str(folder_of(tmp_path)), 10.0, [])
     for tenth in range(10_000):
         clocks.now = tenth / 10

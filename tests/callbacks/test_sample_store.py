@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from drivetrain.callbacks.support.sample_store import (
-    Part,
-    SampleGather,
-    Samples,
-    real_rows,
-    write_samples,
-    writer_for,
-)
+from drivetrain.callbacks.evaluation_gather import Part, SampleGather, Samples, real_rows, write_samples, writer_for
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.runtime.state import PartialState
 from tests.pool import run_in_processes

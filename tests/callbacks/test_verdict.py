@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import Callback, SpeedMonitor, Trainer
-from drivetrain.callbacks.support.verdict import TimeSpent
+from drivetrain.callbacks.report.run_facts import TimeSpent
 from tests.trainer.tasks import Weight
 
 MANY = 64  # cores

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from drivetrain import Accelerator, Callback, CheckpointError, ModelCheckpoint, Task, Trainer
 from drivetrain.checkpoint import SaveQueue, load_run_state, save_queue, save_run_state
-from drivetrain.checkpoint.copying import Copying
+from drivetrain.checkpoint.save import Copying
 from drivetrain.runtime.state import PartialState
 from tests.checkpoint.states import alone, assert_same, leftovers
 from tests.pool import run_in_processes

@@ -16,10 +16,16 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from drivetrain.checkpoint import direct, load_run_state, save_run_state, staging, tensor_file
-from drivetrain.checkpoint.direct import address_of, aligned_block, copy_bytes, huge_memory
+from drivetrain.checkpoint import load_run_state, safetensors_file, save, save_run_state
+from drivetrain.checkpoint.safetensors_file import (
+    address_of,
+    aligned_block,
+    copy_bytes,
+    huge_memory,
+    joined_bytes,
+    write_file,
+)
 from drivetrain.checkpoint.storage import LocalStorage
-from drivetrain.checkpoint.tensor_file import joined_bytes, write_file
 from tests.checkpoint.states import CountingStorage, alone, assert_same
 
 CONTENT = os.urandom((17 << 20) + 4099)
@@ -45,7 +51,7 @@ def read_from(path: Path, start: int = 0) -> bytearray:
 def cached(path: Path) -> list[bool]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return direct._cached_blocks(descriptor)
+        return safetensors_file._cached_blocks(descriptor)
     finally:
         os.close(descriptor)
 
@@ -96,7 +102,7 @@ def test_staged_copies_are_written_from_where_they_lie(tmp_path: Path, monkeypat
         copied.append(len(source))
         copy_bytes(target, source)
 
-    monkeypatch.setattr(tensor_file, "copy_bytes", counted)
+    monkeypatch.setattr(safetensors_file, "copy_bytes", counted)
     generator = torch.Generator().manual_seed(0)
     sizes = [(1500, 1500), (7,), (2000, 1999), (3, 5)]
     state = {str(size): torch.randn(size, generator=generator) for size in sizes} | {"half": torch.ones(3).half()}
@@ -113,15 +119,15 @@ def test_staged_copies_are_written_from_where_they_lie(tmp_path: Path, monkeypat
 
 
 def test_copies_in_page_locked_memory_begin_where_no_page_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_is_pinned", lambda kind: True)
+    monkeypatch.setattr(save, "_is_pinned", lambda kind: True)
     monkeypatch.setattr(
-        staging, "_host_memory", lambda size, pinned: torch.frombuffer(huge_memory(size), dtype=torch.uint8)
+        save, "_host_memory", lambda size, pinned: torch.frombuffer(huge_memory(size), dtype=torch.uint8)
     )
     files = [
         {MetadataIndex("a"): torch.ones(5), MetadataIndex("b"): torch.zeros(3)},
         {MetadataIndex("c"): torch.ones(2)},
     ]
-    copies = staging.StagingBuffer().copy(files, alone().kind).copies
+    copies = save.StagingBuffer().copy(files, alone().kind).copies
     assert [copies[MetadataIndex(name)].data_ptr() % 4096 for name in "abc"] == [64, 84, 64]
     assert [copies[MetadataIndex(name)].tolist() for name in "abc"] == [[1.0] * 5, [0.0] * 3, [1.0] * 2]
 

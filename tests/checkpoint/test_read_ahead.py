@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drivetrain.checkpoint.mapped_file import MappedFile, MappedRange
-from drivetrain.checkpoint.read_ahead import ReadAhead
+from drivetrain.checkpoint.safetensors_file import MappedFile, MappedRange
+from drivetrain.checkpoint.shards import ReadAhead
 from tests.pool import run_in_processes
 
 SIZE = 8 << 20

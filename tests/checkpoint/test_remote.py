@@ -20,9 +20,7 @@ from drivetrain.checkpoint import (
     remove_checkpoint,
     save_run_state,
 )
-from drivetrain.checkpoint.locations import storage_of
-from drivetrain.checkpoint.remote import FsspecStorage
-from drivetrain.checkpoint.storage import LocalStorage
+from drivetrain.checkpoint.storage import FsspecStorage, LocalStorage, storage_of
 from drivetrain.runtime.state import PartialState
 from tests.checkpoint.states import alone, assert_same, own_state, run_state, seed_of, write
 from tests.pool import run_in_processes

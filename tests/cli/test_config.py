@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from drivetrain.cli.config_questions import Questionnaire
-from drivetrain.launch.settings.file import read_config, write_config
+from drivetrain.cli.config import Questionnaire
+from drivetrain.launch.settings.sources import read_config, write_config
 from drivetrain.launch.settings.table import SETTINGS
 from tests.launch.launching import clean_environment, run
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from drivetrain.callbacks.report.record import write_record
 from drivetrain.cli.report import report
 from drivetrain.cli.runs import runs
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers.index import record_run
-from drivetrain.trackers.report.record import write_record
 from tests.trackers.test_report_page import run_in
 
 RECORDS = "import json, os; json.dump([os.environ['DRIVETRAIN_RESUME'], os.getcwd()], open('resumed.json', 'w'))"

@@ -12,7 +12,7 @@ import torch
 from drivetrain import Accelerator
 from drivetrain.cli import trial
 from drivetrain.strategies.ddp import DDP
-from drivetrain.strategies.single import Single
+from drivetrain.strategies.registry import Single
 from tests.launch.launching import run
 from tests.pool import run_in_processes
 

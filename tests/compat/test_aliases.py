@@ -16,9 +16,9 @@ import drivetrain.compat.accelerate as accelerate
 from drivetrain.compat import install
 from drivetrain.compat.accelerate.absent import AbsentNameError
 from drivetrain.compat.aliases import STAND_INS
+from drivetrain.launch.launcher import LaunchPlan
 from drivetrain.launch.options import LaunchOptions
-from drivetrain.launch.plan import LaunchPlan
-from drivetrain.launch.settings.processes import STAND_INS as LAUNCHED
+from drivetrain.launch.settings.table import STAND_INS as LAUNCHED
 from drivetrain.runtime.errors import ConfigurationError
 from tests.pool import ROOT
 

@@ -24,7 +24,7 @@ from drivetrain import (
     load_checkpoint_and_dispatch,
 )
 from drivetrain.checkpoint import save_safetensors
-from drivetrain.checkpoint.mapped_file import mapped_range
+from drivetrain.checkpoint.safetensors_file import mapped_range
 from drivetrain.compat.aliases import install
 from tests.pool import run_in_processes
 from tests.simulated.devices import simulated as simulated

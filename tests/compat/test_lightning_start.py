@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from drivetrain.callbacks import RichModelSummary
-from drivetrain.callbacks.stage import Stage
+from drivetrain.callbacks.base import Stage
 from drivetrain.compat.lightning.fabric.utilities import data, registry
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning
 from drivetrain.compat.lightning.pytorch import Trainer

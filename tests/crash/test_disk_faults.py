@@ -15,7 +15,7 @@ from torch import nn
 from drivetrain import Accelerator, Callback, CheckpointError, ModelCheckpoint, Trainer
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.checkpoint.discovery import checkpoint_at
-from drivetrain.checkpoint.earlier import SMALLEST
+from drivetrain.checkpoint.shards import SMALLEST
 from drivetrain.runtime.collectives import gather_object
 from tests.callbacks.guarded import Regression, train
 from tests.crash.disk_faults import DiskFaults, Site, sites_in
@@ -141,12 +141,12 @@ def test_a_call_that_fails_on_one_process_is_told_on_all_and_harms_nothing(
         assert sites & sites_in(*WRITTEN_BY) == sites_in(*WRITTEN_BY) - NOT_IN_A_SAVE
 
 
-KEEPING = sites_in("callbacks/checkpoint/folder.py") | NOT_IN_A_SAVE
+KEEPING = sites_in("callbacks/checkpoint_files.py") | NOT_IN_A_SAVE
 HARMLESS = {
-    Site("callbacks/checkpoint/folder.py", "_link_or_copy", "link"),  # copied instead
+    Site("callbacks/checkpoint_files.py", "_link_or_copy", "link"),  # copied instead
     Site("checkpoint/storage.py", "remove", "rename"),  # the old one stays, with a warning
 }
-WAY_BACK = {Site("callbacks/checkpoint/folder.py", "_put_back", "rename")}
+WAY_BACK = {Site("callbacks/checkpoint_files.py", "_put_back", "rename")}
 
 
 class FailAtEachCall(Callback):

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from drivetrain.data import DataShard, TailPolicy, prepare_loader
-from drivetrain.data.whole_batches import WholeBatches, read_at_once
+from drivetrain.data.map_style import WholeBatches, read_at_once
 from drivetrain.runtime.state import PartialState
 from tests.pool import run_in_processes
 from tests.shared_runs import SharedRuns
@@ -101,7 +101,7 @@ def test_two_epochs_in_random_order_draw_what_torchs_loader_draws(options: dict[
 @pytest.mark.parametrize("indices", [[3, 0, 11, 5], np.array([3, 0, 11, 5]), torch.tensor([3, 0, 11, 5])], ids=type)
 def test_no_sample_is_made(indices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [[each[[3, 0]] for each in tensors().tensors], [each[[11, 5]] for each in tensors().tensors]]
-    monkeypatch.setattr("drivetrain.data.whole_batches.default_collate", None)
+    monkeypatch.setattr("drivetrain.data.map_style.default_collate", None)
     loader = prepare_loader(DataLoader(Subset(tensors(), indices), 2), shard=DataShard())
     assert [[part.tolist() for part in batch] for batch in loader] == [[p.tolist() for p in b] for b in expected]
 

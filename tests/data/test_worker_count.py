@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain import Accelerator, DataLoaderConfiguration, Task, Trainer
-from drivetrain.data import DataShard, PreparedLoader, prepare_loader, worker_count
-from drivetrain.data.worker_count import BATCHES, WorkerCount
+from drivetrain.data import DataShard, PreparedLoader, map_style, prepare_loader
+from drivetrain.data.map_style import BATCHES, WorkerCount
 from drivetrain.runtime.errors import ConfigurationError
 from tests.data.kinds import Numbers
 
@@ -27,7 +27,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(worker_count.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(map_style.time, "perf_counter", lambda: self.now)
 
 
 class Setup:

@@ -16,7 +16,7 @@ import yaml
 
 import drivetrain
 from drivetrain.cli.main import cli
-from drivetrain.launch.settings.file import KEYS
+from drivetrain.launch.settings.sources import KEYS
 from drivetrain.launch.settings.table import GROUPS, SETTINGS
 from drivetrain.runtime import errors
 from tests.docs.built import page_of, pages_in

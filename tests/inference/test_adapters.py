@@ -22,7 +22,7 @@ from drivetrain import (
     Trainer,
     merge_adapters,
 )
-from drivetrain.checkpoint.weight_files import open_weights
+from drivetrain.checkpoint.export import open_weights
 from drivetrain.cli.merge_weights import merge_weights
 from drivetrain.inference.merging import adapters_in
 from tests.pool import run_in_processes
@@ -233,7 +233,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str)
 
 
 def test_peft_that_is_not_installed_is_refused_before_anything_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivetrain.inference.peft_layers.find_spec", lambda name: None)
+    monkeypatch.setattr("drivetrain.inference.adapters.find_spec", lambda name: None)
     model = made()
     with pytest.raises(ConfigurationError, match=r"needs peft, which is not installed: pip install peft"):
         QLoRA(backend="peft").apply(model)

@@ -25,7 +25,7 @@ from drivetrain import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from drivetrain.inference.guard import StreamedModelError
+from drivetrain.inference.hooks import StreamedModelError
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from drivetrain import CheckpointError, ConfigurationError, merge_adapters
 from drivetrain.checkpoint import save_safetensors
-from drivetrain.checkpoint.weight_files import open_weights
+from drivetrain.checkpoint.export import open_weights
 from drivetrain.cli.merge_weights import merge_weights
 from tests.pool import ROOT
 

@@ -24,8 +24,8 @@ from drivetrain import (
     offload_state_dict,
     resolve_device_map,
 )
-from drivetrain.checkpoint.mapped_file import mapped_range
-from drivetrain.inference import execution
+from drivetrain.checkpoint.safetensors_file import mapped_range
+from drivetrain.inference import loading
 from tests.inference.block_models import IDS, Blocks, empty, saved, seeded
 
 CPU_ALONE = not torch.accelerator.is_available()
@@ -183,7 +183,7 @@ def test_an_index_that_is_given_leads_to_the_weights(tmp_path, of_ours):
 
 @on_cpu
 def test_the_device_that_computes_with_offloaded_weights_is_logged_once(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(execution.logger, "_seen", set())
+    monkeypatch.setattr(loading.logger, "_seen", set())
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             disk_offload(seeded(), tmp_path)

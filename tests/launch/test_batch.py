@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.launch.batch import JobSetManifest, SbatchFile
+from drivetrain.launch.slurm import JobSetManifest, SbatchFile
 from drivetrain.runtime.errors import ConfigurationError
 from tests.launch.launching import clean_environment
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.launch.imports import leading_imports, why_not_preload
+from drivetrain.launch.preload import leading_imports, why_not_preload
 from tests.launch.launching import write_script
 
 

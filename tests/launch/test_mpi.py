@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.launch import LaunchOptions
-from drivetrain.launch.mpi import mpi_command
+from drivetrain.launch.slurm import mpi_command
 from drivetrain.runtime.errors import LaunchError
 from tests.launch.launching import run, write_script
 
@@ -30,7 +30,7 @@ MPIRUN = """
 """
 SCRIPT = """
     import json, os, sys
-    from drivetrain.launch.settings.environment import settings_in_environment
+    from drivetrain.launch.settings.sources import settings_in_environment
     from drivetrain.runtime.environment import ProcessEnvironment
 
     place = ProcessEnvironment.detect()

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from drivetrain.launch import LaunchOptions
+from drivetrain.launch.launcher import LaunchPlan
 from drivetrain.launch.options import MIXED_PRECISIONS
-from drivetrain.launch.plan import LaunchPlan
 from drivetrain.runtime.devices import detect_device_kind
 from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from drivetrain.launch.settings.file import config_of, read_config, settings_of
+from drivetrain.launch.settings.sources import config_of, read_config, settings_of
 from tests.launch.launching import clean_environment, write_script
 from tests.launch.settings.test_file import FILES, TOP
 from tests.pool import ROOT

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.launch import LaunchOptions
-from drivetrain.launch.preview import preview
+from drivetrain.launch.launcher import preview
 from drivetrain.launch.settings.sources import collect
 from tests.launch.launching import run, write_script
 

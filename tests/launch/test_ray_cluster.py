@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from drivetrain.launch import LaunchOptions
-from drivetrain.launch.ray_cluster import connected, count_of_ranks
+from drivetrain.launch.ray_launcher import connected, count_of_ranks
 from drivetrain.runtime.errors import DeviceNotAvailableError, LaunchError
 
 

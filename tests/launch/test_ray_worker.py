@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.launch.ray_cluster import in_order
-from drivetrain.launch.ray_launcher import places_of_ranks
-from drivetrain.launch.ray_worker import Place, RayWorker, Report, environment_of_rank, variables_to_pass_on
+from drivetrain.launch.ray_launcher import (
+    Place,
+    RayWorker,
+    Report,
+    environment_of_rank,
+    in_order,
+    places_of_ranks,
+    variables_to_pass_on,
+)
 from drivetrain.runtime.errors import LaunchError
 from tests.launch.launching import write_script
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import drivetrain
-from drivetrain.launch.stacks import Stack
+from drivetrain.launch.report import Stack
 
 OURS = os.path.dirname(drivetrain.__file__)
 TORCH = os.path.dirname(torch.__file__)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from drivetrain.runtime.assembly import all_arrive
 from drivetrain.runtime.state import PartialState
+from drivetrain.runtime.store_agreement import all_arrive
 from tests.pool import run_in_processes
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.runtime.block_gather import BlockGather
+from drivetrain.runtime.collectives import BlockGather
 from drivetrain.runtime.errors import CollectiveError
-from drivetrain.runtime.host_blocks import HostBlocks
+from drivetrain.runtime.memory import HostBlocks
 from drivetrain.runtime.state import PartialState
 from tests.pool import ProcessesFailed, run_in_processes
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from drivetrain.runtime.byte_sizes import as_bytes, host_memory, parse_bytes
 from drivetrain.runtime.devices import available_device_kinds
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.host import as_bytes, host_memory, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,7 @@ import pytest
 
 import drivetrain
 from drivetrain import ConfigurationError
-from drivetrain.runtime.deprecation import (
-    DrivetrainDeprecationWarning,
-    deprecated,
-    renamed_arguments,
-    warn_ignored,
-)
+from drivetrain.runtime.errors import DrivetrainDeprecationWarning, deprecated, renamed_arguments, warn_ignored
 from tests.house import PACKAGE
 
 HELPERS = ("deprecated", "renamed_arguments", "warn_ignored")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from drivetrain.runtime.expendable import ERROR_FILE_VARIABLE, has_left_queue, is_expendable, set_expendable
+from drivetrain.runtime.heartbeat import ERROR_FILE_VARIABLE, has_left_queue, is_expendable, set_expendable
 from drivetrain.runtime.work_queue import WorkQueue
 
 

@@ -19,8 +19,7 @@ from drivetrain import (
     TQDMProgressBar,
     Trainer,
 )
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.keywords import KnownKeywords, UnknownArgumentError
+from drivetrain.runtime.errors import ConfigurationError, KnownKeywords, UnknownArgumentError
 from tests.trainer.tasks import Weight, fitted, ones, quiet
 
 CASES: list[tuple[str, Callable[[], Any], str]] = [

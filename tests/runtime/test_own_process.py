@@ -9,15 +9,15 @@ from typing import Any
 import psutil
 import pytest
 
-from drivetrain.runtime import own_process
-from drivetrain.runtime.own_process import resident_bytes, started_at
+from drivetrain.runtime import host
+from drivetrain.runtime.host import resident_bytes, started_at
 
 
 @pytest.fixture(params=["files", "psutil"])
 def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With the files of Linux, or as if there was no such file."""
     if request.param == "psutil":
-        monkeypatch.setattr(own_process, "_read", lambda path: b"")
+        monkeypatch.setattr(host, "_read", lambda path: b"")
     return str(request.param)
 
 
@@ -38,4 +38,4 @@ def test_a_file_that_is_not_there_is_nothing(monkeypatch: pytest.MonkeyPatch) ->
         raise FileNotFoundError
 
     monkeypatch.setattr(os, "open", missing)
-    assert own_process._read("/proc/self/statm") == b""
+    assert host._read("/proc/self/statm") == b""

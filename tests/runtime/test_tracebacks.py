@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.tracebacks import FULL_VARIABLE, short_lines, short_tracebacks
+from drivetrain.runtime.errors import FULL_VARIABLE, ConfigurationError, short_lines, short_tracebacks
 from tests.house import PACKAGE
 from tests.launch.launching import clean_environment, launch
 

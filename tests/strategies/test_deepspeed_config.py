@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from drivetrain import ConfigurationError
-from drivetrain.strategies.capabilities import ConfiguredPrecision
+from drivetrain.strategies.base import ConfiguredPrecision
 from drivetrain.strategies.deepspeed import DeepSpeed, DummyOptim, DummyScheduler, build_ops, ops
-from drivetrain.strategies.deepspeed.config import Known, complete
-from drivetrain.strategies.deepspeed.dummies import standing_in_for
+from drivetrain.strategies.deepspeed.config import Known, complete, standing_in_for
 from drivetrain.strategies.precision import resolve_precision
 
 pytestmark = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from drivetrain import PartialState
-from drivetrain.strategies.fsdp.parameters import gather
+from drivetrain.strategies.fsdp.sharding import gather
 from tests.pool import run_in_processes
 
 pytestmark = pytest.mark.sharded

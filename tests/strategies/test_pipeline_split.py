@@ -14,9 +14,14 @@ from drivetrain import ConfigurationError
 
 try:
     from drivetrain.strategies.parallel.pipeline.schedule import SCHEDULES, rank_of_stage, schedule_kind
-    from drivetrain.strategies.parallel.pipeline.split import choose_splits, find_pipelined, lay_out
+    from drivetrain.strategies.parallel.pipeline.split import (
+        ModelOutline,
+        TensorShape,
+        choose_splits,
+        find_pipelined,
+        lay_out,
+    )
     from drivetrain.strategies.parallel.pipeline.stage import Call, StageModule
-    from drivetrain.strategies.parallel.pipeline.trace import ModelOutline, TensorShape
 except ConfigurationError as error:
     pytest.skip(str(error), allow_module_level=True)
 from tests.conformance.language_model import GPT, LENGTH, WIDTH

@@ -21,7 +21,7 @@ from drivetrain import (
 )
 from drivetrain.data import DataShard
 from drivetrain.strategies import registry, resolve_ddp, resolve_strategy, started_by_verbs
-from drivetrain.strategies.gradients import Gradients
+from drivetrain.strategies.base import Gradients
 from tests.pool import run_in_processes
 
 ALONE = ProcessEnvironment.detect({})

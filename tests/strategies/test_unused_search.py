@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import DDP, Accelerator, ConfigurationError, Task
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.ddp.unused_search import WATCHED_STEPS
+from drivetrain.strategies.ddp.wrapper import WATCHED_STEPS
 from tests.pool import ProcessesFailed, run_in_processes
 from tests.strategies.quiet import quiet_trainer
 
@@ -51,7 +51,7 @@ def listen() -> list[str]:
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("drivetrain.strategies.ddp.unused_search").addHandler(handler)
+    logging.getLogger("drivetrain.strategies.ddp.wrapper").addHandler(handler)
     return warned
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from drivetrain.runtime.errors import TrackerError
-from drivetrain.trackers import Tracker, background
-from drivetrain.trackers.background import BackgroundTracker
+from drivetrain.trackers import Tracker, group
+from drivetrain.trackers.group import BackgroundTracker
 
 
 class Recorded(Tracker):
@@ -167,7 +167,7 @@ def test_one_that_cannot_start_is_tried_once_a_run(
 def test_the_end_of_a_run_waits_for_a_slow_tracker_only_so_long(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "FINISH_SECONDS", 0.2)
+    monkeypatch.setattr(group, "FINISH_SECONDS", 0.2)
     inner = Recorded()
     inner.gate.clear()
     tracker = BackgroundTracker(inner)
@@ -211,7 +211,7 @@ def test_a_checkpoint_waits_for_one_that_is_behind_once(
     tracker = BackgroundTracker(inner)
     tracker.log({"loss": 1.0}, 1)
     assert tracker.state_dict() == {"calls": 2}
-    monkeypatch.setattr(background, "STATE_SECONDS", 0.2)
+    monkeypatch.setattr(group, "STATE_SECONDS", 0.2)
     inner.gate.clear()
     tracker.log({"loss": 1.0}, 2)
     started = time.monotonic()
@@ -240,7 +240,7 @@ def test_a_run_that_was_never_used_is_neither_opened_nor_closed() -> None:
 def test_on_another_process_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(background.PartialState, "existing", classmethod(lambda cls: None))
+    monkeypatch.setattr(group.PartialState, "existing", classmethod(lambda cls: None))
     inner = Recorded()
     tracker = BackgroundTracker(inner)
     tracker.log({"loss": torch.ones(())}, 1)
@@ -270,7 +270,7 @@ def test_secrets_reach_neither_the_tracker_nor_a_warning(
 
 
 def test_images_of_every_form_become_bytes() -> None:
-    from drivetrain.trackers.media import as_images
+    from drivetrain.trackers.base import as_images
 
     ramp = torch.linspace(0, 1, 12).reshape(3, 4)
     forms = {"gray": ramp, "tensor": ramp.expand(3, 3, 4), "array": ramp.expand(3, 3, 4).permute(1, 2, 0).numpy()}

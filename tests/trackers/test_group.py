@@ -125,7 +125,7 @@ def test_a_decorated_method_runs_on_the_main_process(monkeypatch: pytest.MonkeyP
     assert Own().rank() == "here"
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("drivetrain.trackers.general.PartialState.existing", classmethod(lambda cls: None))
+    monkeypatch.setattr("drivetrain.trackers.base.PartialState.existing", classmethod(lambda cls: None))
     assert Own().rank() is None
 
 

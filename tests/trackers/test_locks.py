@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.trackers import locks
-from drivetrain.trackers.locks import locked
+from drivetrain.trackers import index
+from drivetrain.trackers.index import locked
 
 
 class Windows(types.ModuleType):
@@ -36,7 +36,7 @@ class Windows(types.ModuleType):
 def msvcrt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Windows:
     stand_in = Windows()
     if request.param != "flock":
-        monkeypatch.setattr(locks, "fcntl", None)
+        monkeypatch.setattr(index, "fcntl", None)
         monkeypatch.setitem(sys.modules, "msvcrt", stand_in)
     return stand_in
 
@@ -49,7 +49,7 @@ def test_a_lock_is_waited_for_and_given_back(msvcrt: Windows, tmp_path: Path) ->
         raise KeyError
     with locked(path, 0.05):
         pass
-    if locks.fcntl is None:
+    if index.fcntl is None:
         assert [mode for mode, _ in msvcrt.calls].count(Windows.LK_UNLCK) == 3
         assert {place for _, place in msvcrt.calls} == {0}
 

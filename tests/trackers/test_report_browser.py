@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drivetrain.trackers.report.page import write_page
+from drivetrain.callbacks.report.page import write_page
 from tests.browser import document_of, needs_chromium, opened, result_of
 from tests.trackers.test_report_page import run_in
 

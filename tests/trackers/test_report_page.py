@@ -12,17 +12,23 @@ from typing import Any
 
 import pytest
 
+from drivetrain.callbacks.report.charts import (
+    COLUMNS,
+    Lane,
+    Markup,
+    Sample,
+    element,
+    is_higher_better,
+    json_within_script,
+    kind_of,
+    read_lanes,
+    subject_of,
+)
+from drivetrain.callbacks.report.page import RunPage, comparison_of, distinct_names, page_of, write_page
+from drivetrain.callbacks.report.record import Curve, read_record, read_values, write_record, write_whole
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.timing import PARTS
 from drivetrain.trackers import CSVLogger, TensorBoardLogger
-from drivetrain.trackers.report.charts import is_higher_better, kind_of, subject_of
-from drivetrain.trackers.report.comparison import comparison_of, distinct_names
-from drivetrain.trackers.report.files import write_whole
-from drivetrain.trackers.report.lanes import COLUMNS, Lane, Sample, read_lanes
-from drivetrain.trackers.report.markup import Markup, element, json_within_script
-from drivetrain.trackers.report.page import RunPage, page_of, write_page
-from drivetrain.trackers.report.record import read_record, write_record
-from drivetrain.trackers.report.values import Curve, read_values
 from tests.pool import ROOT
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -329,7 +335,7 @@ def test_a_page_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
 
 
 def test_pages_are_made_without_a_template_engine_and_without_torch(tmp_path: Path) -> None:
-    script = "import sys; from drivetrain.trackers.report.page import write_page; write_page(sys.argv[1])"
+    script = "import sys; from drivetrain.callbacks.report.page import write_page; write_page(sys.argv[1])"
     script += "; print(sorted({'jinja2', 'torch', 'tensorboard'} & set(sys.modules)))"
     command = [sys.executable, "-c", script, str(run_in(tmp_path / "run"))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

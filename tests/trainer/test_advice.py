@@ -22,7 +22,7 @@ from drivetrain.strategies import DDP
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.trainer import Trainer
-from drivetrain.trainer.tuning import advice as advice_module
+from drivetrain.trainer.tuning import tuner as advice_module
 from tests.pool import run_in_processes
 
 QUIET: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 
 from drivetrain import Accelerator, Trainer
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.trainer.building import logger
+from drivetrain.trainer.setup import logger
 from tests.trainer.tasks import Weight, fitted, ones
 
 STEPS = "DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS"

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Callback, DataModule, LearningRateMonitor, ModelCheckpoint, Task, Trainer
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.trackers import CSVLogger
-from drivetrain.trainer.building import _chosen_devices
+from drivetrain.trainer.setup import _chosen_devices
 from tests.pool import run_in_processes
 from tests.simulated.devices import simulated as simulated
 from tests.simulated.devices import start

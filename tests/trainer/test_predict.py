@@ -11,8 +11,8 @@ from torch import Tensor
 
 from drivetrain import Callback, Task, Trainer
 from drivetrain.runtime.errors import DataError
-from drivetrain.runtime.host_blocks import HostBlocks
-from drivetrain.trainer.loops import prediction_loop
+from drivetrain.runtime.memory import HostBlocks
+from drivetrain.trainer.loops import evaluation_loop
 from tests.pool import run_in_processes
 from tests.trainer.tasks import quiet, rows, stream
 
@@ -110,7 +110,7 @@ def test_predictions_leave_the_device_several_batches_at_a_time(monkeypatch: pyt
             left.append(len(taken := super().take()))
             return taken
 
-    monkeypatch.setattr(prediction_loop, "HostBlocks", Counted)
+    monkeypatch.setattr(evaluation_loop, "HostBlocks", Counted)
     assert flat(quiet().predict(Doubling(), rows(range(70), 1))) == [2.0 * each for each in range(70)]
     assert left == [32, 32, 6]
 

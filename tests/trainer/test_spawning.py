@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from drivetrain import ModelCheckpoint, Trainer
+from drivetrain.launch.notebook import what_cannot_be_sent
 from drivetrain.launch.script_main import ScriptMain, ScriptReached, stop_at_start_of_processes
-from drivetrain.launch.sending import what_cannot_be_sent
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
-from drivetrain.trainer import building
+from drivetrain.trainer import setup
 from tests.launch.launching import end, run, started, wait_for_lines, write_script
 from tests.trainer.tasks import Weight, ones
 
@@ -247,7 +247,7 @@ def test_all_that_can_be_pickled_is_named_by_nothing() -> None:
 def test_a_launchers_processes_start_no_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(building.logger, "_seen", set())
+    monkeypatch.setattr(setup.logger, "_seen", set())
     for name, value in {"DRIVETRAIN_LAUNCHED": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with caplog.at_level(logging.WARNING):

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from drivetrain import accelerator as engine
-from drivetrain.accelerator.forward import PrecisionForward
-from drivetrain.accelerator.state_hooks import HookHandle, LoadHook, SaveHook
+from drivetrain.accelerator.preparation import PrecisionForward
+from drivetrain.accelerator.run_state import HookHandle, LoadHook, SaveHook
 from drivetrain.compat.accelerate.data_loader import DataLoaderShard, SkipDataLoader, skip_first_batches
 from drivetrain.compat.accelerate.members import ReadMembers
 from drivetrain.compat.accelerate.optimizer import AcceleratedOptimizer
@@ -28,7 +28,7 @@ from drivetrain.data import DataLoaderConfiguration, PreparedLoader, SkippingLoa
 from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.precision import Float16Mixed
-from drivetrain.strategies.precision.scaler import AgreeingGradScaler
+from drivetrain.strategies.precision.base import AgreeingGradScaler
 from drivetrain.trackers import Tracker, find_tracker
 
 __all__ = ["Accelerator", "DataLoaderConfiguration", "GradientAccumulationPlugin"]

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from drivetrain import accelerator as engine
-from drivetrain.accelerator.fp8_handlers import FP8Handler
-from drivetrain.accelerator.state_hooks import LoadHook, SaveHook
+from drivetrain.accelerator.accelerate_names import FP8Handler
+from drivetrain.accelerator.run_state import LoadHook, SaveHook
 
 
 class ReadMembers(engine.Accelerator):

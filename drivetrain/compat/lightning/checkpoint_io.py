@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from drivetrain.checkpoint import write_lightning_content
-from drivetrain.checkpoint.pickled import plain_classes
+from drivetrain.checkpoint.torch_files import plain_classes
 from drivetrain.compat.lightning.unpickling import is_asked_for
 from drivetrain.runtime.errors import ArgumentTypeError
 

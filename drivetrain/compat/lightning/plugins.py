@@ -306,7 +306,7 @@ class FSDPPrecision(ScaledPrecision):
     @property
     def mixed_precision_config(self) -> Any:
         """The options of torch's `FullyShardedDataParallel` for this number format."""
-        from drivetrain.strategies.fsdp.torch_options import MixedPrecision as Options
+        from drivetrain.strategies.fsdp.model_sharding import MixedPrecision as Options
 
         dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, **DTYPES}[self.precision]
         if self.precision in ("16-true", "bf16-true"):
@@ -420,7 +420,7 @@ def _check(precision: str, allowed: tuple[str, ...], refusal: str) -> None:
 
 
 def _sharded_scaler() -> Any:
-    from drivetrain.strategies.fsdp.torch_options import ShardedGradScaler
+    from drivetrain.strategies.fsdp.model_sharding import ShardedGradScaler
 
     return ShardedGradScaler()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from drivetrain.compat.aliases import PACKAGES, install
-from drivetrain.strategies.capabilities import StartsProcesses
+from drivetrain.strategies.base import StartsProcesses
 
 
 def installed_packages() -> tuple[Callable[..., Any], tuple[str, ...]] | None:
@@ -25,9 +25,8 @@ def call_spawned(spawning: StartsProcesses, function: Callable[..., Any], *args:
         function: A function of a module.
         *args: Its arguments, which are pickled for new interpreters.
     """
+    from drivetrain.launch.notebook import call_in_processes, sent
     from drivetrain.launch.script_main import ScriptMain  # here: few scripts start processes
-    from drivetrain.launch.sending import sent
-    from drivetrain.launch.spawning import call_in_processes
 
     given: Any = function, args
     if spawning.start_method != "fork":

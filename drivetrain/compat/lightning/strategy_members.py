@@ -18,7 +18,7 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.groups import gather_with_gradients
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.state import PartialState
-from drivetrain.trainer.init_module import WithoutValues
+from drivetrain.trainer.setup import WithoutValues
 
 if TYPE_CHECKING:
     from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment

@@ -12,11 +12,11 @@ _EXPORTS = {
     "Quantization": "drivetrain.inference.quantization.models",
     "Quantizer": "drivetrain.inference.quantization.base",
     "TorchAO": "drivetrain.inference.quantization.torchao",
-    "get_quantizer": "drivetrain.inference.quantization.registry",
+    "get_quantizer": "drivetrain.inference.quantization.base",
     "load_and_quantize_model": "drivetrain.inference.quantization.models",
     "load_quantized": "drivetrain.inference.quantization.models",
     "quantize_model": "drivetrain.inference.quantization.models",
-    "register_quantizer": "drivetrain.inference.quantization.registry",
+    "register_quantizer": "drivetrain.inference.quantization.base",
     "save_quantized": "drivetrain.inference.quantization.models",
 }
 
@@ -36,6 +36,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from drivetrain.inference.quantization.base import Quantizer as Quantizer
+    from drivetrain.inference.quantization.base import get_quantizer as get_quantizer
+    from drivetrain.inference.quantization.base import register_quantizer as register_quantizer
     from drivetrain.inference.quantization.bitsandbytes import BitsAndBytes as BitsAndBytes
     from drivetrain.inference.quantization.bitsandbytes import BnbQuantizationConfig as BnbQuantizationConfig
     from drivetrain.inference.quantization.models import Quantization as Quantization
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
     from drivetrain.inference.quantization.models import load_quantized as load_quantized
     from drivetrain.inference.quantization.models import quantize_model as quantize_model
     from drivetrain.inference.quantization.models import save_quantized as save_quantized
-    from drivetrain.inference.quantization.registry import get_quantizer as get_quantizer
-    from drivetrain.inference.quantization.registry import register_quantizer as register_quantizer
     from drivetrain.inference.quantization.torchao import TorchAO as TorchAO
 
 

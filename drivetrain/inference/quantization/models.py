@@ -12,17 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.checkpoint.export import save_safetensors
-from drivetrain.checkpoint.weight_files import open_weights
-from drivetrain.checkpoint.weight_sources import Weights
-from drivetrain.inference import execution
+from drivetrain.checkpoint.export import Weights, open_weights, save_safetensors
+from drivetrain.inference import loading
 from drivetrain.inference.loading import Checkpoint, load_some
+from drivetrain.inference.offloaded import like, named_places
 from drivetrain.inference.placement import dispatch_model
-from drivetrain.inference.quantization.base import Quantizer
+from drivetrain.inference.quantization.base import Quantizer, class_of, get_quantizer
 from drivetrain.inference.quantization.bitsandbytes import BnbQuantizationConfig, dtype_of
-from drivetrain.inference.quantization.registry import class_of, get_quantizer
-from drivetrain.inference.ties import find_tied_parameters
-from drivetrain.inference.weight_places import like, named_places
+from drivetrain.inference.tensors import find_tied_parameters
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.logging import get_logger
 
@@ -87,7 +84,7 @@ def load_and_quantize_model(
     else:
         quantizer = get_quantizer(bnb_quantization_config)
     if device_map is not None:
-        device_map = execution.as_dict(model, device_map, max_memory, no_split_module_classes, options.get("dtype"))
+        device_map = loading.as_dict(model, device_map, max_memory, no_split_module_classes, options.get("dtype"))
     model = quantize_model(model, quantizer, weights_location, device_map, offload_folder=offload_folder, **options)
     for bits in (4, 8):
         is_so = getattr(quantizer, "bits", None) == bits
@@ -127,7 +124,7 @@ def quantize_model(
     source = None if weights is None else open_weights(weights)
     if source is None and (empty := [name for name, place in named_places(model).items() if place.tensor.is_meta]):
         raise CheckpointError(f"{empty[0]} has no values. Give weights=..., from which they are read.")
-    given = None if device_map is None else execution.as_dict(model, device_map, dtype=dtype)
+    given = None if device_map is None else loading.as_dict(model, device_map, dtype=dtype)
     where = _where(model, given)
     skipped = [*(default_skips(model) if skip_modules is None else skip_modules), *(keep_in_fp32_modules or ())]
     layers = [name for name, layer in _linear(model, chosen) if not is_within(name, skipped) and _stays(name, where)]
@@ -157,8 +154,8 @@ def quantize_model(
 def _where(model: nn.Module, given: Map | None) -> dict[str, Any]:
     """Where each parameter and buffer is to be."""
     if given is not None:
-        return dict(execution.locations(model, given))
-    first = execution.execution_device(None)
+        return dict(loading.locations(model, given))
+    first = loading.execution_device(None)
     return {name: first if place.tensor.is_meta else place.tensor.device for name, place in named_places(model).items()}
 
 
@@ -315,7 +312,7 @@ def load_quantized(model: nn.Module, directory: str | os.PathLike[str], device_m
     how, texts = _described(Path(directory, DESCRIPTION))
     how.quantizer.check()
     source = open_weights(directory)
-    given = None if device_map is None else execution.as_dict(model, device_map)
+    given = None if device_map is None else loading.as_dict(model, device_map)
     where = _where(model, given)
     used: set[str] = set()
     known = dict(model.named_modules())

@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054), through the package itself."""
 
-from drivetrain.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from drivetrain.strategies.deepspeed.config import DummyOptim, DummyScheduler
 from drivetrain.strategies.deepspeed.strategy import DeepSpeed
 
 __all__ = ["DeepSpeed", "DummyOptim", "DummyScheduler"]

@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 
 from drivetrain.runtime.devices import detect_device_kind
+from drivetrain.strategies.deepspeed.config import import_deepspeed
 from drivetrain.strategies.deepspeed.ops import BUILDERS, SHARED_MEMORY, build, build_root, is_built, is_stale
-from drivetrain.strategies.deepspeed.package import import_deepspeed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

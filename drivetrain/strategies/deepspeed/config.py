@@ -3,21 +3,246 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import importlib.util
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
-from drivetrain.strategies.base import Given
-from drivetrain.strategies.capabilities import ConfiguredPrecision
-from drivetrain.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from drivetrain.runtime.logging import get_logger
+from drivetrain.strategies.base import ConfiguredPrecision, Given
 from drivetrain.strategies.precision import Precision, resolve_precision
+
+# Accelerate's `deepspeed_config`: its keys, as `accelerate config` writes them, as arguments of `DeepSpeed`
+
+
+_log = get_logger(__name__)
+
+KEYS = (
+    "deepspeed_config_file",
+    "deepspeed_exclusion_filter",
+    "deepspeed_hostfile",
+    "deepspeed_inclusion_filter",
+    "deepspeed_moe_layer_cls_names",
+    "deepspeed_multinode_launcher",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "offload_optimizer_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_device",
+    "offload_param_nvme_path",
+    "zero3_init_flag",
+    "zero3_save_16bit_model",
+    "zero_stage",
+)
+# What chooses how DeepSpeed's own launcher finds machines: torch's agent is used here.
+_LAUNCHER = (
+    "deepspeed_exclusion_filter",
+    "deepspeed_hostfile",
+    "deepspeed_inclusion_filter",
+    "deepspeed_multinode_launcher",
+)
+
+
+def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `DeepSpeed` that keys of Accelerate's `deepspeed_config` mean.
+
+    Raises:
+        ConfigurationError: There is no such key.
+    """
+    for key in given:
+        if key not in KEYS:
+            raise ConfigurationError(
+                f"Unknown key {key!r} in deepspeed_config. Allowed: {', '.join(KEYS)}.{nearest(key, KEYS)}",
+                code="DT-006",
+            )
+    idle = sorted(key for key in _LAUNCHER if given.get(key) not in (None, "", "standard", "pdsh"))
+    if idle:
+        _log.warning_once(
+            f"{', '.join(idle)}: these choose machines for DeepSpeed's own launcher and mean nothing here; start the "
+            "processes with `drivetrain launch --num_machines ... --machine_rank ...`, or srun."
+        )
+    arguments: dict[str, Any] = {}
+    if given.get("deepspeed_config_file"):
+        arguments["config"] = given["deepspeed_config_file"]
+    if given.get("zero_stage") is not None:
+        arguments["stage"] = int(given["zero_stage"])
+    for key in ("offload_optimizer", "offload_param"):
+        device = given.get(f"{key}_device")
+        path = given.get(f"{key}_nvme_path")
+        if device not in (None, "none"):
+            arguments[key] = {"device": device, "nvme_path": path} if device == "nvme" else device
+    names = given.get("deepspeed_moe_layer_cls_names")
+    if names:
+        arguments["moe_layers"] = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    for key, name in (
+        ("gradient_accumulation_steps", "gradient_accumulation_steps"),
+        ("gradient_clipping", "gradient_clipping"),
+    ):
+        value = given.get(key)
+        if value not in (None, "auto", "none"):
+            arguments[name] = float(value) if key == "gradient_clipping" else int(value)
+    if given.get("zero3_init_flag") is not None:
+        arguments["zero_init"] = _truth("zero3_init_flag", given["zero3_init_flag"])
+    if given.get("zero3_save_16bit_model") is not None and arguments.get("stage", 3) == 3:
+        save = _truth("zero3_save_16bit_model", given["zero3_save_16bit_model"])
+        arguments["stage3_gather_16bit_weights_on_model_save"] = save
+    return arguments
+
+
+def _truth(key: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).lower()
+    if text in ("true", "1", "yes"):
+        return True
+    if text in ("false", "0", "no"):
+        return False
+    raise ConfigurationError(f"{key}={value!r}: give true or false.", code="DT-001")
+
+
+# The package deepspeed: whether it is there, and how it is imported
+
+
+def require_deepspeed() -> None:
+    """Raise where the package is not installed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigurationError(
+            "strategy='deepspeed' needs the package deepspeed, which is not installed. Install it: "
+            "pip install 'drivetrain[deepspeed]' (torch first: another package may choose another build of it).",
+            code="DT-013",
+        )
+
+
+def import_deepspeed(kind: str) -> Any:
+    """Import the package for a kind of device; it settles on one where it is first imported.
+
+    Args:
+        kind: The device's name, such as `"cuda"`.
+
+    Returns:
+        The module.
+
+    Raises:
+        ConfigurationError: It is not installed, or runs on another kind of device in this process already.
+    """
+    require_deepspeed()
+    if "deepspeed" not in sys.modules:
+        asked = os.environ.get("DS_ACCELERATOR")
+        os.environ["DS_ACCELERATOR"] = (
+            asked or kind
+        )  # else it tries all kinds there are, and takes a GPU if it finds one
+        try:
+            importlib.import_module("deepspeed")
+        finally:
+            if asked is None:
+                del os.environ["DS_ACCELERATOR"]
+    from deepspeed.accelerator import get_accelerator
+
+    found = get_accelerator()._name
+    if found != kind:
+        raise ConfigurationError(
+            f"This run is on {kind!r}, but deepspeed was imported for {found!r} in this process. Import it only after "
+            f"the Trainer or Accelerator is made, or set DS_ACCELERATOR={kind}.",
+            code="DT-023",
+        )
+    return importlib.import_module("deepspeed")
+
+
+# Stand-ins for what a DeepSpeed configuration defines itself: an optimizer, a scheduler
+
+
+class DummyOptim(Optimizer):
+    """Stands for the optimizer that the DeepSpeed configuration defines under `"optimizer"`.
+
+    What is given here fills the `"auto"` values there.
+
+    Args:
+        params: The parameters, or groups of them.
+        lr: Learning rate.
+        weight_decay: Weight decay.
+        **kwargs: Further values for `"auto"`, such as `betas`.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0, **kwargs: Any) -> None:
+        self.lr, self.weight_decay, self.kwargs = lr, weight_decay, kwargs
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **kwargs})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Refuse: there is nothing to step."""
+        raise ConfigurationError(
+            "DummyOptim only stands for the optimizer of a DeepSpeed configuration. Prepare it together with its model "
+            "under strategy='deepspeed', and step what prepare returned.",
+            code="DT-047",
+        )
+
+
+class DummyScheduler:
+    """Stands for the scheduler that the DeepSpeed configuration defines under `"scheduler"`, which the engine steps.
+
+    Args:
+        optimizer: The optimizer that it is for.
+        total_num_steps: Fills the `"auto"` of `total_num_steps`.
+        warmup_num_steps: Fills that of `warmup_num_steps`.
+        lr_scheduler_callable: Makes the scheduler from the engine's optimizer, where the configuration defines none.
+        **kwargs: Further values for `"auto"`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Optimizer], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps, self.warmup_num_steps = total_num_steps, warmup_num_steps
+        self.lr_scheduler_callable, self.kwargs = lr_scheduler_callable, kwargs
+        self.scheduler: Any = None
+        _STANDING_IN[optimizer] = self
+
+    def attach(self, scheduler: Any) -> None:
+        """Take the engine's scheduler, whose state and rates are this one's from now on."""
+        self.scheduler = scheduler
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the engine steps its scheduler with each optimizer step."""
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rates of the last step."""
+        if self.scheduler is None:
+            return [group["lr"] for group in self.optimizer.param_groups]
+        rates: list[float] = self.scheduler.get_last_lr()
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        """The engine's scheduler's state."""
+        return {} if self.scheduler is None else self.scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the engine's scheduler's state."""
+        if self.scheduler is not None and state:
+            self.scheduler.load_state_dict(state)
+
+
+def standing_in_for(optimizer: Optimizer) -> DummyScheduler | None:
+    """The `DummyScheduler` that was made for an optimizer."""
+    return _STANDING_IN.get(optimizer)
+
+
+# A registry: what was made for an optimizer that may be another's class, found again when it is prepared.
+_STANDING_IN: WeakKeyDictionary[Optimizer, DummyScheduler] = WeakKeyDictionary()
+
 
 Config = dict[str, Any]
 AUTO = "auto"
@@ -352,3 +577,150 @@ def _autos(value: Any, path: str = "") -> list[str]:
     if isinstance(value, Mapping):
         return [found for key, item in value.items() for found in _autos(item, f"{path}.{key}" if path else str(key))]
     return []
+
+
+# The strategy's arguments as DeepSpeed's configuration
+
+
+def build_config(
+    given: Mapping[str, Any] | str | os.PathLike[str] | None,
+    stage: int | None,
+    offload: Mapping[str, str | Mapping[str, Any] | None],
+    nvme_path: str | os.PathLike[str] | None,
+    general: Mapping[str, Any],
+    zero_options: Mapping[str, Any],
+) -> tuple[Config, int]:
+    """Put arguments into the user's configuration.
+
+    Args:
+        given: The configuration.
+        stage: The ZeRO stage; the configuration's if None, else 2.
+        offload: By `offload_optimizer` and `offload_param`, where to.
+        nvme_path: The folder for NVMe.
+        general: Further top-level values.
+        zero_options: Further values of the section `zero_optimization`.
+
+    Returns:
+        The configuration, and its stage.
+
+    Raises:
+        ConfigurationError: An argument contradicts the configuration, or cannot be.
+    """
+    config = read_config(given)
+    zero = config.setdefault("zero_optimization", {})
+    _add(zero, "zero_optimization.stage", "stage", stage)
+    found = stage_of(config)
+    if found is None:
+        found = zero["stage"] = 2
+    if found not in STAGES:
+        raise ConfigurationError(f"stage={found!r}: allowed are {', '.join(map(str, STAGES))}.", code="DT-001")
+    for key, value in offload.items():
+        _add(zero, f"zero_optimization.{key}", key, _offload(key, value, nvme_path))
+    for key, value in zero_options.items():
+        _add(zero, f"zero_optimization.{key}", key, value)
+    for key, value in general.items():
+        _add(config, key, key, value)
+    if _device(zero.get("offload_param")) not in ("none", AUTO) and found != 3:
+        raise ConfigurationError(
+            f"offload_param needs stage=3, which is where parameters are spread; this is stage {found}.", code="DT-005"
+        )
+    if _device(zero.get("offload_optimizer")) not in ("none", AUTO) and found == 0:
+        raise ConfigurationError(
+            "offload_optimizer needs stage 1, 2 or 3; at stage 0 nothing is spread.", code="DT-005"
+        )
+    return config, found
+
+
+def check_zero_options(config: Config) -> None:
+    """Refuse names in `zero_optimization` that the installed DeepSpeed does not have.
+
+    Raises:
+        ConfigurationError: Names the nearest one.
+    """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    allowed = {*fields, *(field.alias for field in fields.values() if field.alias)}
+    for key in config["zero_optimization"]:
+        if key not in allowed:
+            raise ConfigurationError(
+                f"DeepSpeed has no zero_optimization option {key!r}.{nearest(key, allowed)} Allowed: "
+                f"{', '.join(sorted(allowed))}.",
+                code="DT-006",
+            )
+
+
+def uses_nvme(config: Config) -> bool:
+    """Whether anything is offloaded to NVMe."""
+    zero = config["zero_optimization"]
+    return any(_device(zero.get(key)) == "nvme" for key in ("offload_optimizer", "offload_param"))
+
+
+def _add(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
+    """Put an argument's value into the configuration, unless that has another value."""
+    if value is None:
+        return
+    key = path.rpartition(".")[2]
+    here = target.get(key)
+    if here not in (None, AUTO) and here != value:
+        raise ConfigurationError(
+            f"The DeepSpeed configuration says {path}={here!r}, but {argument}={value!r}. Give one.", code="DT-055"
+        )
+    target[key] = value
+
+
+def _offload(
+    key: str, given: str | Mapping[str, Any] | None, nvme_path: str | os.PathLike[str] | None
+) -> dict[str, Any] | None:
+    if given is None or given == "none":
+        return None
+    section = {"device": given} if isinstance(given, str) else dict(given)
+    device = section.get("device")
+    if device not in DEVICES:
+        raise ConfigurationError(
+            f"{key}={given!r}: unknown device {device!r}. Allowed: {', '.join(DEVICES)}."
+            f"{nearest(str(device), DEVICES)}",
+            code="DT-001",
+        )
+    if device == "nvme":
+        if nvme_path is not None:
+            section.setdefault("nvme_path", os.fspath(nvme_path))
+        if section.get("nvme_path") is None:
+            raise ConfigurationError(f"{key}='nvme' needs a folder: nvme_path='/local_nvme'.", code="DT-005")
+    return section
+
+
+def _device(section: Any) -> str:
+    return str(section.get("device", "none")) if isinstance(section, Mapping) else "none"
+
+
+# One DeepSpeed configuration with what belongs to it; a strategy may hold several
+
+
+@dataclass
+class Settings:
+    """One configuration.
+
+    Args:
+        config: The user's, with `"auto"` where the loop decides.
+        stage: That of ZeRO.
+        zero_init: Whether `init_context` takes parameters apart where they are made.
+        moe_layers: Names of module classes that ZeRO-3 gathers as a whole.
+        shards_frozen: Whether ZeRO-3 also takes apart a model that was built whole and has no optimizer.
+    """
+
+    config: Config
+    stage: int
+    zero_init: bool = False
+    moe_layers: Sequence[str | type[nn.Module]] = field(default_factory=list)
+    shards_frozen: bool = False
+
+    @property
+    def clipping(self) -> float | None:
+        """The norm that the configuration clips to, if it does."""
+        return clipping_of(self.config)
+
+    @property
+    def without_training(self) -> Config:
+        """The configuration of a model that is only evaluated."""
+        return {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}

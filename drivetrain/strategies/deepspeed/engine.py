@@ -2,18 +2,203 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.strategies.base import (
+    Configurations,
+    Gradients,
+    OptimizerProxy,
+    Strategy,
+    Topology,
+    refuse_left_out_batch,
+    refuse_several_losses,
+)
+from drivetrain.strategies.deepspeed.config import Settings
 from drivetrain.strategies.deepspeed.layouts import Layout, layout_of
-from drivetrain.strategies.deepspeed.settings import Settings
-from drivetrain.strategies.deepspeed.unused import Participation, names_of
-from drivetrain.strategies.optimizer_proxy import OptimizerProxy
+
+if TYPE_CHECKING:
+    from drivetrain.strategies.deepspeed.strategy import DeepSpeed
+
+
+# Several configurations in one strategy: each model's engine keeps the one that it was prepared with
+
+
+class Several(Configurations):
+    """The configurations of a `DeepSpeed`.
+
+    Args:
+        strategy: Whose they are.
+
+    Attributes:
+        named: Those that were added, by name.
+    """
+
+    def __init__(self, strategy: DeepSpeed) -> None:
+        self._strategy = strategy
+        self.named: dict[str, Settings] = {}
+
+    def add(self, name: str, other: Strategy) -> None:
+        """Hold the configuration of another `DeepSpeed`, which has not been set up."""
+        settings = getattr(other, "settings", None)
+        if not isinstance(settings, Settings):
+            raise ConfigurationError(
+                f"{name!r} is {other!r}; beside {self._strategy!r} only a DeepSpeed can be.", code="DT-004"
+            )
+        self._strategy.check_settings(settings)
+        self.named[name] = replace(settings, shards_frozen=settings.stage == 3)
+        if settings.stage == 3:
+            self._strategy.needs_even_batches = True
+
+    def select(self, name: str) -> None:
+        """Place what is prepared from now on by one of them."""
+        self._strategy.settings = self.named[name]
+
+
+# Parameters without a gradient in a step: the optimizer leaves them alone, as in one plain process
+
+
+_log = get_logger(__name__)
+
+_ELSEWHERE = 'use strategy="ddp" or "fsdp"'
+
+
+class Participation:
+    """Records which of an engine's parameters got a gradient since its last step.
+
+    Args:
+        layout: Where the engine keeps what belongs to its parameters.
+        grouped: The parameters in the optimizer's groups, by name.
+        device: The device of the flags that processes exchange.
+
+    Attributes:
+        left_out: By name, how many steps have left a parameter out.
+    """
+
+    def __init__(self, layout: Layout, grouped: Mapping[str, nn.Parameter], device: torch.device) -> None:
+        self._layout, self._device = layout, device
+        trained = {id(parameter) for _, held in layout.holders() for parameter in held}
+        self._trained = {name: p for name, p in grouped.items() if id(p) in trained}
+        self._frozen_before = {name: p for name, p in grouped.items() if id(p) not in trained and not p.requires_grad}
+        self._seen = torch.zeros(len(self._trained), dtype=torch.uint8)
+        self._steps = 0
+        self._froze: set[str] = set()
+        self.left_out: dict[str, int] = {}
+        self._handles: list[Any] = []
+        self._unwatched = list(enumerate(self._trained.values()))
+        self._watch()
+
+    def _watch(self) -> None:
+        """Add a hook to each parameter that has none; those that require no gradient cannot take one."""
+        for number, parameter in self._unwatched:
+            if parameter.requires_grad:
+                watched: Any = parameter  # the method has no types
+                self._handles.append(watched.register_post_accumulate_grad_hook(_setter(self._seen, number)))
+        self._unwatched = [(number, parameter) for number, parameter in self._unwatched if not parameter.requires_grad]
+
+    def require_known(self) -> None:
+        """Raise if a parameter of the optimizer is to be trained that the engine does not hold.
+
+        Raises:
+            ConfigurationError: Names the parameters.
+        """
+        if self._unwatched:
+            self._watch()
+        found = [name for name, parameter in self._frozen_before.items() if parameter.requires_grad]
+        if found:
+            raise ConfigurationError(
+                f"{listed(found)} did not require gradients when the model was prepared, and now requires_grad is "
+                "True. DeepSpeed settles which parameters it trains when the model is placed. Leave them frozen, "
+                f"prepare the model with requires_grad=True, or {_ELSEWHERE}.",
+                code="DT-049",
+            )
+
+    def unused(self) -> list[nn.Parameter]:
+        """Return the parameters without a gradient on any process since the last step, which is now. Collective.
+
+        Raises:
+            ConfigurationError: Parameters are trained again after they were frozen, and the optimizer counts its
+                steps for all together.
+        """
+        seen = reduce(self._seen.to(self._device), "max").tolist()
+        self._seen.zero_()
+        used = [name for name, flag in zip(self._trained, seen, strict=True) if flag]
+        if self.left_out:
+            self._check_late([name for name in used if name in self.left_out])
+        idle = [name for name, flag in zip(self._trained, seen, strict=True) if not flag]
+        for name in idle:
+            self.left_out[name] = self.left_out.get(name, 0) + 1
+            if not self._trained[name].requires_grad:
+                self._froze.add(name)
+        self._steps += 1
+        return [self._trained[name] for name in idle]
+
+    def _check_late(self, names: list[str]) -> None:
+        """Report parameters that the optimizer has not stepped as often as the others of their group."""
+        late = [name for name in names if self._layout.counts_steps(self._trained[name])]
+        for name in names:
+            del self.left_out[name]
+        if not late:
+            return
+        text = (
+            f"{listed(late)} had no gradient in earlier steps. DeepSpeed keeps one count of steps for all parameters "
+            "of a group, where one process counts each parameter's own, so the optimizer corrects its moments by "
+            "another count."
+        )
+        frozen = [name for name in late if name in self._froze]
+        if frozen:
+            raise ConfigurationError(
+                f"{listed(frozen)} was frozen during training and is trained again. {text} Use an optimizer without "
+                f"such a count (SGD), or {_ELSEWHERE}.",
+                code="DT-049",
+            )
+        _log.warning_once(f"{text} The numbers differ from those of one process; to have the same, {_ELSEWHERE}.")
+
+    @property
+    def never_stepped(self) -> set[str]:
+        """The names of parameters that no step has changed."""
+        return {name for name, steps in self.left_out.items() if steps == self._steps}
+
+    def resume(self, without_state: Iterable[str]) -> None:
+        """Take parameters that a checkpoint holds no optimizer state of as ones that no step has changed."""
+        self._steps, self.left_out = 0, dict.fromkeys((name for name in without_state if name in self._trained), 0)
+
+    def discard(self) -> None:
+        """Forget which parameters got a gradient."""
+        self._seen.zero_()
+
+    def destroy(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def names_of(parameters: Iterable[Tensor], model: nn.Module) -> list[str]:
+    """Return the names of those of the parameters that are the model's."""
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [known[id(parameter)] for parameter in parameters if id(parameter) in known]
+
+
+def _setter(flags: Tensor, number: int) -> Callable[[Tensor], None]:
+    def mark(_: Tensor) -> None:
+        flags[number] = 1
+
+    return mark
+
+
+def listed(names: list[str], most: int = 8) -> str:
+    """Return names as one text, beyond `most` only how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 class TrainedModel:
@@ -290,3 +475,194 @@ class _Group(dict[str, Any]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
+
+
+# Norms, clipping and scaling of gradients that an engine holds in parts
+
+
+def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
+    """The norm of the gradients of some parameters over all processes, a scalar; collective.
+
+    Args:
+        trained: Their engine's model.
+        parameters: The model's parameters.
+        norm_type: The order of the norm; may be infinite.
+    """
+    layout = trained.layout
+    gradients = layout.gradients(parameters)
+    infinite = norm_type == float("inf")
+    local = torch.zeros((), device=trained.engine.device)
+    if gradients:
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, norm_type)])
+        local = norms.max() if infinite else norms.pow(norm_type).sum()
+    if not layout.replicated:
+        local = reduce(local, "max" if infinite else "sum")
+    total = local if infinite else local.pow(1.0 / norm_type)
+    return total / layout.loss_scale
+
+
+def clip_to_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients of this norm down to `max_norm` at most, as `torch.nn.utils.clip_grad_norm_` does."""
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scale(trained, parameters, coefficient)
+
+
+def scale(trained: TrainedModel, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
+    """Multiply gradients."""
+    _change(trained, parameters, lambda gradients: torch._foreach_mul_(gradients, factor.to(gradients[0].device)))
+
+
+def clip_to_value(trained: TrainedModel, parameters: Sequence[nn.Parameter], value: float) -> None:
+    """Clamp every gradient to [-value, value]."""
+    bound = value * trained.layout.loss_scale
+
+    def clamp(gradients: list[Tensor]) -> None:
+        torch._foreach_clamp_min_(gradients, -bound)
+        torch._foreach_clamp_max_(gradients, bound)
+
+    _change(trained, parameters, clamp)
+
+
+def _change(trained: TrainedModel, parameters: Sequence[nn.Parameter], change: Callable[[list[Tensor]], None]) -> None:
+    gradients = trained.layout.gradients(parameters)
+    if gradients:
+        change(gradients)
+        trained.layout.commit(parameters, gradients)
+
+
+# The gradients that engines hold
+
+
+class EngineGradients(Gradients):
+    """Gradients that engines reduce and keep, whole or in parts.
+
+    Args:
+        engines: The engines of all prepared models.
+        topology: This process's place.
+    """
+
+    def __init__(self, engines: Engines, topology: Topology) -> None:
+        self._engines, self._topology = engines, topology
+
+    def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        """Whether a backward in this context ends an accumulation window."""
+        trained = self._engines.find(model)
+        return nullcontext() if enabled or trained is None else _within_window(trained.engine)
+
+    def scale_held(self, model: nn.Module, parameters: Sequence[nn.Parameter], factor: float) -> None:
+        """Multiply what a window holds once it is complete; until then DeepSpeed keeps it in many places."""
+        trained = self._engines.find(model)
+        if trained is None:
+            super().scale_held(model, parameters, factor)
+        elif trained.holds_gradients:
+            trained.pending_scale *= factor
+
+    def are_held(self, model: nn.Module) -> bool:
+        """Whether the engine of a model holds gradients that it has not stepped with."""
+        trained = self._engines.find(model)
+        return trained is not None and trained.holds_gradients
+
+    def discard(self, model: nn.Module) -> None:
+        """Forget the gradients of a window that did not end."""
+        trained = self._engines.find(model)
+        if trained is not None:
+            trained.discard_gradients()
+
+    def leaves(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Refuse: an engine runs one backward a step, to all of its parameters."""
+        refuse_several_losses("A DeepSpeed engine runs one backward in a step, to all of its parameters.")
+
+    def zero_loss(self, task: nn.Module) -> torch.Tensor:
+        """Refuse at stage 3, where the peers' backward gathers over all processes."""
+        if any(trained.settings.stage == 3 for trained in self._engines):
+            refuse_left_out_batch(task, self._topology.rank)
+        return super().zero_loss(task)
+
+    def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale gradients down to a total norm of at most `max_norm`; returns the norm over all processes before."""
+        given = list(parameters)
+        norms = []
+        for trained in self._engines:
+            own = trained.own(given)
+            if own:
+                complete(trained)
+                _check_norm(trained.settings.clipping, max_norm)
+                norms.append((trained, own, total_norm(trained, own, norm_type)))
+        if not norms:
+            return torch.zeros((), device=self._topology.device)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm for *_, norm in norms]), norm_type)
+        if max_norm != float("inf"):
+            for trained, own, _ in norms:
+                clip_to_norm(trained, own, total, max_norm)
+                trained.clipped = True
+        return total
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        """Clamp every gradient to [-value, value]."""
+        given = list(parameters)
+        for trained in self._engines:
+            complete(trained)
+            clip_to_value(trained, trained.own(given), value)
+
+    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse."""
+        raise ConfigurationError(
+            "DeepSpeed settles which parameters it trains when the model is placed, so none can be added later. "
+            'Train all from the start, or use strategy="ddp" or "fsdp".',
+            code="DT-049",
+        )
+
+    def scale(self, model: nn.Module, optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:
+        """Multiply the gradients of a window."""
+        trained = self._engines.find(model)
+        if trained is not None:
+            complete(trained)
+            scale(trained, trained.all_trained(), factor)
+
+
+def complete(trained: TrainedModel) -> None:
+    """Multiply an engine's gradients by what the end of their window has left to do, if the window has ended."""
+    if trained.is_complete and trained.pending_scale != 1.0:
+        scale(trained, trained.all_trained(), torch.tensor(trained.pending_scale))
+        trained.pending_scale = 1.0
+
+
+def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
+    """Return a context in which a backward adds to complete gradients, which DeepSpeed would forget."""
+    if not trained.is_complete or trained.layout.adds_backwards:
+        return nullcontext()
+    if trained.layout.offloads:
+        raise ConfigurationError(
+            f"A second backward through {type(trained.bare).__name__} before its step, which DeepSpeed's stages 1 and "
+            "2 with offload_optimizer cannot add to the first. Add the losses and run one backward, or use stage 3.",
+            code="DT-068",
+        )
+    return _adding(trained)
+
+
+@contextmanager
+def _adding(trained: TrainedModel) -> Iterator[None]:
+    parameters = trained.all_trained()
+    before = [gradient.clone() for gradient in trained.layout.gradients(parameters)]
+    yield
+    after = trained.layout.gradients(parameters)
+    torch._foreach_add_(after, before)
+    trained.layout.commit(parameters, after)
+
+
+def _check_norm(configured: float | None, max_norm: float) -> None:
+    if configured is not None and max_norm not in (configured, float("inf")):
+        raise ConfigurationError(
+            f"The DeepSpeed configuration says gradient_clipping={configured}, but the loop clips to {max_norm}. Give "
+            "one of the two.",
+            code="DT-055",
+        )
+
+
+@contextmanager
+def _within_window(engine: Any) -> Iterator[None]:
+    engine.set_gradient_accumulation_boundary(False)
+    try:
+        yield
+    finally:
+        engine.set_gradient_accumulation_boundary(True)

@@ -16,10 +16,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
+from drivetrain.strategies.deepspeed.config import import_deepspeed
+from drivetrain.strategies.deepspeed.layouts import Layout
 
 _log = get_logger(__name__)
 
@@ -184,3 +191,121 @@ def build(name: str, kind: str) -> None:
     if builder is None:
         raise ConfigurationError(f"DeepSpeed has no operator {name!r} for {kind!r}.", code="DT-015")
     builder.load(verbose=False)
+
+
+# Adagrad, which makes its state where it is built rather than in its first step
+
+
+class _Adagrad(Optimizer):
+    """Stands for the class of an Adagrad while an engine is built around it."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
+@contextmanager
+def kept(optimizer: Optimizer) -> Iterator[None]:
+    """Let an engine that is built in the body keep the user's Adagrad.
+
+    DeepSpeed 0.19 would make another one over its flat tensors, with the defaults alone and all parameters in one
+    group: a schedule over the user's would change nothing, and a second group would break the engine.
+
+    Args:
+        optimizer: The user's optimizer, of any class.
+    """
+    own: Any = type(optimizer)
+    if not issubclass(own, torch.optim.Adagrad):
+        yield
+        return
+    optimizer.__class__ = _Adagrad
+    try:
+        yield
+    finally:
+        optimizer.__class__ = own
+
+
+def make_state(layout: Layout) -> None:
+    """Make the state of an Adagrad for the tensors that it steps in an engine.
+
+    Args:
+        layout: Where the engine keeps them.
+    """
+    optimizer = layout.inner
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return
+    holders = [holder for holder, _ in layout.holders()]
+    missing = [holder for holder in holders if "sum" not in optimizer.state.get(holder, {})]
+    if missing:
+        made = torch.optim.Adagrad(missing, **optimizer.defaults).state
+        optimizer.state.clear()
+        optimizer.state.update(made)
+
+
+# How DeepSpeed joins the process group that this process is in
+
+
+class Membership:
+    """DeepSpeed's own idea of the process group, laid over the group that this process is in already.
+
+    Args:
+        environment: This process among its peers.
+        kind: The kind of device.
+        shared_memory: Whether CPU tensors go through DeepSpeed's shared-memory operator; if None, where it is built.
+    """
+
+    # Of the process, not of a run: DeepSpeed keeps its group in variables of its modules.
+    _joined: ClassVar[int] = 0
+    _made_group: ClassVar[bool] = False
+
+    def __init__(self, environment: ProcessEnvironment, kind: str, shared_memory: bool | None) -> None:
+        self.package = import_deepspeed(kind)
+        # It asks for this even where it is given everything else, and would search for MPI.
+        os.environ.setdefault("LOCAL_RANK", str(environment.local_rank))
+        if not dist.is_initialized():
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            Membership._made_group = True
+        if importlib.import_module("deepspeed.comm.comm").cdb is None:
+            with use_shared_memory(kind, shared_memory):
+                self.package.init_distributed(auto_mpi_discovery=False, verbose=False)
+        Membership._joined += 1
+
+    @staticmethod
+    def forget_secondary_group() -> None:
+        """Let the next model make its own group for `zero_hpz_partition_size`: DeepSpeed asserts that there is none."""
+        importlib.import_module("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # type: ignore[attr-defined]
+
+    def leave(self) -> None:
+        """Forget the process group, which is about to be destroyed, unless engines of another run are still in it."""
+        Membership._joined -= 1
+        if Membership._joined:
+            return
+        groups: Any = importlib.import_module("deepspeed.utils.groups")
+        release = getattr(groups, "_release_process_group_references", None)
+        if release is not None:
+            release()
+        else:
+            groups._WORLD_GROUP = None
+        comm: Any = importlib.import_module("deepspeed.comm.comm")
+        comm.cdb = None
+        # Else every later engine in this process would reduce as the last one with torch_autocast did.
+        autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
+        autocast.TORCH_AUTOCAST_INITIALIZED = False
+        if Membership._made_group and dist.is_initialized():
+            dist.destroy_process_group()
+        Membership._made_group = False
+
+
+def refuse_other_device(environment: ProcessEnvironment, device: torch.device) -> None:
+    """Refuse a device other than that of this process's number on the machine, which DeepSpeed takes by itself.
+
+    Raises:
+        ConfigurationError: The device was chosen by another number.
+    """
+    if device.index not in (None, environment.local_rank):
+        raise ConfigurationError(
+            f"DeepSpeed runs on the device of the process's number on the machine ({environment.local_rank}), not on "
+            f"{str(device)!r}. Choose devices where the script is started: `drivetrain launch --gpu_ids {device.index}`"
+            ", or an environment variable such as CUDA_VISIBLE_DEVICES.",
+            code="DT-023",
+        )

@@ -14,24 +14,41 @@ from torch.optim import Optimizer
 from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import Capability, Given, RunOptions, Strategy, View
-from drivetrain.strategies.capabilities import Configurations, ConfiguredPrecision, PlainEvaluation
-from drivetrain.strategies.deepspeed import adagrad, native, ops
+from drivetrain.strategies.base import (
+    Capability,
+    Configurations,
+    ConfiguredPrecision,
+    Given,
+    PlainEvaluation,
+    RunOptions,
+    Strategy,
+    View,
+    needs_closure,
+)
 from drivetrain.strategies.deepspeed import config as configuration
-from drivetrain.strategies.deepspeed.accelerate_config import arguments_from
-from drivetrain.strategies.deepspeed.config import Known
-from drivetrain.strategies.deepspeed.dummies import DummyOptim, standing_in_for
-from drivetrain.strategies.deepspeed.engine import Engines, TrainedModel
-from drivetrain.strategies.deepspeed.gradients import EngineGradients, added_to, complete
-from drivetrain.strategies.deepspeed.membership import Membership, refuse_other_device
-from drivetrain.strategies.deepspeed.options import build_config, check_zero_options, uses_nvme
-from drivetrain.strategies.deepspeed.package import require_deepspeed
-from drivetrain.strategies.deepspeed.settings import Settings
-from drivetrain.strategies.deepspeed.several import Several
-from drivetrain.strategies.deepspeed.unused import listed
-from drivetrain.strategies.deepspeed.whole_tensors import is_partitioned
-from drivetrain.strategies.deepspeed.zero_state import ZeroState
-from drivetrain.strategies.optimizer_proxy import needs_closure
+from drivetrain.strategies.deepspeed import ops, zero_state
+from drivetrain.strategies.deepspeed.config import (
+    DummyOptim,
+    Known,
+    Settings,
+    arguments_from,
+    build_config,
+    check_zero_options,
+    require_deepspeed,
+    standing_in_for,
+    uses_nvme,
+)
+from drivetrain.strategies.deepspeed.engine import (
+    EngineGradients,
+    Engines,
+    Several,
+    TrainedModel,
+    added_to,
+    complete,
+    listed,
+)
+from drivetrain.strategies.deepspeed.ops import Membership, refuse_other_device
+from drivetrain.strategies.deepspeed.zero_state import ZeroState, is_partitioned
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.precision.mixed import Float16Mixed
 
@@ -256,7 +273,7 @@ class DeepSpeed(Strategy):
         self._mark_leaves(bare)
         engine, scheduler = self._initialize(model, optimizer, bare)
         trained = TrainedModel(engine, bare, groups, self.settings)
-        adagrad.make_state(trained.layout)
+        ops.make_state(trained.layout)
         if isinstance(optimizer, DummyOptim):
             # A learning-rate schedule over the stand-in changes the real one's groups.
             optimizer.param_groups = trained.layout.inner.param_groups
@@ -279,7 +296,7 @@ class DeepSpeed(Strategy):
             arguments = {"model_parameters": [dict(group) for group in optimizer.param_groups]}
         if known.scheduler is not None and known.scheduler.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = known.scheduler.lr_scheduler_callable
-        with adagrad.kept(optimizer):
+        with ops.kept(optimizer):
             engine, _, _, scheduler = self._package().initialize(
                 model=model, config=completed, dist_init_required=False, **arguments
             )
@@ -397,7 +414,7 @@ class DeepSpeed(Strategy):
             directory: Where to.
             tag: The name of the folder in it.
         """
-        native.save(self._engines.require(model), directory, tag)
+        zero_state.save(self._engines.require(model), directory, tag)
 
     def load_native(self, model: nn.Module, directory: str | os.PathLike[str], tag: str | None = None) -> None:
         """Read what `save_native` wrote, on as many processes; call it on all.
@@ -410,7 +427,7 @@ class DeepSpeed(Strategy):
         Raises:
             CheckpointError: There is none, or another number of processes wrote it.
         """
-        native.load(self._engines.require(model), directory, tag, self.topology.environment.world_size)
+        zero_state.load(self._engines.require(model), directory, tag, self.topology.environment.world_size)
 
     def _package(self) -> Any:
         if self._membership is None:

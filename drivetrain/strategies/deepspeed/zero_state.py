@@ -2,18 +2,167 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.deepspeed import whole_tensors
-from drivetrain.strategies.deepspeed.engine import Engines
-from drivetrain.strategies.model_state import ModelState, StateDict
-from drivetrain.strategies.topology import Topology
+from drivetrain.checkpoint.deepspeed_shards import DeepSpeedShards, deepspeed_folder, read_deepspeed
+from drivetrain.checkpoint.export import parse_dtype, save_safetensors, weights_below
+from drivetrain.runtime.collectives import broadcast
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.strategies.base import ModelState, StateDict, Topology, check_groups
+from drivetrain.strategies.deepspeed.engine import Engines, TrainedModel
+
+# A model's weights and an optimizer's state under the names of the bare model, whole, in and out of an engine
+
+
+State = dict[str, Any]
+Holder = Callable[[int], bool]
+
+
+def read_model(trained: TrainedModel, masters: bool, holder: Holder, whole: bool = False) -> State:
+    """All parameters and buffers; collective.
+
+    Args:
+        trained: The engine's model.
+        masters: Whether to take the 32-bit master weights where there are any, so that nothing is rounded.
+        holder: Whether this process keeps the parameter of a number; else it stands on the meta device.
+        whole: Whether all is copied to the CPU where it is kept, and left out elsewhere.
+    """
+    state: State = {}
+    seen: dict[int, Tensor | None] = {}
+    for number, (name, value) in enumerate(trained.bare.state_dict(keep_vars=True).items()):
+        if not isinstance(value, Tensor):
+            found: Any = value
+        elif not isinstance(value, nn.Parameter):
+            found = broadcast(value.detach().clone())
+        else:
+            if id(value) not in seen:
+                seen[id(value)] = _read_parameter(trained, value, masters, holder(number))
+            found = seen[id(value)]
+        if whole and isinstance(found, Tensor):
+            found = None if found.is_meta or not holder(number) else found.detach().cpu()
+        if found is not None:
+            state[name] = found
+    return state
+
+
+def _read_parameter(trained: TrainedModel, parameter: nn.Parameter, masters: bool, held: bool) -> Tensor:
+    low = trained.is_low_precision
+    if (is_partitioned(parameter) or low) and (masters or not low) and trained.layout.is_trained(parameter):
+        value = trained.layout.read(parameter)
+        return _kept(value if masters else value.to(parameter.dtype), held)
+    if is_partitioned(parameter):
+        return _kept(gathered(parameter), held)
+    return parameter.detach()
+
+
+def _kept(value: Tensor, held: bool) -> Tensor:
+    """A tensor on the CPU, or what stands for it where a peer keeps it."""
+    return value.cpu() if held else torch.empty_like(value, device="meta")
+
+
+def write_model(trained: TrainedModel, state: State, strict: bool = True) -> Any:
+    """Load whole tensors by name; collective.
+
+    Returns:
+        What `load_state_dict` returns: the names that were missing, and those that were not expected.
+    """
+    own = trained.bare.state_dict(keep_vars=True)
+    partitioned = {name for name, value in own.items() if is_partitioned(value)}
+    _check_shapes({name: own[name] for name in partitioned}, state)
+    # What is partitioned has no shape to load into, so it is left out there.
+    missing, unexpected = trained.bare.load_state_dict(
+        {name: value for name, value in state.items() if name not in partitioned}, strict=False
+    )
+    missing = [name for name in missing if name not in state or name not in partitioned]
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"The weights are not those of {type(trained.bare).__name__}: missing {sorted(missing)[:8]}, not expected "
+            f"{sorted(unexpected)[:8]}."
+        )
+    done: set[int] = set()
+    for name, value in own.items():
+        if not isinstance(value, nn.Parameter) or name not in state or id(value) in done:
+            continue
+        done.add(id(value))
+        if name in partitioned:
+            _scatter(value, state[name])
+        if trained.layout.is_trained(value):
+            trained.layout.write(value, state[name])
+    return type(trained.bare.load_state_dict({}, strict=False))(missing, unexpected)
+
+
+def _check_shapes(parameters: dict[str, Any], state: State) -> None:
+    for name, parameter in parameters.items():
+        if name in state and tuple(state[name].shape) != tuple(parameter.ds_shape):
+            raise CheckpointError(
+                f"{name} has the shape {tuple(state[name].shape)} in the checkpoint, but "
+                f"{tuple(parameter.ds_shape)} here."
+            )
+
+
+def read_optimizer(trained: TrainedModel, holder: Holder) -> State:
+    """`{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`; collective."""
+    known = trained.layout.shared_state()
+    untouched = trained.participation.never_stepped
+    state: State = {}
+    for number, (name, parameter) in enumerate(trained.parameters.items()):
+        if name in untouched:
+            continue  # it has state only because the flat tensor that it is in has
+        tensors, rest = known.get(id(parameter), ([], {}))
+        if tensors or rest:
+            whole = {key: _kept(trained.layout.read(parameter, key), holder(number)) for key in tensors}
+            state[name] = whole | rest
+    inner = trained.layout.inner.param_groups
+    groups = [{**group, "params": list(names)} for group, names in zip(inner, trained.groups, strict=True)]
+    return {"state": state, "param_groups": groups}
+
+
+def write_optimizer(trained: TrainedModel, saved: State) -> None:
+    """Load what `read_optimizer`, or any other strategy, returned.
+
+    Raises:
+        CheckpointError: The groups hold other parameters than the saved ones.
+    """
+    check_groups(trained.groups, saved)
+    layout = trained.layout
+    for group, options in zip(layout.inner.param_groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in options.items() if key != "params"})
+    by_name = {name: saved["state"][name] for name in trained.parameters if name in saved["state"]}
+    layout.make_state({id(trained.parameters[name]): state for name, state in by_name.items()})
+    trained.participation.resume(set(trained.parameters) - set(by_name))
+    for name, state in by_name.items():
+        parameter = trained.parameters[name]
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() > 0 and layout.is_trained(parameter):
+                layout.write(parameter, value, key)
+
+
+def is_partitioned(value: Any) -> bool:
+    """Whether ZeRO-3 has taken a parameter apart."""
+    return hasattr(value, "ds_id")
+
+
+def gathered(parameter: nn.Parameter) -> Tensor:
+    """A whole copy of a parameter that is partitioned; collective."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]), torch.no_grad():
+        return parameter.detach().clone()
+
+
+def _scatter(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give every process its part of a whole value."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+        parameter.copy_(value)
 
 
 class ZeroState(ModelState):
@@ -43,7 +192,7 @@ class ZeroState(ModelState):
         trained = self._engines.find(model)
         if trained is None:
             return super().model(model)
-        return whole_tensors.read_model(trained, masters=True, holder=self._holds)
+        return read_model(trained, masters=True, holder=self._holds)
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Refuse for a model with an engine, which keeps master weights and partitions of its own."""
@@ -61,23 +210,112 @@ class ZeroState(ModelState):
         if trained is None:
             return super().full(model)
         first = self.topology.rank == 0
-        return whole_tensors.read_model(trained, masters=False, holder=lambda _: first, whole=True)
+        return read_model(trained, masters=False, holder=lambda _: first, whole=True)
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
         """Load whole tensors by name into parameters and master weights."""
         trained = self._engines.find(model)
         if trained is None:
             return super().load_model(model, state, strict)
-        return whole_tensors.write_model(trained, state, strict)
+        return write_model(trained, state, strict)
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
         """An optimizer's state by canonical parameter name, put together from all processes as in `model`."""
-        return whole_tensors.read_optimizer(self._engines.stepped_by(optimizer), self._holds)
+        return read_optimizer(self._engines.stepped_by(optimizer), self._holds)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
         """Give each process its part of what any strategy saved."""
-        whole_tensors.write_optimizer(self._engines.stepped_by(optimizer), state)
+        write_optimizer(self._engines.stepped_by(optimizer), state)
 
     def _holds(self, number: int) -> bool:
         """Whether this process is the one that keeps a tensor which is put together for a checkpoint."""
         return number % self.topology.environment.world_size == self.topology.rank
+
+
+# DeepSpeed's own checkpoints: written and read by the engine, and turned into plain weights
+
+
+_STATES = "*_model_states.pt"
+_OPTIMIZER = "*_optim_states.pt"
+
+
+def save(trained: TrainedModel, directory: str | os.PathLike[str], tag: str) -> None:
+    """Let the engine write its checkpoint; collective."""
+    trained.engine.save_checkpoint(os.fspath(directory), tag=tag)
+
+
+def load(trained: TrainedModel, directory: str | os.PathLike[str], tag: str | None, world_size: int) -> None:
+    """Let the engine read its checkpoint; collective.
+
+    Raises:
+        CheckpointError: There is none, or another number of processes wrote it.
+    """
+    folder = folder_of(directory, tag)
+    written = len(list(folder.glob(_OPTIMIZER)))
+    if written not in (0, 1, world_size) or (written == 1 and world_size > 1 and trained.engine.zero_optimization()):
+        raise CheckpointError(
+            f"{folder} was written by {written} processes, and DeepSpeed reads its own checkpoints on as many only, "
+            f"but here are {world_size}. Save with Accelerator.save_state or a Trainer's checkpoints, which any number "
+            "reads, or take the weights out: drivetrain merge-weights."
+        )
+    path, _ = trained.engine.load_checkpoint(os.fspath(directory), tag=folder.name)
+    if path is None:
+        raise CheckpointError(f"DeepSpeed could not read the checkpoint {folder}.")
+
+
+def folder_of(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
+    """The folder of one checkpoint: by tag, by the file that names the latest one, or the directory itself.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    found = deepspeed_folder(directory, tag)
+    if found is None:
+        raise CheckpointError(
+            f"{os.fspath(directory)} holds no DeepSpeed checkpoint{f' {tag!r}' if tag else ''}: no {_STATES} files."
+        )
+    return found
+
+
+def whole_weights(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The weights in a DeepSpeed checkpoint in 32 bits, under the names of the model. Nothing in it is executed.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    weights: dict[str, Tensor] = read_deepspeed(folder_of(directory), DeepSpeedShards.weights)
+    if weights and all(name.startswith("task.") for name in weights):
+        # A Trainer's engine holds the task in a module of its own.
+        weights = {name.removeprefix("task."): value for name, value in weights.items()}
+    return weights
+
+
+def merge_native(
+    directory: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    dtype: str | None = None,
+    *,
+    module: str | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> list[str]:
+    """Write the weights in a DeepSpeed checkpoint as plain safetensors, in the files that `consolidate` writes.
+
+    Args:
+        directory: What the engine has written.
+        output: The directory to write to.
+        max_shard_size: Bytes in a file at most.
+        dtype: What floating-point weights are converted to; 32 bits if None.
+        module: Write the weights of this module alone, under the names that they have in it.
+        overwrite: Whether to write into a directory that holds something already.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The paths of the safetensors files.
+    """
+    target = parse_dtype(dtype)
+    weights = weights_below(whole_weights(directory), module, os.fspath(directory))
+    if target is not None:
+        weights = {name: value.to(target) if value.is_floating_point() else value for name, value in weights.items()}
+    return save_safetensors(weights, output, max_shard_size, overwrite=overwrite, progress=progress)

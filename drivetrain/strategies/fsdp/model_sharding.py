@@ -2,28 +2,165 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from drivetrain.runtime.collectives import broadcast, reduce
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.strategies.base import Topology
 from drivetrain.strategies.fsdp import sharding
-from drivetrain.strategies.fsdp.blocks import normalise_in_full, rewrite_blocks
-from drivetrain.strategies.fsdp.materialise import Materialiser, parameters_on_meta, take_values
-from drivetrain.strategies.fsdp.options import FSDPOptions
-from drivetrain.strategies.fsdp.replicated import GradientAveraging, parameters_to_replicate
-from drivetrain.strategies.fsdp.weights import load_weights
+from drivetrain.strategies.fsdp.materialise import Materialiser, load_weights, parameters_on_meta, take_values
+from drivetrain.strategies.fsdp.sharding import normalise_in_full, rewrite_blocks
 from drivetrain.strategies.precision import Precision, overrides
 from drivetrain.strategies.step_module import StepModule
-from drivetrain.strategies.topology import Topology
 from drivetrain.strategies.wrapping import has_forward, repeated_blocks, units_of, without_tied_across
+
+# The options of `FSDP`, checked
+
+
+_INITS = ("rank0", "meta")
+
+
+@dataclass(frozen=True)
+class FSDPOptions:
+    """What `FSDP` was asked for; see there.
+
+    Raises:
+        ConfigurationError: An option cannot be.
+    """
+
+    wrap: Any = "auto"
+    reshard_after_forward: bool | int | None = None
+    replicate_size: int = 1
+    cpu_offload: bool = False
+    activation_checkpointing: Any = False
+    activation_offload: bool = False
+    ignored_modules: tuple[nn.Module | str, ...] = ()
+    gather_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    init: str = "rank0"
+    weights: str | os.PathLike[str] | None = None
+    sync_module_states: bool = True
+    compile: bool | dict[str, Any] = False
+    sync_each_batch: bool = False
+    reduce_unused: bool = False
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+    forward_methods: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, least in (("replicate_size", 1), ("forward_prefetch", 0), ("backward_prefetch", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigurationError(
+                    f"{name} must be a whole number of at least {least}, got {value!r}.", code="DT-002"
+                )
+        if self.init not in _INITS:
+            raise ConfigurationError(
+                f"init must be one of {', '.join(map(repr, _INITS))}, got {self.init!r}.{nearest(self.init, _INITS)}",
+                code="DT-001",
+            )
+        resharding = self.reshard_after_forward
+        if resharding is not None and not isinstance(resharding, int):
+            raise ConfigurationError(
+                f"reshard_after_forward must be True, False, None or a number of processes, got {resharding!r}.",
+                code="DT-003",
+            )
+        if self.activation_offload and self.activation_checkpointing is False:
+            raise ConfigurationError(
+                "activation_offload=True keeps what goes into recomputed blocks on the CPU, so it needs "
+                "activation_checkpointing.",
+                code="DT-005",
+            )
+        if not isinstance(self.compile, bool | dict):
+            raise ConfigurationError(
+                f"compile must be True, False or a dict of options, got {self.compile!r}.", code="DT-003"
+            )
+
+    def compile_options(self) -> dict[str, Any]:
+        """Arguments of `torch.compile`."""
+        return dict(self.compile) if isinstance(self.compile, dict) else {}
+
+    def changed(self) -> str:
+        """The options that are not as by default, as they would be written."""
+        return ", ".join(
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        )
+
+
+# Parameters that every process holds whole, beside those that are sharded
+
+
+class GradientAveraging:
+    """Averages the gradients of whole parameters over the processes, as DDP would.
+
+    Args:
+        mesh: Over whose dimensions they are averaged, one after another.
+
+    Attributes:
+        enabled: Whether backward averages; not within an accumulation window.
+        watched: The `id` of the parameters whose gradients are averaged.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+        self._count = mesh.size()
+        self.enabled = True
+        self.watched: set[int] = set()
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average a parameter's gradient each time that a backward has finished it, also if it is frozen at first."""
+        for parameter in parameters:
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                continue  # torch computes no gradients of it
+            is_trained = parameter.requires_grad
+            self.watched.add(id(parameter))
+            parameter.requires_grad_(True)  # torch adds the hook to no other, and keeps it when that changes
+            parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(is_trained)
+
+    def _average(self, parameter: Tensor) -> None:
+        if not self.enabled or parameter.grad is None:
+            return
+        # What earlier micro-batches left is this process's own, or an average already, which averaging keeps.
+        with torch.no_grad():
+            for group in self._groups:
+                dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= self._count
+
+
+def parameters_to_replicate(model: nn.Module, ignored: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Parameters that cannot be sharded, or shall not be.
+
+    Args:
+        model: The model.
+        ignored: Modules that are left as they are.
+    """
+    chosen = {parameter for module in ignored for parameter in module.parameters()}
+    # A scalar has no dimension to shard.
+    return chosen | {parameter for parameter in model.parameters() if parameter.dim() == 0}
+
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -354,3 +491,65 @@ def make_contiguous(model: nn.Module) -> None:
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
+
+
+# The mesh that parameters are sharded over, made when it is needed first
+
+
+class ShardMesh:
+    """All processes, in copies of a sharded model: called, it returns the mesh (shard,) or (replicate, shard).
+
+    Args:
+        topology: This process's place.
+        copies: Copies of the sharded model.
+
+    Raises:
+        ConfigurationError: The number of processes is no multiple of the copies.
+    """
+
+    def __init__(self, topology: Topology, copies: int) -> None:
+        world = topology.environment.world_size
+        if world % copies:
+            raise ConfigurationError(
+                f"replicate_size={copies} does not divide the {world} processes of this run. "
+                f"Allowed: {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}.",
+                code="DT-041",
+            )
+        self._topology, self._copies = topology, copies
+        self._mesh: DeviceMesh | None = None
+        self._own_group = False
+
+    def __call__(self) -> DeviceMesh:
+        if self._mesh is None:
+            self._ensure_group()
+            self._mesh = self._make()
+        return self._mesh
+
+    def _ensure_group(self) -> None:
+        """Make a group of this process alone where there is none: a mesh needs one nevertheless."""
+        if not dist.is_initialized():
+            kind = self._topology.kind
+            backend = "gloo" if kind.name == "cpu" else f"cpu:gloo,{kind.name}:{kind.backend}"
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            self._own_group = True
+
+    def _make(self) -> DeviceMesh:
+        shards = self._topology.environment.world_size // self._copies
+        device = self._topology.device.type
+        if self._copies == 1:
+            return init_device_mesh(device, (shards,), mesh_dim_names=("dp_shard",))
+        return init_device_mesh(device, (self._copies, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+    def leave(self) -> None:
+        """Leave the group that a world of one made for its mesh."""
+        self._mesh = None
+        if self._own_group and dist.is_initialized():
+            dist.destroy_process_group()
+            self._own_group = False
+
+
+# Torch's own words for what is asked of FSDP, for those who take or show options in them
+
+
+__all__ = ["CPUOffload", "MixedPrecision", "ShardedGradScaler", "ShardingStrategy"]

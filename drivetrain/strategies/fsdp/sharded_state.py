@@ -13,11 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from drivetrain.strategies.base import ModelState, StateDict, with_buffers_of_rank_0
 from drivetrain.strategies.fsdp import sharding
-from drivetrain.strategies.fsdp.parameters import gather, shard_like
-from drivetrain.strategies.fsdp.summoning import whole_parameters
-from drivetrain.strategies.fsdp.weights import load_weights
-from drivetrain.strategies.model_state import ModelState, StateDict, with_buffers_of_rank_0
+from drivetrain.strategies.fsdp.materialise import load_weights
+from drivetrain.strategies.fsdp.sharding import gather, shard_like, whole_parameters
 
 
 class ShardedState(ModelState):

@@ -4,20 +4,283 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import SGD, Adagrad, Optimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from drivetrain.runtime.errors import ConfigurationError, some_of
-from drivetrain.strategies.fsdp.blocks import BlockForward
-from drivetrain.strategies.fsdp.parameters import shard_like
+from drivetrain.strategies.base import lay_out_state, needs_closure
+
+# What is done to each block of a model by itself: recompute its activations, compile it
+
+
+class BlockForward:
+    """Takes the place of a block's `forward`; names in the model's state stay what they are.
+
+    Args:
+        block: The block.
+        recompute: Keep only what goes into the block, and compute the rest again in backward (Chen et al., 2016,
+            https://arxiv.org/abs/1604.06174).
+        offload: Keep that on the CPU.
+        compile_options: Arguments of `torch.compile`; None does not compile.
+    """
+
+    def __init__(
+        self, block: nn.Module, recompute: bool, offload: bool, compile_options: dict[str, Any] | None
+    ) -> None:
+        self.recompute, self.offload, self.compile_options = recompute, offload, compile_options
+        forward: Callable[..., Any] = block.forward
+        if compile_options is not None:
+            forward = torch.compile(forward, **compile_options)
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.recompute and torch.is_grad_enabled()):
+            return self._forward(*args, **kwargs)
+        if not self.offload:
+            return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+
+    def again_for(self, block: nn.Module) -> None:
+        """Do the same for another block."""
+        block.__dict__["forward"] = BlockForward(block, self.recompute, self.offload, self.compile_options)
+
+
+def rewrite_blocks(
+    recomputed: Iterable[nn.Module], offload: bool, compiled: Iterable[nn.Module], compile_options: dict[str, Any]
+) -> None:
+    """Let blocks recompute their activations, and compile them.
+
+    Args:
+        recomputed: The blocks whose activations are recomputed.
+        offload: Whether what goes into those is kept on the CPU.
+        compiled: The blocks that are compiled.
+        compile_options: Arguments of `torch.compile`.
+    """
+    again = {id(block): block for block in recomputed}
+    fast = {id(block): block for block in compiled}
+    for key, block in {**again, **fast}.items():
+        if not isinstance(block.__dict__.get("forward"), BlockForward):
+            options = compile_options if key in fast else None
+            block.__dict__["forward"] = BlockForward(block, key in again, offload, options)
+
+
+class NormInFull:
+    """Takes the place of a normalisation's `forward`: computes with its parameters in 32 bits, gathered as they may be.
+
+    Torch's CPU kernels, and batch normalisation anywhere, refuse parameters in half precision beside inputs or
+    statistics in 32 bits (torch 2.13); under autocast inputs may come in either.
+
+    Args:
+        module: The normalisation.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        parameters: dict[str, Any] = self._module._parameters
+        before = dict(parameters)
+        parameters.update({name: None if held is None else held.float() for name, held in before.items()})
+        try:
+            return type(self._module).forward(self._module, *args, **kwargs)
+        finally:
+            parameters.update(before)
+
+
+def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
+    """Let a model's normalisations compute in 32 bits.
+
+    Args:
+        model: The model, whose parameters are gathered in half precision.
+        everywhere: Not only batch normalisation.
+    """
+    batch = nn.modules.batchnorm._BatchNorm
+    kinds = (batch, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm) if everywhere else (batch,)
+    for module in model.modules():
+        if isinstance(module, kinds) and "forward" not in module.__dict__:
+            module.__dict__["forward"] = NormInFull(module)
+
+
+# Following parameters through sharding, which puts new ones in their place
+
+
+class Slot(NamedTuple):
+    """A place that a parameter is registered at.
+
+    Attributes:
+        module: Its module.
+        name: Its name there.
+        parameter: The parameter that was there when asked.
+    """
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+
+
+def refuse_for_shards(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that steps whole parameters only, if it holds shards.
+
+    Raises:
+        ConfigurationError: It is L-BFGS, which makes one vector of all parameters, or one of torch's fused ones that
+            have no rule for shards (torch 2.13).
+    """
+    if not any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
+        return
+    name = type(optimizer).__name__
+    if needs_closure(optimizer):
+        raise ConfigurationError(
+            f"{name} makes one vector of all parameters, which shards of them do not add up to. Use another optimizer, "
+            'or strategy="ddp".',
+            code="DT-046",
+        )
+    if type(optimizer) in (SGD, Adagrad) and any(group.get("fused") for group in optimizer.param_groups):
+        raise ConfigurationError(
+            f"{name}(fused=True) cannot step sharded parameters: torch has no rule for it. Leave fused out, or give "
+            "foreach=True.",
+            code="DT-046",
+        )
+
+
+def gather(value: Tensor) -> Tensor:
+    """The whole of a tensor, also where this is a shard of it; call it on all processes that have one.
+
+    One dimension of the mesh after another, the one that was sharded last first: torch gathers over all of them as
+    well, but warns where several shard the same dimension of the tensor.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    placements: list[Placement] = list(value.placements)
+    late = [i for i, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
+    for i in [*late, *(i for i in reversed(range(len(placements))) if i not in late)]:
+        if not placements[i].is_replicate():
+            placements[i] = Replicate()
+            value = value.redistribute(placements=placements)
+    return value.to_local()
+
+
+def slots_of(model: nn.Module) -> list[Slot]:
+    """Every place where a parameter of a model is registered, tied ones several times."""
+    return [
+        Slot(module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def replaced(slots: Iterable[Slot]) -> dict[int, nn.Parameter]:
+    """What stands now in place of each parameter, by the `id` of the one before."""
+    now: dict[int, nn.Parameter] = {}
+    for slot in slots:
+        current = slot.module._parameters[slot.name]
+        if current is not None and current is not slot.parameter:
+            now.setdefault(id(slot.parameter), current)
+    return now
+
+
+def point_optimizer(optimizer: Optimizer, now: dict[int, nn.Parameter]) -> None:
+    """Give an optimizer the parameters that stand in place of its own, and its state the same shards.
+
+    The optimizer, its groups and its options stay the objects they are, for schedulers hold on to them.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [now.get(id(parameter), parameter) for parameter in group["params"]]
+    for parameter in [known for known in optimizer.state if id(known) in now]:
+        new = now[id(parameter)]
+        state = optimizer.state.pop(parameter)
+        optimizer.state[new] = {
+            key: shard_like(value, new)
+            if isinstance(value, Tensor) and isinstance(new, DTensor) and value.shape == new.shape
+            else value
+            for key, value in state.items()
+        }
+
+
+def local_slices(like: DTensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor this process holds."""
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+
+
+def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
+    """This process's shard of a tensor that every process holds whole; nothing is exchanged.
+
+    Args:
+        whole: The tensor.
+        like: A DTensor of its shape, whose mesh and placements count.
+        copy: Whether the shard is a copy on the device of `like`, rather than a view.
+    """
+    if isinstance(whole, DTensor):
+        return whole
+    part = whole[local_slices(like)]
+    if copy:
+        local = like.to_local()
+        part = torch.empty_like(local, dtype=whole.dtype).copy_(part)
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+class ReplacedParameters:
+    """Parameters that shards stand in place of, so that an optimizer which still holds one is found.
+
+    An `id` may be another parameter's by now, hence the references.
+    """
+
+    def __init__(self) -> None:
+        self._gone: dict[int, ReferenceType[nn.Parameter]] = {}
+        self._checked: WeakSet[Optimizer] = WeakSet()
+
+    def follow(self, slots: Sequence[Slot], optimizers: Iterable[Optimizer]) -> None:
+        """Let optimizers hold what stands in place of their parameters.
+
+        Args:
+            slots: Where the model's parameters were registered before it was placed.
+            optimizers: The optimizers over them.
+        """
+        now = replaced(slots)
+        self._gone |= {id(slot.parameter): ref(slot.parameter) for slot in slots if id(slot.parameter) in now}
+        for optimizer in optimizers:
+            point_optimizer(optimizer, now)
+            lay_out_state(optimizer)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that holds parameters as they were before, the first time that it steps.
+
+        Raises:
+            ConfigurationError: Its steps would change nothing.
+        """
+        if optimizer in self._checked:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                known = self._gone.get(id(parameter))
+                if known is not None and known() is parameter:
+                    raise ConfigurationError(
+                        f"{type(optimizer).__name__} holds parameters as they were before the model was sharded, so "
+                        "its steps would change nothing. Prepare both together, prepare(model, optimizer), or make "
+                        "the optimizer after prepare(model).",
+                        code="DT-046",
+                    )
+        self._checked.add(optimizer)
+
 
 UNIT_SHARDING = "_unit_sharding"
 _UNITS = "_sharded_units"
@@ -381,3 +644,35 @@ def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
             unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + forward]))
         if backward:
             unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, index - backward) : index])))
+
+
+# Looking at whole parameters for a while
+
+
+@contextmanager
+def whole_parameters(model: nn.Module, writeback: bool) -> Iterator[None]:
+    """Let a model's parameters be whole tensors in the body, on every process; call it on all.
+
+    They are in full precision, and the model cannot be called meanwhile.
+
+    Args:
+        model: The model.
+        writeback: Whether what the body does to them is kept: each process keeps its shard of its own copy.
+    """
+    slots = [slot for slot in slots_of(model) if isinstance(slot.parameter, DTensor)]
+    whole: dict[int, nn.Parameter] = {}
+    for module, name, shard in slots:
+        if id(shard) not in whole:
+            gathered = gather(shard.detach())
+            whole[id(shard)] = nn.Parameter(gathered, requires_grad=shard.requires_grad)
+        module._parameters[name] = whole[id(shard)]
+    try:
+        yield
+        if writeback:
+            with torch.no_grad():
+                for shard in {id(slot.parameter): slot.parameter for slot in slots}.values():
+                    assert isinstance(shard, DTensor)
+                    shard.to_local().copy_(whole[id(shard)][local_slices(shard)])
+    finally:
+        for module, name, shard in slots:
+            module._parameters[name] = shard

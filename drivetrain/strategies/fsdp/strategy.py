@@ -2,31 +2,252 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 from drivetrain.runtime.collectives import broadcast, reduce
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import Capability, MicroBatch, Output, Strategy, View
-from drivetrain.strategies.capabilities import Join, StepInBackward
+from drivetrain.strategies.base import (
+    Capability,
+    Gradients,
+    Join,
+    MicroBatch,
+    Output,
+    StepInBackward,
+    Strategy,
+    Topology,
+    View,
+    average_gradients,
+    refuse_left_out_batch,
+)
 from drivetrain.strategies.fsdp import sharding
-from drivetrain.strategies.fsdp.gradients import ShardedGradients
-from drivetrain.strategies.fsdp.model_sharding import ModelSharder
-from drivetrain.strategies.fsdp.options import FSDPOptions
-from drivetrain.strategies.fsdp.parameters import ReplacedParameters, refuse_for_shards, slots_of
-from drivetrain.strategies.fsdp.replicated import GradientAveraging
-from drivetrain.strategies.fsdp.shard_mesh import ShardMesh
+from drivetrain.strategies.fsdp.model_sharding import FSDPOptions, GradientAveraging, ModelSharder, ShardMesh
 from drivetrain.strategies.fsdp.sharded_state import ShardedState
+from drivetrain.strategies.fsdp.sharding import ReplacedParameters, refuse_for_shards, slots_of
 from drivetrain.strategies.precision import Precision
-from drivetrain.strategies.topology import Topology
+
+# Clipping gradients that may be plain tensors and shards over several meshes at once
+
+
+@torch.no_grad()
+def clip_grad_norm_over_meshes_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale gradients down to a total norm of at most `max_norm`; call it on all processes.
+
+    Torch's own function refuses gradients on two meshes, and lists that mix plain tensors with sharded ones (torch
+    2.13). Here the gradients are grouped by mesh and placements; each group's norm is combined over the dimensions
+    that it is sharded in, and then those of the groups.
+
+    Args:
+        parameters: Parameters whose gradients are plain tensors, equal on all processes, or DTensors on any mesh.
+        max_norm: The largest norm allowed.
+        norm_type: The p of the p-norm; infinity for the largest absolute value.
+
+    Returns:
+        The total norm before clipping, a plain scalar tensor, the same on all processes.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    total = total_norm_over_meshes(gradients, norm_type)
+    scale_by_norm_(gradients, total, max_norm)
+    return total
+
+
+@torch.no_grad()
+def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients together, as if they were one vector; call it on all processes.
+
+    Args:
+        gradients: Plain tensors, equal on all processes, or DTensors on any mesh.
+        norm_type: The p of the p-norm.
+    """
+    norm_type = float(norm_type)
+    groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
+    for gradient in gradients:
+        group, local = _locally(gradient)
+        groups.setdefault(group, []).append(local)
+    powers = [_power_of_group(group, locals_, norm_type) for group, locals_ in groups.items()]
+    if not powers:
+        return torch.zeros(())
+    widest = torch.float64 if any(power.dtype == torch.float64 for power in powers) else torch.float32
+    combined = torch.stack([power.to(powers[0].device, widest) for power in powers])
+    return combined.max() if math.isinf(norm_type) else combined.sum() ** (1.0 / norm_type)
+
+
+@torch.no_grad()
+def scale_by_norm_(gradients: list[Tensor], total: Tensor, max_norm: float) -> None:
+    """Multiply gradients by what brings their norm, `total`, down to `max_norm`; by one where it is below."""
+    if not gradients or math.isinf(max_norm):
+        return
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for device, locals_ in _local_parts(gradients).items():
+        torch._foreach_mul_(locals_, factor.to(device))
+
+
+@torch.no_grad()
+def clip_grad_value_locally_(parameters: Iterable[Tensor], clip_value: float) -> None:
+    """Clamp every gradient to [-clip_value, clip_value], each process its own shards."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for locals_ in _local_parts(gradients).values():
+        torch._foreach_clamp_min_(locals_, -clip_value)
+        torch._foreach_clamp_max_(locals_, clip_value)
+
+
+def _local_parts(gradients: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
+    """What this process holds of gradients, by device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        by_device.setdefault(local.device, []).append(local)
+    return by_device
+
+
+def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | None, Tensor]:
+    """A gradient's local part, and its mesh with the dimensions over which parts differ; None where it is whole."""
+    if not isinstance(gradient, DTensor):
+        return None, gradient
+    if any(isinstance(placement, Partial) for placement in gradient.placements):
+        whole = [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
+        gradient = gradient.redistribute(placements=whole)
+    split = tuple(i for i, p in enumerate(gradient.placements) if not isinstance(p, Replicate))
+    return ((gradient.device_mesh, split) if split else None), gradient.to_local()
+
+
+def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: list[Tensor], p: float) -> Tensor:
+    """The sum of |g|^p over a group, or the largest |g| for p = infinity, combined over its shards."""
+    held = [each for each in locals_ if each.numel()]
+    device = locals_[0].device
+    # The same on all processes, also where one holds nothing of any.
+    dtype = torch.float64 if any(each.dtype == torch.float64 for each in locals_) else torch.float32
+    if held:
+        norms = torch.stack([norm.to(device, dtype) for norm in torch._foreach_norm(held, p)])
+        power = norms.max() if math.isinf(p) else (norms**p).sum()
+    else:
+        power = torch.zeros((), device=device, dtype=dtype)
+    if group is None:
+        return power
+    mesh, split = group
+    if power.device.type != mesh.device_type:  # offloaded shards: the mesh talks on its own device
+        power = power.to(mesh.device_type)
+    for dimension in split:
+        if mesh.size(dimension) > 1:
+            operation = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
+            dist.all_reduce(power, op=operation, group=mesh.get_group(dimension))
+    return power
+
+
+# The gradients of sharded models
+
+
+class ShardedGradients(Gradients):
+    """Gradients that backward reduces to the shards of each process.
+
+    Args:
+        rank: This process's rank, for errors.
+        averaging: Of each prepared model, what averages the gradients of the parameters that stay whole.
+        sync_each_batch: Whether gradients are reduced in every micro-batch.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        averaging: Mapping[nn.Module, GradientAveraging] | None = None,
+        sync_each_batch: bool = False,
+    ) -> None:
+        self._rank, self._sync_each_batch = rank, sync_each_batch
+        self._averaging: Mapping[nn.Module, GradientAveraging] = {} if averaging is None else averaging
+        self._beside: WeakKeyDictionary[Optimizer, tuple[int, list[nn.Parameter]]] = WeakKeyDictionary()
+
+    def finish(self, optimizers: Sequence[Optimizer]) -> None:
+        """Average the gradients of whole parameters that are trained or were added since the model was sharded."""
+        for optimizer in optimizers:
+            count = sum(len(group["params"]) for group in optimizer.param_groups)
+            known = self._beside.get(optimizer)
+            if known is None or known[0] != count:
+                watched = self._watched()
+                held = [each for group in optimizer.param_groups for each in group["params"]]
+                beside = [each for each in held if not isinstance(each, DTensor) and id(each) not in watched]
+                known = self._beside[optimizer] = (count, beside if any(map(_is_shard, held)) else [])
+            average_gradients([parameter for parameter in known[1] if parameter.requires_grad])
+
+    def _watched(self) -> set[int]:
+        return {each for averaging in self._averaging.values() for each in averaging.watched}
+
+    def require_complete(self, parameter: torch.Tensor) -> None:
+        """Refuse a parameter that is neither sharded nor a part of the model when it was sharded."""
+        known = isinstance(parameter, DTensor) or id(parameter) in self._watched()
+        if not known and PartialState().use_distributed:
+            raise ConfigurationError(
+                f"A parameter of shape {tuple(parameter.shape)} is no part of the model that FSDP has sharded, so its "
+                "gradient is averaged after the backward, but optimizer_in_backward=True steps within it. Make the "
+                "parameter before fit(), as a part of the task, or leave optimizer_in_backward out.",
+                code="DT-093",
+            )
+
+    def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        """Keep gradients whole and unreduced in a context."""
+        if enabled or self._sync_each_batch:
+            return nullcontext()
+        return _without_sync(sharding.sharded_units(model), self._averaging.get(model))
+
+    def held(self, model: nn.Module) -> Iterator[torch.Tensor]:
+        """Gradients of an open window that are not in `.grad` yet."""
+        return sharding.held_gradients(model)
+
+    def discard(self, model: nn.Module) -> None:
+        """Forget the gradients of an open window."""
+        sharding.discard_held_gradients(model)
+
+    def zero_loss(self, task: nn.Module) -> torch.Tensor:
+        """Refuse: the peers' backward gathers over all processes, which only a backward can answer."""
+        refuse_left_out_batch(task, self._rank)
+
+    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        """Let backwards reduce the gradients of parameters that were frozen when the model was sharded."""
+        sharding.train_shards(model, parameters)
+
+    def leaves(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gathered parameters that the last forward has computed with; those that stay whole as they are."""
+        return sharding.gathered_parameters(model, parameters)
+
+    def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale gradients down to a total norm of at most `max_norm`, over all shards."""
+        return clip_grad_norm_over_meshes_(parameters, max_norm, norm_type)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        """Clamp every gradient to [-value, value]."""
+        clip_grad_value_locally_(parameters, value)
+
+
+def _is_shard(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is spread over processes with other data, not just over those of a layer."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != ("tp",)
+
+
+@contextmanager
+def _without_sync(units: Sequence[FSDPModule], averaging: GradientAveraging | None) -> Iterator[None]:
+    for unit in units:
+        unit.set_requires_gradient_sync(False, recurse=False)
+    if averaging is not None:
+        averaging.enabled = False
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+        if averaging is not None:
+            averaging.enabled = True
 
 
 class Placer(Protocol):

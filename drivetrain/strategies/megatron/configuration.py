@@ -2,18 +2,162 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError, nearest
-from drivetrain.strategies.megatron.options import MegatronOptions, check_fits
+from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.seeds import isolated_random_state, own_generator, seed_all_generators
+from drivetrain.runtime.state import PartialState
+from drivetrain.strategies.base import Topology
+from drivetrain.strategies.parallel.mesh import MeshPlace, MeshSizes
 from drivetrain.strategies.precision import Precision
+
+# The options of `Megatron`, checked
+
+
+RECOMPUTE = ("selective", "full")
+
+
+@dataclass(frozen=True)
+class MegatronOptions:
+    """What was asked for; see `Megatron`.
+
+    Raises:
+        ConfigurationError: An option cannot be.
+    """
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    virtual_pipeline: int | None = None
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    expert_tensor_parallel: int | None = None
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = True
+    recompute: str | None = None
+    gradient_clipping: float | None = None
+    gradient_accumulation_steps: int | None = None
+    transformer: Mapping[str, Any] = field(default_factory=dict)
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"):
+            _check_size(name, getattr(self, name))
+        for name in ("virtual_pipeline", "expert_tensor_parallel"):
+            if getattr(self, name) is not None:
+                _check_size(name, getattr(self, name))
+        if (self.virtual_pipeline or 1) > 1 and self.pipeline_parallel == 1:
+            raise ConfigurationError(
+                f"virtual_pipeline={self.virtual_pipeline} interleaves the stages of a pipeline, but "
+                "pipeline_parallel=1. Set pipeline_parallel to 2 or more, or leave virtual_pipeline out.",
+                code="DT-005",
+            )
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ConfigurationError(
+                "sequence_parallel=True shards activations over tensor-parallel processes, but tensor_parallel=1. "
+                "Set tensor_parallel to 2 or more, or leave sequence_parallel out.",
+                code="DT-005",
+            )
+        if self.recompute is not None and self.recompute not in RECOMPUTE:
+            raise ConfigurationError(
+                f"recompute={self.recompute!r}: allowed are None, 'selective' (attention only) and 'full' (whole "
+                f"layers).{nearest(str(self.recompute), RECOMPUTE)}",
+                code="DT-001",
+            )
+
+    @property
+    def chunks(self) -> int:
+        """Parts of the model that each process holds: more than one where stages are interleaved."""
+        return self.virtual_pipeline or 1
+
+    def place(self, rank: int, world_size: int) -> MeshPlace:
+        """A process's place in the grid, whose order is megatron-core's: tensor parallel ranks are neighbours.
+
+        Args:
+            rank: Its global rank.
+            world_size: Number of processes of the run.
+
+        Raises:
+            ConfigurationError: The sizes do not fit the number of processes.
+        """
+        needed = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+        if world_size % needed:
+            raise ConfigurationError(
+                f"{self.asked} needs a multiple of {needed} processes, but there are {world_size}. Start "
+                f"{_near_multiples(world_size, needed)}, or choose sizes whose product is one of "
+                f"{_listed(factors(world_size))}.",
+                code="DT-041",
+            )
+        data = world_size // needed
+        expert_tensor = self.expert_tensor_parallel or self.tensor_parallel
+        per_stage = world_size // self.pipeline_parallel
+        if per_stage % (self.expert_parallel * expert_tensor):
+            raise ConfigurationError(
+                f"expert_parallel={self.expert_parallel} with {expert_tensor} tensor-parallel processes for each "
+                f"expert does not fit the {per_stage} processes of a pipeline stage. expert_parallel can be "
+                f"{_listed(factors(per_stage // expert_tensor))}.",
+                code="DT-041",
+            )
+        sizes = MeshSizes(dp_shard=data, tp=self.tensor_parallel, cp=self.context_parallel, pp=self.pipeline_parallel)
+        return MeshPlace(sizes, rank)
+
+    @property
+    def asked(self) -> str:
+        """The sizes above 1, as they were given."""
+        names = ("tensor_parallel", "pipeline_parallel", "context_parallel")
+        return " x ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) > 1) or "Megatron()"
+
+
+def factors(number: int) -> list[int]:
+    """The numbers that a number is a multiple of, smallest first."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def check_fits(what: str, size: int, argument: str, parts: int) -> None:
+    """Raise where a size of the model is no multiple of the processes that share it.
+
+    Args:
+        what: The size, such as `"num_attention_heads"`.
+        size: Its value.
+        argument: What it is shared by, as it was given, such as `"tensor_parallel"`.
+        parts: How many parts that makes.
+
+    Raises:
+        ConfigurationError: Names what would fit.
+    """
+    if size % parts:
+        fits = [each for each in factors(size) if each <= max(2 * parts, 16)]
+        raise ConfigurationError(
+            f"{what}={size} is no multiple of {argument}, {parts}. {argument} can be {_listed(fits)}; or set {what} to "
+            f"{_near_multiples(size, parts)}.",
+            code="DT-042",
+        )
+
+
+def _near_multiples(number: int, of: int) -> str:
+    below = number // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:-1])) + f" or {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+
+
+def _check_size(name: str, size: Any) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigurationError(f"{name} must be a whole number of at least 1, got {size!r}.", code="DT-002")
+
 
 # Of TransformerConfig: what lets layers be spread unevenly over stages.
 _UNEVEN = (
@@ -266,3 +410,221 @@ def explained() -> Iterator[None]:
             f"{size} is a multiple of.",
             code="DT-042",
         ) from error
+
+
+# Accelerate's `megatron_lm_config`: its keys, as `accelerate config` writes them, as arguments of `Megatron`
+
+
+_log = get_logger(__name__)
+
+PREFIX = "megatron_lm_"
+# Its sizes and switches, and what Megatron calls them.
+_ARGUMENTS = {
+    "tp_degree": "tensor_parallel",
+    "pp_degree": "pipeline_parallel",
+    "context_parallel_size": "context_parallel",
+    "expert_model_parallel_size": "expert_parallel",
+    "expert_tensor_parallel_size": "expert_tensor_parallel",
+    "sequence_parallelism": "sequence_parallel",
+    "use_distributed_optimizer": "distributed_optimizer",
+    "gradient_clipping": "gradient_clipping",
+    "num_micro_batches": "gradient_accumulation_steps",
+}
+_TRANSFORMER = {
+    "recompute_granularity": "recompute_granularity",
+    "recompute_method": "recompute_method",
+    "recompute_num_layers": "recompute_num_layers",
+    "attention_dropout": "attention_dropout",
+    "hidden_dropout": "hidden_dropout",
+    "attention_softmax_in_fp32": "attention_softmax_in_fp32",
+    "calculate_per_token_loss": "calculate_per_token_loss",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "attention_backend": "attention_backend",
+}
+_OPTIMIZER = ("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer")
+# What belongs to the task, the data or the loop here, and where.
+_ELSEWHERE = {
+    "eod_mask_loss": "the task's loss_func",
+    "eval_interval": "Trainer(val_check_interval)",
+    "eval_iters": "Trainer(limit_val_batches)",
+    "seq_length": "the batches",
+    "train_iters": "Trainer(max_steps)",
+    "use_rotary_position_embeddings": "the task's model_provider",
+}
+_RECOMPUTE = "recompute_activations"
+KEYS = (*_ARGUMENTS, *_TRANSFORMER, *_OPTIMIZER, *_ELSEWHERE, _RECOMPUTE)
+
+
+def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `Megatron` that keys of Accelerate's `megatron_lm_config` mean.
+
+    Args:
+        given: The keys, with or without `megatron_lm_` before them; None is what was not asked for.
+
+    Raises:
+        ConfigurationError: There is no such key.
+    """
+    arguments: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {"transformer": {}, "optimizer": {}}
+    for spelled, value in given.items():
+        key = spelled.removeprefix(PREFIX)
+        if key not in KEYS:
+            raise ConfigurationError(
+                f"Unknown key {spelled!r} in megatron_lm_config. Allowed: {', '.join(PREFIX + each for each in KEYS)}."
+                f"{nearest(key, KEYS)}",
+                code="DT-006",
+            )
+        if value is None:
+            continue
+        if key in _ARGUMENTS:
+            arguments[_ARGUMENTS[key]] = value
+        elif key in _TRANSFORMER:
+            nested["transformer"][_TRANSFORMER[key]] = value
+        elif key in _OPTIMIZER:
+            nested["optimizer"][key] = value
+        elif key == _RECOMPUTE:
+            arguments["recompute"] = "selective" if value else None
+        else:
+            _log.warning_once(f"{spelled}={value!r} changes nothing here: that is decided by {_ELSEWHERE[key]}.")
+    if not arguments.get("gradient_clipping"):
+        arguments.pop("gradient_clipping", None)  # Accelerate's 0 is no clipping
+    return arguments | {name: options for name, options in nested.items() if options}
+
+
+# The package megatron-core: whether it is there, and whether the device of a run is the one that it computes on
+
+
+def require_megatron() -> None:
+    """Raise where the package is not installed."""
+    try:
+        found = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ConfigurationError(
+            "strategy='megatron' needs the package megatron-core, which is not installed. Install it: "
+            "pip install 'drivetrain[megatron]' (torch first: another package may choose another build of it).",
+            code="DT-013",
+        )
+
+
+def require_device(device: torch.device) -> None:
+    """Raise where what megatron-core makes would be on another device than the run's.
+
+    Args:
+        device: The device of the run.
+    """
+    try:
+        made = torch.empty(0, device="cuda").device.type
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(
+            f"strategy='megatron' needs CUDA GPUs: megatron-core makes its tensors there, and here is none ({error}). "
+            "Use strategy=Parallel(tp=..., pp=...) or 'fsdp', which also run on the CPU.",
+            code="DT-022",
+        ) from None
+    if made != device.type:
+        raise ConfigurationError(
+            f"strategy='megatron' computes on {made!r}, where megatron-core makes its tensors, but this run is on "
+            f"{device.type!r}. Use accelerator='cuda', or strategy=Parallel(tp=..., pp=...).",
+            code="DT-022",
+        )
+
+
+# Megatron-core's process groups, laid over the group that this process is in already, and its random state
+
+
+_LARGEST = 2**31 - 1
+_OWNER = "megatron_groups"
+
+
+class Membership:
+    """This process in megatron-core's `parallel_state`.
+
+    Args:
+        options: The sizes of the grid.
+        place: This process's place in it.
+        device: Of the run.
+    """
+
+    def __init__(self, options: MegatronOptions, place: MeshPlace, device: torch.device) -> None:
+        from megatron.core import parallel_state
+
+        self._made_group = False
+        if not dist.is_initialized():
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+            self._made_group = True
+        self._state: Any = parallel_state
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            options.tensor_parallel,
+            options.pipeline_parallel,
+            options.virtual_pipeline,
+            context_parallel_size=options.context_parallel,
+            expert_model_parallel_size=options.expert_parallel,
+            expert_tensor_parallel_size=options.expert_tensor_parallel,
+        )
+        self._place = place
+        self._generator: torch.Generator | None = None
+        # Whose the groups are: a later strategy of this process makes them again.
+        PartialState.registry()[_OWNER] = self
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The processes over which gradients are averaged."""
+        group: dist.ProcessGroup = self._state.get_data_parallel_group(with_context_parallel=True)
+        return group
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup:
+        """The stages of this process's pipeline."""
+        group: dist.ProcessGroup = self._state.get_pipeline_model_parallel_group()
+        return group
+
+    def leave(self) -> None:
+        """Forget the groups, which are about to be destroyed."""
+        if PartialState.registry().get(_OWNER) is self:
+            del PartialState.registry()[_OWNER]
+            self._state.destroy_model_parallel()
+        if self._made_group and dist.is_initialized():
+            dist.destroy_process_group()
+            self._made_group = False
+
+    # random numbers
+
+    @contextmanager
+    def initial_values(self, topology: Topology) -> Iterator[None]:
+        """Let what is drawn in the body be the same where processes hold copies, and differ where they hold parts.
+
+        Args:
+            topology: This process's place.
+        """
+        generator = own_generator("megatron")
+        # In a run without a seed processes differ: all follow rank 0, from here on without talking.
+        seed = broadcast(torch.randint(_LARGEST, (1,), generator=generator).to(topology.device))
+        self._generator = generator.manual_seed(int(seed))
+        with isolated_random_state(devices=topology.kind.name != "cpu"):
+            own = int(seed) + 100 * self._place.coordinates()["pp"]
+            seed_all_generators(own)
+            self._seed_tracker(own)
+            yield
+
+    def begin_window(self) -> None:
+        """Seed megatron-core's trackers for one step, so that dropout is resumed with the run's random state."""
+        if self._generator is None:
+            return
+        drawn = int(torch.randint(_LARGEST, (1,), generator=self._generator))
+        at = self._place.coordinates()
+        # Parts of a layer draw alike or apart as the tracker decides; stages and data shards always apart.
+        self._seed_tracker((drawn + 100_003 * at["pp"] + 1_000_003 * at["dp_shard"]) % _LARGEST)
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """What the seeds of steps are drawn from."""
+        return self._generator
+
+    @staticmethod
+    def _seed_tracker(seed: int) -> None:
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(seed)

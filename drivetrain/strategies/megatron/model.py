@@ -2,18 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.base import Topology
+from drivetrain.strategies.megatron.configuration import Membership
 from drivetrain.strategies.megatron.layout import Layout
-from drivetrain.strategies.megatron.program import MegatronProgram
 
 if TYPE_CHECKING:
     from drivetrain.strategies.megatron.optimizer import MegatronOptimizerFront
+
+
+# What a task gives to `Megatron`, and what it is given
+
+
+@runtime_checkable
+class MegatronProgram(Protocol):
+    """A task in megatron-core's own signatures, such as `drivetrain.MegatronTask`.
+
+    Attributes:
+        chunks: The parts of the model that this process holds.
+    """
+
+    chunks: list[nn.Module]
+
+    def transformer_config(self) -> Any:
+        """The model's `TransformerConfig`, without the sizes of the grid."""
+
+    def model_provider(
+        self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None
+    ) -> nn.Module:
+        """Build one part of the model."""
+
+    def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
+        """Run one part of the model on the next batch; return its output and the function that computes the loss."""
+
+    def batch_shape(self, batch: Any) -> tuple[int, int]:
+        """How many rows a batch has, and how long they are."""
+
+
+class MegatronRuntime:
+    """Builds and runs the parts of a model that this process holds: a capability of strategies."""
+
+    def build(self, program: MegatronProgram) -> list[nn.Module]:
+        """Build the parts of a model that this process holds, earliest layers first.
+
+        Args:
+            program: Provides the model.
+
+        Raises:
+            ConfigurationError: Sizes of the model do not fit those of the grid.
+        """
+        raise NotImplementedError
+
+    def run(self, program: MegatronProgram, batch: Any) -> tuple[Tensor, Any]:
+        """Run the part of the model whose turn it is on a batch; call it within a step.
+
+        On processes that compute another part than the last one, this ends the step.
+
+        Args:
+            program: Has the forward step.
+            batch: What the loader gave.
+
+        Returns:
+            The output of the whole model, and the function that computes the loss.
+        """
+        raise NotImplementedError
+
+    def loss_of(self, result: Any) -> tuple[Any, dict[str, Any]]:
+        """What a loss function in megatron-core's signature returned, as a step returns it.
+
+        Args:
+            result: `(loss, report)` with a mean, or `(loss, num_tokens, report)` with a sum.
+
+        Returns:
+            A loss, or a dict with a loss and its weight where losses are averaged per token; and the report.
+        """
+        raise NotImplementedError
+
+    def own_part(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This process's part of the sequences of a batch, where processes share them."""
+        raise NotImplementedError
+
+    def whole_vocabulary(self, logits: Tensor) -> Tensor:
+        """Logits over the whole vocabulary, from those of this process's part of it."""
+        raise NotImplementedError
+
+
+def shape_of(batch: Any) -> tuple[int, int]:
+    """How many rows the first tensor of a batch with two dimensions or more has, and how long they are.
+
+    Args:
+        batch: A tensor, or dicts and sequences of tensors.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    for tensor in _tensors(batch):
+        if tensor.dim() >= 2:
+            return tensor.shape[0], tensor.shape[1]
+    raise ConfigurationError(
+        "No tensor of rows and columns was found in the batch, whose shape the stages of a pipeline hand over. "
+        "Override MegatronTask.batch_shape(batch), which returns (rows, length).",
+        code="DT-060",
+    )
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, dict):
+        for key in sorted(batch, key=lambda key: (key not in ("tokens", "input_ids"), str(key))):
+            yield from _tensors(batch[key])
+    elif isinstance(batch, list | tuple):
+        for each in batch:
+            yield from _tensors(each)
 
 
 class PlacedModel:
@@ -120,3 +227,317 @@ class PlacedModels:
                 f"{type(model).__name__} has not been prepared under strategy='megatron'.", code="DT-047"
             )
         return placed
+
+
+# Forward and backward over the micro-batches of a step, through megatron-core's schedules; and evaluation
+
+
+MicroBatch = TypeVar("MicroBatch")
+Output = TypeVar("Output")
+
+
+class StageEnded(Exception):
+    """A step has come to the end of a part of the model that computes no loss.
+
+    Attributes:
+        output: What the part hands over.
+    """
+
+    def __init__(self, output: Any) -> None:
+        super().__init__("the step of a stage without the loss")
+        self.output = output
+
+
+class CurrentChunk:
+    """The part of the model whose turn it is.
+
+    Attributes:
+        chunk: What is called; None outside of a step.
+        is_last: Whether it computes the loss.
+    """
+
+    chunk: nn.Module | None = None
+    is_last: bool = True
+
+    def run(self, program: MegatronProgram, batch: Any) -> tuple[Tensor, Any]:
+        """Run it on a batch; see `MegatronRuntime.run`."""
+        if self.chunk is None:
+            raise ConfigurationError(
+                f"{type(program).__name__} runs its model outside of a step. Call it within training_step, "
+                "validation_step, test_step or predict_step, under Trainer(strategy='megatron').",
+                code="DT-053",
+            )
+        output, loss_function = program.forward_step(iter((batch,)), self.chunk)
+        if not self.is_last:
+            raise StageEnded(output)
+        return output, loss_function
+
+    def step(self, chunk: nn.Module, is_last: bool, step: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+        """Run a step with a part of the model.
+
+        Args:
+            chunk: What is called.
+            is_last: Whether it computes the loss.
+            step: The step; elsewhere it is called with `probe=True`, and lets nothing count.
+            *args: Its arguments.
+
+        Returns:
+            What the step returned, and what the part hands over, one of them None.
+        """
+        self.chunk, self.is_last = chunk, is_last
+        try:
+            if is_last:
+                return step(*args), None
+            step(*args, probe=True)
+        except StageEnded as ended:
+            return None, ended.output
+        finally:
+            self.chunk = None
+        raise ConfigurationError(
+            "The step returned without having run the model, whose parts on other processes wait for each other. Call "
+            "super().training_step(batch, batch_idx), or self.run_model(batch).",
+            code="DT-053",
+        )
+
+
+class Schedule:
+    """Runs the windows of one model.
+
+    Args:
+        placed: The model.
+        current: Where its parts are named in turn.
+        membership: Seeds what is random in a window.
+        topology: This process's place.
+    """
+
+    def __init__(self, placed: PlacedModel, current: CurrentChunk, membership: Membership, topology: Topology) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self._placed, self._current, self._membership, self._topology = placed, current, membership, topology
+        self._run = get_forward_backward_func()
+        self._loss: Tensor | None = None
+        self.running = False
+        placed.config.finalize_model_grads_func = placed.finalize
+        ddp = getattr(placed.wrapped[0], "ddp_config", None)
+        if ddp is not None and ddp.overlap_grad_reduce:
+            holds = [chunk.no_sync for chunk in placed.wrapped]
+            placed.config.no_sync_func = holds if len(holds) > 1 else holds[0]
+        if placed.optimizer is not None and placed.config.fp16:
+            placed.config.grad_scale_func = placed.optimizer.inner.scale_loss
+
+    def run(self, step_fn: Callable[..., Output], microbatches: Sequence[MicroBatch]) -> list[Output | None]:
+        """Run forward and backward over the micro-batches of one optimizer step.
+
+        Args:
+            step_fn: Runs the task's step on one micro-batch, and with `probe=True` lets nothing of it count.
+            microbatches: The window of one step.
+
+        Returns:
+            What `step_fn` returned for each on the processes with the last stage, None elsewhere.
+        """
+        self._membership.begin_window()
+        outputs: list[Output | None] = [None] * len(microbatches)
+        padded = [
+            *enumerate(microbatches),
+            *((None, microbatches[-1]) for _ in range(self._missing(len(microbatches)))),
+        ]
+
+        def forward_step(batches: Iterator[tuple[int | None, MicroBatch]], chunk: nn.Module) -> tuple[Any, Any]:
+            index, microbatch = next(batches)
+            is_last = self._topology.computes_loss and chunk is self._placed.wrapped[-1]
+            self._loss = None
+            # A micro-batch that only fills a window up lets nothing count, and goes back from zero.
+            step = step_fn if index is not None or not is_last else _probing(step_fn)
+            result, handed_over = self._current.step(chunk, is_last, step, microbatch)
+            if not is_last:
+                return handed_over, None
+            if index is None:
+                return _loss_in(result) * 0.0, _no_loss
+            outputs[index] = result
+            return self._taken_loss(), _no_loss
+
+        chunks = self._placed.wrapped
+        rows, length = self._shape(microbatches)
+        self.running = True
+        try:
+            self._run(
+                forward_step_func=forward_step,
+                data_iterator=[iter(padded) for _ in chunks] if len(chunks) > 1 else iter(padded),
+                model=chunks,
+                num_microbatches=len(padded),
+                seq_length=length,
+                micro_batch_size=rows,
+                # The loss comes weighed and scaled from the engine: the schedule is to leave it as it is.
+                collect_non_loss_data=True,
+            )
+        finally:
+            self.running = False
+        return outputs
+
+    def backward(self, loss: Tensor) -> None:
+        """Keep a loss for the schedule, which goes back from it when it is its turn."""
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise RuntimeError(f"cannot go back from a tensor of shape {tuple(loss.shape)}: {loss}")
+        # Where stages free what they have handed over, the loss would go with it.
+        self._loss = loss.clone() if self._placed.config.deallocate_pipeline_outputs else loss
+
+    def _taken_loss(self) -> Tensor:
+        loss, self._loss = self._loss, None
+        if loss is None:
+            raise ConfigurationError(
+                f"{type(self._placed.owner).__name__}.training_step returned no loss, but the schedule goes back "
+                "through every micro-batch. Return a loss that counts for nothing instead, such as loss * 0.",
+                code="DT-052",
+            )
+        return loss
+
+    def _missing(self, count: int) -> int:
+        """How many micro-batches an interleaved schedule needs beside those of a window."""
+        if len(self._placed.wrapped) == 1:
+            return 0
+        stages: int = self._placed.config.pipeline_model_parallel_size
+        return -count % stages
+
+    def _shape(self, microbatches: Sequence[Any]) -> tuple[int, int]:
+        """Rows and length of the window's micro-batches, which stages hand over."""
+        if self._placed.config.pipeline_model_parallel_size == 1:
+            return 1, 1
+        program = self._placed.program
+        shapes = [program.batch_shape(getattr(each, "batch", each)) for each in microbatches]
+        uneven = len(set(shapes)) > 1
+        if uneven and len(self._placed.wrapped) > 1 and self._placed.config.pipeline_model_parallel_size == 2:
+            # Both neighbours of a stage are the same process then, which cannot distinguish whose shape arrives.
+            raise ConfigurationError(
+                f"The micro-batches of a step have the shapes {sorted(set(shapes))}, but virtual_pipeline on two "
+                "stages hands over one. Use DataLoader(drop_last=True), pad the batches, or leave virtual_pipeline "
+                "out.",
+                code="DT-060",
+            )
+        # Then stages also hand over each shape, which takes a message more.
+        self._placed.config.variable_seq_lengths = uneven
+        return shapes[0]
+
+
+class _EvaluationPass:
+    """One forward through all stages."""
+
+    def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
+        self._placed, self._current, self._topology = placed, current, topology
+
+    def run(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+        from megatron.core.utils import get_attr_wrapped_model
+
+        placed, topology = self._placed, self._topology
+        communicator = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), placed.config)
+        placed.config.variable_seq_lengths = False
+        shape = self._handed_over(batch)
+        starts = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        result = None
+        for number, chunk in enumerate(placed.wrapped):
+            is_last = topology.computes_loss and number == len(placed.wrapped) - 1
+            received = communicator.recv_forward(shape, starts and number == 0)
+            get_attr_wrapped_model(chunk, "set_input_tensor")([received])
+            result, output = self._current.step(chunk, is_last, step, batch, *args)
+            communicator.send_forward(output, is_last)
+        return result
+
+    def _handed_over(self, batch: Any) -> tuple[int, int, int]:
+        config = self._placed.config
+        if config.pipeline_model_parallel_size == 1:
+            return (1, 1, 1)
+        rows, length = self._placed.program.batch_shape(batch)
+        parts = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        return (length // parts, rows, config.hidden_size)
+
+
+class Evaluation(nn.Module):
+    """Called as `module(step, batch, ...)` like `StepModule`; only the process with the last stage returns something.
+
+    Args:
+        placed: The model.
+        current: Where its parts are named in turn.
+        topology: This process's place.
+    """
+
+    def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
+        super().__init__()
+        # Not as modules of this one: the parts of the model have their place in the task.
+        self._run: Callable[..., Any] = _EvaluationPass(placed, current, topology).run
+
+    def forward(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
+        """Run a step, forward only, through one stage after another."""
+        return self._run(step, batch, *args)
+
+
+class Runtime(MegatronRuntime):
+    """What a task asks of the strategy.
+
+    Args:
+        build: Builds the parts of a model that this process holds.
+        current: The part whose turn it is.
+        config: Returns the `TransformerConfig` of the model that was built last.
+    """
+
+    def __init__(
+        self, build: Callable[[MegatronProgram], list[nn.Module]], current: CurrentChunk, config: Callable[[], Any]
+    ) -> None:
+        self._build, self._current, self._config = build, current, config
+
+    def build(self, program: MegatronProgram) -> list[nn.Module]:
+        """Build the parts of a model that this process holds."""
+        return self._build(program)
+
+    def run(self, program: MegatronProgram, batch: Any) -> tuple[Tensor, Any]:
+        """Run the part of the model whose turn it is on a batch."""
+        return self._current.run(program, batch)
+
+    def loss_of(self, result: Any) -> tuple[Any, dict[str, Any]]:
+        """What a loss function returned, as a step returns it."""
+        config = self._config()
+        if not isinstance(result, tuple) or len(result) not in (2, 3):
+            raise ConfigurationError(
+                f"The loss function returned {type(result).__name__}. Return (loss, report) with a mean, or (loss, "
+                "num_tokens, report) with a sum, as megatron-core's schedules take them.",
+                code="DT-064",
+            )
+        if len(result) == 2:
+            loss, report = result
+            return loss * config.context_parallel_size if config.context_parallel_size > 1 else loss, report
+        total, tokens, report = result
+        if config.calculate_per_token_loss:
+            return {"loss": total, "weight": tokens.detach()}, report
+        return total / tokens.clamp(min=1), report
+
+    def own_part(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This process's part of the sequences of a batch."""
+        if self._config().context_parallel_size == 1:
+            return batch
+        from megatron.core.utils import get_batch_on_this_cp_rank
+
+        part: dict[str, Any] = get_batch_on_this_cp_rank(batch)
+        return part
+
+    def whole_vocabulary(self, logits: Tensor) -> Tensor:
+        """Logits over the whole vocabulary."""
+        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+        gathered: Tensor = gather_from_tensor_model_parallel_region(logits)
+        return gathered
+
+
+def _no_loss(output: Any, non_loss_data: bool = True) -> Any:
+    return None
+
+
+def _loss_in(result: Any) -> Tensor:
+    loss: Tensor = result if isinstance(result, Tensor) else result["loss"]
+    return loss
+
+
+def _probing(step_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def step(*args: Any) -> Any:
+        return step_fn(*args, probe=True)
+
+    return step

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.megatron.configuration import optimizer_config
-from drivetrain.strategies.megatron.model import PlacedModel
-from drivetrain.strategies.megatron.options import MegatronOptions
-from drivetrain.strategies.optimizer_proxy import OptimizerProxy
+from drivetrain.strategies.base import Gradients, OptimizerProxy, Topology, refuse_left_out_batch
+from drivetrain.strategies.megatron.configuration import MegatronOptions, optimizer_config
+from drivetrain.strategies.megatron.model import PlacedModel, PlacedModels
 
 GROUP = "group_index"
 # Of a group of parameters: what megatron-core keeps there for itself.
@@ -171,3 +172,261 @@ def _check_parameters(optimizer: Optimizer, chunks: Sequence[nn.Module], groups:
             "does not step. Build them within the model.",
             code="DT-046",
         )
+
+
+# The gradients that megatron-core accumulates in buffers of its own
+
+
+class BufferedGradients(Gradients):
+    """Gradients in megatron-core's buffers, until its optimizer takes them.
+
+    Args:
+        models: All models of the strategy.
+        topology: This process's place.
+        clipping: The norm that the strategy was asked to clip to, if it was.
+    """
+
+    def __init__(self, models: PlacedModels, topology: Topology, clipping: float | None) -> None:
+        self._models, self._topology, self._clipping = models, topology, clipping
+
+    def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        """Whether a backward in this context ends an accumulation window."""
+        placed = self._models.find(model)
+        return nullcontext() if enabled or placed is None or placed.optimizer is None else _within_window(placed)
+
+    def held(self, model: nn.Module) -> Iterable[torch.Tensor]:
+        """Gradients of an accumulation window."""
+        placed = self._models.find(model)
+        return [] if placed is None else placed.held_gradients()
+
+    def zero_loss(self, task: nn.Module) -> torch.Tensor:
+        """Refuse: every micro-batch goes through all stages and layers."""
+        refuse_left_out_batch(task, self._topology.rank)
+
+    def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale gradients down to a total norm of at most `max_norm`, over all layers, stages and parts."""
+        front = self._stepped(parameters)
+        if front is None:
+            return torch.zeros((), device=self._topology.device)
+        if self._clipping is not None and max_norm not in (self._clipping, float("inf")):
+            raise ConfigurationError(
+                f"Megatron(gradient_clipping={self._clipping}) contradicts the loop, which clips to {max_norm}. "
+                "Give one of the two.",
+                code="DT-004",
+            )
+        front.prepare_gradients()
+        total = _total_norm(front, norm_type)
+        if max_norm != float("inf"):
+            _clip(front, max_norm, total)
+        return torch.tensor(total, device=self._topology.device)
+
+    def clip_by_default(self, front: MegatronOptimizerFront) -> None:
+        """Clip to the strategy's own norm, where the loop has not clipped."""
+        if self._clipping is not None and not front.clipped and not front.prepare_gradients():
+            _clip(front, self._clipping, _total_norm(front, 2.0))
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        """Clamp every gradient to [-value, value]."""
+        front = self._stepped(parameters)
+        if front is not None and not front.prepare_gradients():
+            for parameter in front.stepped_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.clamp_(-value, value)
+
+    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse."""
+        raise ConfigurationError(
+            "megatron-core settles which parameters it trains when the model is placed, so none can be added later. "
+            'Train all from the start, or use strategy="ddp" or "fsdp".',
+            code="DT-049",
+        )
+
+    def scale(self, model: nn.Module, optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:
+        """Multiply the gradients of a window."""
+        placed = self._models.find(model)
+        if placed is not None and placed.optimizer is not None:
+            for chunk in placed.wrapped:
+                chunk.scale_gradients(factor)  # type: ignore[operator]
+
+    def _stepped(self, parameters: Iterable[torch.Tensor]) -> MegatronOptimizerFront | None:
+        """The optimizer that steps parameters: always all of a model's."""
+        wanted = {id(parameter) for parameter in parameters}
+        for placed in self._models:
+            if placed.optimizer is not None and any(id(p) in wanted for p in placed.owner.parameters()):
+                return placed.optimizer
+        return None
+
+
+def _total_norm(front: MegatronOptimizerFront, norm_type: float) -> float:
+    if norm_type == 2.0:
+        return float(front.inner.get_grad_norm())
+    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+
+    norms = [
+        float(get_grad_norm_fp32(part.get_main_grads_for_grad_norm(), norm_type, part.get_grad_stats_parallel_group()))
+        for part in front.inner.chained_optimizers
+    ]
+    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type))
+
+
+def _clip(front: MegatronOptimizerFront, max_norm: float, total: float) -> None:
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    for part in front.parts:
+        decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm, total, decoupled)
+    front.__dict__["clipped"] = True
+
+
+@contextmanager
+def _within_window(placed: PlacedModel) -> Iterator[None]:
+    before, placed.accumulates = placed.accumulates, True
+    try:
+        with ExitStack() as stack:
+            for chunk in placed.wrapped:
+                stack.enter_context(chunk.no_sync())  # type: ignore[operator]
+            yield
+    finally:
+        placed.accumulates = before
+
+
+# What megatron-core's optimizer keeps for each parameter, whole for this process's part of the model
+
+
+class Stepped(NamedTuple):
+    """What is stepped in place of a parameter.
+
+    Attributes:
+        part: The optimizer of megatron-core that steps it.
+        main: The tensor that is stepped; None where another process steps all of the parameter.
+        start: Where this begins in the flattened parameter, where the optimizer is distributed; None where it is whole.
+    """
+
+    part: Any
+    main: Tensor | None
+    start: int | None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The processes that step it together; None where each steps all of it."""
+        return None if self.start is None else self.part.data_parallel_group
+
+
+class ParameterState:
+    """Reads and writes the state of a parameter.
+
+    Args:
+        front: The optimizer.
+    """
+
+    def __init__(self, front: MegatronOptimizerFront) -> None:
+        self._front = front
+        self._distributed: dict[int, Any] = {}
+        self._whole: dict[int, Any] = {}
+        for part in front.parts:
+            if hasattr(part, "gbuf_ranges"):
+                self._distributed.update({id(p): part for buffer in part.buffers for p in buffer.params})
+            else:
+                self._whole.update({id(p): part for p in part.get_parameters()})
+
+    def is_stepped(self, parameter: Tensor) -> bool:
+        """Whether the optimizer steps a parameter."""
+        main = getattr(parameter, "main_param", parameter)
+        return id(parameter) in self._distributed or id(main) in self._whole
+
+    def find(self, parameter: Tensor) -> Stepped:
+        """What is stepped in place of a parameter."""
+        part = self._distributed.get(id(parameter))
+        if part is None:
+            main = getattr(parameter, "main_param", parameter)
+            return Stepped(self._whole[id(main)], main, None)
+        if parameter not in part.model_param_group_index_map:
+            return Stepped(part, None, 0)
+        group, order = part.model_param_group_index_map[parameter]
+        main = part.optimizer.param_groups[group]["params"][order]
+        return Stepped(part, main, part._get_model_param_range_map(parameter)["param"].start)
+
+    def keys(self) -> dict[str, bool]:
+        """The names of what is kept here, and whether each is of the parameter's size."""
+        found: dict[str, bool] = {}
+        for part in self._front.parts:
+            for main, values in part.optimizer.state.items():
+                for key, value in values.items():
+                    found[key] = isinstance(value, Tensor) and value.numel() == main.numel() and key != "step"
+        return found
+
+    def steps(self) -> float | None:
+        """How many steps have been taken; None where the optimizer does not count them."""
+        for part in self._front.parts:
+            for values in part.optimizer.state.values():
+                if "step" in values:
+                    return float(values["step"])
+            for group in part.optimizer.param_groups:
+                if "step" in group:
+                    return float(group["step"])
+        return None
+
+    def make(self) -> None:
+        """Make the state of an optimizer that has not stepped yet, where megatron-core's checkpoints need it."""
+        for part in self._front.parts:
+            if part.optimizer.state or not hasattr(part, "gbuf_ranges"):
+                continue
+            rates = [(group, group["lr"]) for group in part.optimizer.param_groups]
+            for group, _ in rates:
+                group["lr"] = 0.0  # what fills the state in is a step, which must not change anything
+            part._init_optimizer_states_with_dummy_values()
+            for group, rate in rates:
+                group["lr"] = rate
+            self.write_steps(0.0)
+
+    def read(self, parameter: Tensor, key: str | None) -> Tensor:
+        """A state of the parameter's shape in 32 bits, on all processes that step it together; a collective of those.
+
+        Args:
+            parameter: Of the model.
+            key: The name of the state; None for the value that is stepped.
+        """
+        stepped = self.find(parameter)
+        value: Tensor | None = stepped.main
+        if value is not None and key is not None:
+            value = stepped.part.optimizer.state[value][key]
+        if stepped.group is None:
+            assert value is not None
+            return value.detach().float()
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        if value is not None:
+            assert stepped.start is not None
+            whole[stepped.start : stepped.start + value.numel()] = value.detach().float().view(-1)
+        dist.all_reduce(whole, group=stepped.group)
+        return whole.view(parameter.shape)
+
+    def write(self, parameter: Tensor, key: str | None, value: Tensor) -> None:
+        """Take this process's part of a state.
+
+        Args:
+            parameter: Of the model.
+            key: The name of the state; None for the value that is stepped.
+            value: Of the parameter's shape.
+        """
+        stepped = self.find(parameter)
+        if stepped.main is None:
+            return
+        if stepped.start is not None:
+            value = value.reshape(-1)[stepped.start : stepped.start + stepped.main.numel()].view(stepped.main.shape)
+        if key is None:
+            with torch.no_grad():
+                stepped.main.copy_(value)
+        else:
+            stepped.part.optimizer.state[stepped.main][key] = torch.empty_like(stepped.main).copy_(value)
+
+    def write_steps(self, steps: float) -> None:
+        """Take how many steps have been taken."""
+        for part in self._front.parts:
+            inner = part.optimizer
+            for group in inner.param_groups:
+                if "step" in group:
+                    group["step"] = int(steps)
+            if type(inner).__module__.startswith("torch.optim") and type(inner) is not torch.optim.SGD:
+                for group in inner.param_groups:
+                    for main in group["params"]:
+                        inner.state[main]["step"] = torch.tensor(steps)

@@ -13,25 +13,44 @@ from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import Capability, MicroBatch, Output, RunOptions, Strategy, View
-from drivetrain.strategies.capabilities import PlainEvaluation
-from drivetrain.strategies.megatron import native
-from drivetrain.strategies.megatron.accelerate_config import arguments_from
-from drivetrain.strategies.megatron.configuration import complete, ddp_config, explained, low_dtype
-from drivetrain.strategies.megatron.gradients import BufferedGradients
+from drivetrain.strategies.base import (
+    Capability,
+    MicroBatch,
+    Output,
+    PlainEvaluation,
+    RunOptions,
+    Strategy,
+    Topology,
+    View,
+)
+from drivetrain.strategies.megatron import merged_state
+from drivetrain.strategies.megatron.configuration import (
+    MegatronOptions,
+    Membership,
+    arguments_from,
+    complete,
+    ddp_config,
+    explained,
+    low_dtype,
+    require_device,
+    require_megatron,
+)
 from drivetrain.strategies.megatron.layout import Layout
-from drivetrain.strategies.megatron.membership import Membership
 from drivetrain.strategies.megatron.merged_state import MergedState
-from drivetrain.strategies.megatron.model import PlacedModel, PlacedModels
-from drivetrain.strategies.megatron.optimizer import MegatronOptimizerFront, make_optimizer
-from drivetrain.strategies.megatron.options import MegatronOptions
-from drivetrain.strategies.megatron.package import require_device, require_megatron
-from drivetrain.strategies.megatron.program import MegatronProgram, MegatronRuntime
-from drivetrain.strategies.megatron.schedule import CurrentChunk, Evaluation, Runtime, Schedule
+from drivetrain.strategies.megatron.model import (
+    CurrentChunk,
+    Evaluation,
+    MegatronProgram,
+    MegatronRuntime,
+    PlacedModel,
+    PlacedModels,
+    Runtime,
+    Schedule,
+)
+from drivetrain.strategies.megatron.optimizer import BufferedGradients, MegatronOptimizerFront, make_optimizer
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.precision.mixed import Float16Mixed, MixedPrecision
 from drivetrain.strategies.step_module import StepModule
-from drivetrain.strategies.topology import Topology
 
 _PRECISIONS = ("32", "bf16", "fp16")
 MODEL = "model."
@@ -375,7 +394,7 @@ class Megatron(Strategy):
             model: A prepared model.
             directory: Where to; it is made, and must be empty.
         """
-        native.save(self._models.require(model), self._joined(), directory)
+        merged_state.save(self._models.require(model), self._joined(), directory)
 
     def load_native(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
         """Read what `save_native` wrote, on any grid of processes; call it on all.
@@ -387,7 +406,7 @@ class Megatron(Strategy):
         Raises:
             CheckpointError: There is none.
         """
-        native.load(self._models.require(model), self._joined(), directory)
+        merged_state.load(self._models.require(model), self._joined(), directory)
 
     def _joined(self) -> Membership:
         if self._membership is None:

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
@@ -25,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import recursively_apply
+from drivetrain.strategies.base import ContextParallel, View
 
 Batch = TypeVar("Batch")
 
@@ -437,3 +440,147 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
     """
     shard = active_shard()
     return torch.arange(length, device=device) if shard is None else shard.positions(length, device)
+
+
+# Sequences that are split over processes, or whole on each
+
+
+class Sequences(Protocol):
+    """What becomes of the sequences of a batch."""
+
+    @property
+    def capability(self) -> ContextParallel | None:
+        """What splits tensors in a raw loop; None where sequences are whole."""
+
+    def view(self, model: nn.Module, stage: View) -> nn.Module:
+        """The module to call with whole batches."""
+
+    def attention(self) -> AbstractContextManager[Any]:
+        """Context in which attention is over the tokens of all processes that share a sequence."""
+
+    def shard_batch(self, batch: Any) -> Any:
+        """This process's tokens of a batch of whole sequences."""
+
+
+class WholeSequences:
+    """Every process has whole sequences."""
+
+    capability = None
+
+    def view(self, model: nn.Module, stage: View) -> nn.Module:
+        """The model itself."""
+        return model
+
+    def attention(self) -> AbstractContextManager[Any]:
+        """A context that changes nothing."""
+        return nullcontext()
+
+    def shard_batch(self, batch: Any) -> Any:
+        """The batch itself."""
+        return batch
+
+
+class SplitSequences(ContextParallel):
+    """Processes share each sequence.
+
+    Args:
+        shard: Which tokens are this process's.
+        attention: Makes attention see the tokens of all processes.
+        seq_dim: Which dimension of a batch's tensors is the sequence.
+        shard_batch: Splits a batch instead, called with it and `shard`.
+
+    Attributes:
+        shard: Which tokens are this process's.
+    """
+
+    def __init__(
+        self,
+        shard: SequenceShard,
+        attention: SharedAttention,
+        seq_dim: int,
+        shard_batch: Callable[[Any, SequenceShard], Any] | None,
+    ) -> None:
+        self.shard, self._attention, self._seq_dim, self._shard_batch = shard, attention, seq_dim, shard_batch
+        self.capability: ContextParallel | None = self
+
+    def view(self, model: nn.Module, stage: View) -> nn.Module:
+        """The model on this process's tokens; in evaluation what a step returns is made whole."""
+        joined_dim = self._seq_dim if stage == "evaluate" else None
+        return SequenceStep(model, self._attention, self.shard_batch, joined_dim)
+
+    def attention(self) -> AbstractContextManager[Any]:
+        """Context in which attention is over the tokens of all processes that share a sequence."""
+        return self._attention.entered()
+
+    def shard_batch(self, batch: Any) -> Any:
+        """This process's tokens of a batch of whole sequences."""
+        if self._shard_batch is not None:
+            return self._shard_batch(batch, self.shard)
+        return self.shard.split_batch(batch, self._seq_dim)
+
+    @contextmanager
+    def split(
+        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
+    ) -> Iterator[None]:
+        """Split tensors over the processes that share sequences, and let attention see all of them."""
+        before = self._attention.calls
+        with split_in_place(self.shard, buffers, seq_dims, keep), self.attention():
+            yield
+        self._attention.check(before)
+
+
+class SequenceStep(nn.Module):
+    """Called with whole batches as `module(step, batch, ...)`, runs the step on this process's tokens.
+
+    Args:
+        inner: The module that runs steps.
+        attention: Makes attention see the tokens of all processes.
+        split: Takes its tokens of a batch.
+        joined_dim: The dimension along which what the step returns is made whole; None leaves it as it is.
+    """
+
+    def __init__(
+        self, inner: nn.Module, attention: SharedAttention, split: Callable[[Any], Any], joined_dim: int | None = None
+    ) -> None:
+        super().__init__()
+        self.inner = inner
+        self._attention, self._split, self._joined_dim = attention, split, joined_dim
+        self._checked = False
+
+    def forward(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run `step` on a part of `batch`."""
+        own = self._split(batch)
+        before = self._attention.calls
+        with self._attention.entered():
+            output = self.inner(step, own, *args, **kwargs)
+        if not self._checked:
+            self._attention.check(before)
+            self._checked = True
+        if self._joined_dim is None or output is None:
+            return output
+        length = sequence_length(own, self._joined_dim)
+        return output if length is None else self._attention.shard.join_output(output, length, self._joined_dim)
+
+
+# How attention on the CPU runs on split tensors: torch 2.13 has rules for the kernels of GPUs only
+
+
+aten = torch.ops.aten
+
+# Each row and each head is computed by itself: (rows, heads, tokens, head size).
+_SPLIT = (Shard(0), Shard(1), Replicate())
+
+
+@cache
+def let_attention_run_split() -> None:
+    """Register the rules of the CPU's kernel, once."""
+
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)  # type: ignore[untyped-decorator]
+    def forward(*args: Any, **options: Any) -> Any:
+        others = [None] * (len(args) - 3)
+        return [([place, place], [place, place, place, *others]) for place in _SPLIT]
+
+    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)  # type: ignore[untyped-decorator]
+    def backward(*args: Any, **options: Any) -> Any:
+        others = [None] * (len(args) - 6)
+        return [([place] * 3, [*[place] * 6, *others]) for place in _SPLIT]

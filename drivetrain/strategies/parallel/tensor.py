@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -25,12 +27,16 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
+from torch.optim import Optimizer
 
+from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.nested import recursively_apply
-from drivetrain.strategies.parallel.attention_sharding import let_attention_run_split
+from drivetrain.strategies.base import local_part
+from drivetrain.strategies.parallel.context import let_attention_run_split
 
 Colwise = ColwiseParallel
 Rowwise = RowwiseParallel
@@ -298,3 +304,230 @@ def _tie_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
 
 def _placement(parameter: Tensor) -> str:
     return str(parameter.placements[0]) if isinstance(parameter, DTensor) else "a whole copy on each process"
+
+
+# Keeping what tensor-parallel processes hold in copies the same: random numbers and gradients
+
+
+# Copies are computed alike, so they differ by nothing or by much.
+_TOLERANCE = 1e-3
+
+
+def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
+    """Give all processes of a mesh the random state of its first: dropout of copies must leave out the same.
+
+    Args:
+        mesh: The processes, in one dimension.
+        kind: The kind of their devices.
+    """
+    group = mesh.get_group()
+    states = [torch.get_rng_state(), None if kind.name == "cpu" else kind.get_rng_state()]
+    dist.broadcast_object_list(states, src=dist.get_global_rank(group, 0), group=group)
+    assert states[0] is not None
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        kind.set_rng_state(states[1])
+
+
+class CopyCheck:
+    """Sees once that parameters which all processes of a mesh hold whole have the same gradients on all of them.
+
+    They drift apart otherwise, without any error.
+
+    Args:
+        mesh: The processes, in one dimension.
+        model: The model, for the names of its parameters.
+    """
+
+    def __init__(self, mesh: DeviceMesh, model: nn.Module) -> None:
+        self._mesh = mesh
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Compare the gradients of an optimizer's parameters.
+
+        Raises:
+            ConfigurationError: Some differ; their names are listed.
+        """
+        copies = [
+            (self._names.get(id(parameter), "?"), parameter.grad)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None and not self._is_split(parameter)
+        ]
+        if not copies:
+            return
+        norms = torch.stack([local_part(gradient).detach().float().norm() for _, gradient in copies])
+        every = norms.new_empty(self._mesh.size(), len(copies))
+        dist.all_gather(list(every.unbind()), norms, group=self._mesh.get_group())
+        gap = (every - every[0]).abs().amax(0) > _TOLERANCE * every.amax(0)
+        wrong = [name for (name, _), differs in zip(copies, gap.tolist(), strict=True) if differs]
+        if wrong:
+            shown = ", ".join(wrong[:6]) + (f" and {len(wrong) - 6} more" if len(wrong) > 6 else "")
+            raise ConfigurationError(
+                f"The gradients of {shown} differ between the {self._mesh.size()} tensor-parallel processes, which "
+                "hold these parameters in copies that must stay the same. A module that sees a part of a sequence "
+                "belongs into tp_plan as SequenceParallel(); dropout on whole activations must draw the same numbers "
+                "on all of them, so make no generator of your own for it.",
+                code="DT-063",
+            )
+
+    def _is_split(self, parameter: Tensor) -> bool:
+        """Whether processes of the mesh hold different parts of a parameter."""
+        if not isinstance(parameter, DTensor):
+            return False
+        names = parameter.device_mesh.mesh_dim_names or ()
+        placements = dict(zip(names, parameter.placements, strict=True))
+        return "tp" in placements and not placements["tp"].is_replicate()
+
+
+# Cross entropy of logits that are split over processes by class (Megatron-LM, https://arxiv.org/abs/1909.08053)
+
+
+aten = torch.ops.aten
+
+_FORWARD = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+_BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+
+
+class LossParallel:
+    """Lets `F.cross_entropy` take such logits from `enable` to `disable`.
+
+    Torch's `loss_parallel` returns losses that are DTensors, which mix with no plain tensor; here they are plain, so
+    that a task that weighs, logs and adds them up stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self._context: AbstractContextManager[Any] | None = None
+
+    def enable(self) -> None:
+        """Start; nothing happens where it has been started."""
+        if self._context is not None:
+            return
+        self._context = loss_parallel()
+        self._context.__enter__()
+        handlers = _handlers()
+        for op in _FORWARD:
+            handlers[op] = _with_plain_loss(handlers[op])
+        for op in _BACKWARD:
+            handlers[op] = _from_plain_loss(handlers[op])
+
+    def disable(self) -> None:
+        """Stop."""
+        if self._context is not None:
+            self._context.__exit__(None, None, None)
+            self._context = None
+
+
+def _handlers() -> dict[Any, Callable[..., Any]]:
+    handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+    return handlers
+
+
+def _with_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        loss, weight = handler(op, args, kwargs)
+        return loss.to_local(), weight
+
+    return forward
+
+
+def _from_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        gradient, logits, *rest = args
+        if not isinstance(gradient, DTensor):
+            mesh = logits.device_mesh
+            gradient = DTensor.from_local(gradient, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return handler(op, (gradient, logits, *rest), kwargs)
+
+    return backward
+
+
+# Layers that are split over tensor-parallel processes, or whole on each
+
+
+class Layers(Protocol):
+    """What becomes of a model's layers."""
+
+    def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
+        """Split them, in place.
+
+        Args:
+            model: The model.
+            elsewhere: The `id` of modules that other stages of a pipeline compute, which stay as they are.
+        """
+
+    def begin(self, model: nn.Module) -> None:
+        """Get ready for training a prepared model."""
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Compare, the first time that an optimizer steps, what must be the same on all processes."""
+
+    def teardown(self) -> None:
+        """Undo what `begin` did to torch."""
+
+
+class WholeLayers:
+    """Every process computes all of each layer."""
+
+    def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
+        """Leave them as they are."""
+
+    def begin(self, model: nn.Module) -> None:
+        """Do nothing."""
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Do nothing."""
+
+    def teardown(self) -> None:
+        """Do nothing."""
+
+
+class SplitLayers:
+    """Processes share the computation of each layer.
+
+    Args:
+        mesh: The processes that share layers.
+        kind: The kind of their devices.
+        plan: Which layers are split how; `"auto"` takes the model's own.
+        loss_parallel: Whether losses take logits that are split by class.
+        unwrap: Returns the user's own module inside a wrapped one.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        kind: DeviceKind,
+        plan: Plan | str,
+        loss_parallel: bool,
+        unwrap: Callable[[nn.Module], nn.Module],
+    ) -> None:
+        self._mesh, self._kind, self._plan, self._unwrap = mesh, kind, plan, unwrap
+        self._loss = LossParallel() if loss_parallel else None
+        self._copies: CopyCheck | None = None
+
+    def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
+        """Split layers over the processes."""
+        bare = self._unwrap(model)
+        plan = plan_of_model(bare) if isinstance(self._plan, str) else self._plan
+        root = apply_plan(bare, self._mesh, plan, elsewhere)
+        if self._loss is not None:
+            whole_outputs_without_gradients(root)
+
+    def begin(self, model: nn.Module) -> None:
+        """Let losses take split logits, and dropout leave out the same on all processes."""
+        if self._loss is not None:
+            self._loss.enable()
+        share_random_state(self._mesh, self._kind)
+        self._copies = CopyCheck(self._mesh, self._unwrap(model))
+
+    def check(self, optimizer: Optimizer) -> None:
+        """See once that copies have the same gradients."""
+        if self._copies is not None:
+            self._copies.check(optimizer)
+            self._copies = None
+
+    def teardown(self) -> None:
+        """Let losses be torch's own again."""
+        if self._loss is not None:
+            self._loss.disable()

@@ -11,11 +11,11 @@ from torch import nn
 
 from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.base import Topology
 from drivetrain.strategies.fsdp import sharding
-from drivetrain.strategies.fsdp.replicated import GradientAveraging
+from drivetrain.strategies.fsdp.model_sharding import GradientAveraging
 from drivetrain.strategies.parallel.mesh import MeshSizes
 from drivetrain.strategies.precision import Precision
-from drivetrain.strategies.topology import Topology
 
 # Where a model keeps what it was placed as, and over which grid.
 _MEMORY = "_placed_as"

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError, some_of
-from drivetrain.strategies.precision.base import Precision
-from drivetrain.strategies.precision.scaler import AgreeingGradScaler
+from drivetrain.strategies.precision.base import AgreeingGradScaler, Precision
 from drivetrain.strategies.precision.true import refuse_without_bf16
 
 

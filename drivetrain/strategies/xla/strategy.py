@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -12,19 +16,431 @@ from torch.optim import Optimizer
 
 from drivetrain.runtime import xla
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import Capability, RunOptions, Strategy
-from drivetrain.strategies.capabilities import BatchPlacement, PlainEvaluation
+from drivetrain.strategies.base import (
+    BatchPlacement,
+    Capability,
+    Gradients,
+    ModelState,
+    PlainEvaluation,
+    RunOptions,
+    StateDict,
+    Strategy,
+    Topology,
+    lay_out_state,
+)
 from drivetrain.strategies.moving import move_in_place, refuse_left_behind
-from drivetrain.strategies.optimizer_names import lay_out_state
 from drivetrain.strategies.precision import Precision
-from drivetrain.strategies.xla.batches import XLABatches
+from drivetrain.strategies.wrapping import units_of
 from drivetrain.strategies.xla.bfloat16 import Rounding
 from drivetrain.strategies.xla.compilations import Compilations
-from drivetrain.strategies.xla.gradients import AveragedGradients, XLAGradients
-from drivetrain.strategies.xla.mesh import DeviceMesh, MeshShape, Spec
-from drivetrain.strategies.xla.state import XLAState
-from drivetrain.strategies.xla.tensor_plan import Plan, plan_specs
+
+# Gradients on XLA devices: their norm, and among several processes their average by one collective
+
+
+class XLAGradients(Gradients):
+    """Gradients on one device, or spread over those of a process; XLA reduces over the devices by itself."""
+
+    def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale gradients down to a total norm of at most `max_norm`, computed in 32 bits at least.
+
+        XLA adds up squares in the dtype that they have: in bfloat16 the norm of a small model came out 5 % too low.
+
+        Args:
+            parameters: The parameters whose gradients they are.
+            max_norm: The largest norm allowed.
+            norm_type: The p of the p-norm.
+
+        Returns:
+            The total norm before clipping, a scalar tensor on the device.
+        """
+        given = list(parameters)
+        gradients = [p.grad if p.grad.itemsize > 2 else p.grad.float() for p in given if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients, norm_type)
+        nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+        return norm
+
+
+class AveragedGradients(XLAGradients):
+    """Gradients that are averaged over processes right after the backward that completes them.
+
+    XLA compiles the collective into the step's graph and overlaps it with the backward by itself. Averaging gradients
+    that are averages already changes nothing, so several backwards in a step may each do it.
+
+    Args:
+        processes: How many they are averaged over.
+    """
+
+    def __init__(self, processes: int) -> None:
+        # In the order in which they were prepared, which is the same on all processes: a set has none.
+        self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+        self._processes = processes
+        self._held = False
+
+    def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        """Whether backwards in this context average."""
+        return self._holding(not enabled)
+
+    @contextmanager
+    def _holding(self, held: bool) -> Iterator[None]:
+        before, self._held = self._held, held
+        try:
+            yield
+        finally:
+            self._held = before
+
+    def add(self, model: nn.Module) -> None:
+        """Average the gradients of a model's parameters from now on."""
+        self._models[model] = None
+
+    def average(self) -> None:
+        """Average the gradients of all prepared models, unless they are held for a later backward."""
+        if self._held:
+            return
+        gradients = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
+        if gradients:
+            functions = importlib.import_module("torch_xla.core.xla_model")
+            functions.all_reduce(functions.REDUCE_SUM, gradients, scale=1.0 / self._processes)
+
+
+# `DeviceMesh`: the devices of one process as a grid, and which dimension of a tensor is sharded over which axis
+
+
+DATA, SHARD, TENSOR = "data", "fsdp", "tensor"
+REST = -1
+"""As many devices as the other axes leave."""
+
+Spec = tuple[Any, ...]
+"""For each dimension of a tensor, the axis or axes that it is sharded over; None where it is whole."""
+
+
+_SPEC = "_drivetrain_xla_spec"
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """How many devices each axis has.
+
+    Args:
+        data: Copies of the parameters, each for other rows of a batch.
+        shard: Devices over which parameters are sharded, each for other rows of a batch.
+        tensor: Devices that share the computation of layers.
+
+    Raises:
+        ConfigurationError: A size cannot be.
+    """
+
+    data: int = REST
+    shard: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != REST):
+                raise ConfigurationError(
+                    f"The size of {name} must be a whole number of at least 1, got {value!r}.", code="DT-002"
+                )
+        if [*vars(self).values()].count(REST) > 1:
+            raise ConfigurationError(
+                f"Only one size can be {REST}, all devices that are left; got {self}.", code="DT-004"
+            )
+
+    @property
+    def size(self) -> int:
+        """Devices altogether."""
+        return self.data * self.shard * self.tensor
+
+    def fill(self, devices: int) -> MeshShape:
+        """The shape with the size that was left open.
+
+        Args:
+            devices: How many there are.
+
+        Raises:
+            ConfigurationError: The sizes do not multiply to that number.
+        """
+        sizes = dict(vars(self))
+        open_axis = next((name for name, value in sizes.items() if value == REST), None)
+        given = 1
+        for value in sizes.values():
+            given *= 1 if value == REST else value
+        if open_axis is not None and devices % given == 0:
+            return replace(self, **{open_axis: devices // given})
+        if open_axis is None and given == devices:
+            return self
+        divisors = [number for number in range(1, devices + 1) if devices % number == 0]
+        raise ConfigurationError(
+            f"data={self.data}, shard={self.shard} and tensor={self.tensor} do not multiply to the {devices} XLA "
+            f"device(s) of this process. Sizes that fit: {', '.join(map(str, divisors))}; {REST} takes what is left.",
+            code="DT-041",
+        )
+
+
+class DeviceMesh:
+    """A grid over all devices of this process.
+
+    Args:
+        shape: The size of each axis, none left open.
+    """
+
+    def __init__(self, shape: MeshShape) -> None:
+        self.shape = shape
+        self._sharding = importlib.import_module("torch_xla.distributed.spmd")
+
+    @cached_property
+    def mesh(self) -> Any:
+        """As torch_xla's functions take it."""
+        shape = self.shape
+        return self._sharding.Mesh(range(shape.size), (shape.data, shape.shard, shape.tensor), (DATA, SHARD, TENSOR))
+
+    def shard(self, tensor: torch.Tensor, spec: Spec) -> None:
+        """Spread a tensor over the devices, in place; a batch that its user has spread already stays as it is.
+
+        Args:
+            tensor: On the XLA device.
+            spec: For each of its dimensions the axis, or None.
+        """
+        if not any(axes is not None for axes in spec):
+            return
+        if not self.is_spread(tensor):
+            self._sharding.mark_sharding(tensor, self.mesh, spec)
+
+    def shard_parameter(self, parameter: nn.Parameter, spec: Spec) -> None:
+        """Spread a parameter as wanted, however it was spread before.
+
+        Args:
+            parameter: On the XLA device.
+            spec: For each of its dimensions the axis, or None.
+        """
+        if self.is_spread(parameter):
+            self._sharding.clear_sharding(parameter)
+            self._sharding.mark_sharding(parameter, self.mesh, spec)
+        else:
+            self.shard(parameter, spec)
+        setattr(parameter, _SPEC, spec)  # an attribute, since weak references keep parameters from being moved
+
+    def shard_rows(self, tensor: torch.Tensor) -> None:
+        """Spread a tensor's first dimension over the devices that take rows of a batch."""
+        if tensor.dim() and self.shape.data * self.shape.shard > 1:
+            self.shard(tensor, ((DATA, SHARD), *[None] * (tensor.dim() - 1)))
+
+    def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+        """Spread a tensor as a parameter of the same shape was by `shard_parameter`."""
+        self.shard(tensor, getattr(parameter, _SPEC, (None,) * tensor.dim()))
+
+    @staticmethod
+    def is_spread(tensor: torch.Tensor) -> bool:
+        """Whether devices hold different parts of a tensor."""
+        return DeviceMesh.spec_of(tensor) not in ("", "{replicated}")
+
+    @staticmethod
+    def spec_of(tensor: torch.Tensor) -> str:
+        """XLA's own description of how a tensor is spread; empty where it is not."""
+        package = importlib.import_module("torch_xla")
+        return str(package._XLAC._get_xla_sharding_spec(tensor))
+
+
+def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) -> Spec:
+    """How a parameter is sharded: its largest dimension that is a multiple of the devices, else its largest.
+
+    Args:
+        shape: The parameter's.
+        devices: Over how many it is sharded.
+        taken: Axes that shard it already, for tensor parallelism.
+    """
+    spec = list(taken or [None] * len(shape))
+    free = [dim for dim, axis in enumerate(spec) if axis is None]
+    if devices == 1 or not free:
+        return tuple(spec)
+    best = max(free, key=lambda dim: (shape[dim] % devices == 0, shape[dim]))
+    if shape[best] >= devices:
+        spec[best] = SHARD
+    return tuple(spec)
+
+
+# How batches come onto XLA devices: sharded over them, and with the graph of the batch before launched
+
+
+class XLABatches(BatchPlacement):
+    """Launches what was recorded for a batch before the next one comes, so that no loop has to.
+
+    Args:
+        compilations: Counts what is compiled.
+        mesh: The devices that rows are spread over; None for one device.
+        fills_evaluation: Whether short batches are filled up wherever nothing is trained.
+    """
+
+    def __init__(self, compilations: Compilations, mesh: DeviceMesh | None, fills_evaluation: bool) -> None:
+        self.fills_evaluation = fills_evaluation
+        self._compilations, self._mesh = compilations, mesh
+
+    def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Launch the graph of the batch before, bring the batch over, and spread its rows."""
+        mesh, compilations = self._mesh, self._compilations
+
+        def shard(tensor: torch.Tensor) -> torch.Tensor:
+            if mesh is not None and tensor.device.type == "xla":
+                mesh.shard_rows(tensor)
+            return tensor
+
+        def place_and_shard(batch: Any) -> Any:
+            self.finish()
+            placed = place(batch)
+            compilations.record_batch(placed)
+            return placed if mesh is None else recursively_apply(shard, placed)
+
+        return place_and_shard
+
+    def finish(self) -> None:
+        """Launch the graph of the last batch."""
+        xla.sync()
+        self._compilations.end_batch()
+
+
+# Copies of tensors that are spread over devices, part by part
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A whole copy of a tensor on the CPU, put together from the parts that the devices hold.
+
+    `Tensor.cpu()` compiles and runs a program that gathers a spread tensor on each device, and does so in every call
+    (torch_xla 2.9). Here each part is transferred as it is, and nothing is compiled.
+
+    Args:
+        tensor: On an XLA device or not; what is recorded for it has run.
+    """
+    bare = tensor.detach()
+    if tensor.device.type != "xla" or not DeviceMesh.is_spread(tensor):
+        return bare.cpu()
+    sharded = importlib.import_module("torch_xla.distributed.spmd").XLAShardedTensor
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for part in sharded(tensor).local_shards:
+        if part.replica_id == 0:
+            # What is beyond the tensor's end is padding, which makes all parts of one size.
+            own = tuple(slice(0, place.stop - place.start) for place in part.indices)
+            whole[tuple(part.indices)] = part.data[own]
+    return whole
+
+
+# The state of models on XLA devices: whole tensors on the CPU
+
+
+class XLAState(ModelState):
+    """The state of a model and its optimizers, read from the devices at once and whole, however it is sharded.
+
+    Args:
+        topology: This process's place.
+        unwrap: Returns the user's own module inside what `prepare` returned.
+        place_like: Spreads a tensor of an optimizer's state like the parameter that it belongs to.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        unwrap: Callable[[nn.Module], nn.Module],
+        place_like: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        super().__init__(topology, unwrap)
+        self._place_like = place_like
+
+    def model(self, model: nn.Module) -> StateDict:
+        """Parameters and buffers, on the CPU."""
+        xla.sync()
+        state = self.unwrap(model).state_dict(keep_vars=True)
+        return {name: to_host(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+    def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
+        """An optimizer's state, on the CPU."""
+        xla.sync()
+        state = super().optimizer(model, optimizer)
+        return {**state, "state": recursively_apply(to_host, state["state"])}
+
+    def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
+        xla.sync()
+        if self.topology.rank != 0:
+            return {}
+        state = self.unwrap(model).state_dict(keep_vars=True)
+        return {name: to_host(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
+        """Load, and let the values be on the devices before the next step is recorded."""
+        known = self.unwrap(model).state_dict(keep_vars=True)
+        spread = {name: self._spread(value, known.get(name)) for name, value in state.items()}
+        result = super().load_model(model, spread, strict)
+        xla.sync()
+        return result
+
+    def _spread(self, value: Any, parameter: Any) -> Any:
+        """A saved value on the devices like the parameter that it belongs to: `copy_` sends all of it to each."""
+        tensors = isinstance(value, torch.Tensor) and isinstance(parameter, nn.Parameter)
+        if not tensors or parameter.device.type != "xla" or value.shape != parameter.shape:
+            return value
+        moved = value.detach().to(parameter.device, parameter.dtype)
+        self._place_like(moved, parameter)
+        return moved
+
+    def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
+        """Load, and spread the state like the parameters."""
+        super().load_optimizer(model, optimizer, state)
+        for parameter, held in optimizer.state.items():
+            for value in held.values():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.device.type == "xla":
+                    self._place_like(value, parameter)
+        xla.sync()
+
+
+# Tensor parallelism on a mesh of XLA devices: a plan of module names as sharded dimensions of parameters
+
+
+Plan = Mapping[str, Any]
+
+
+def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[str, Spec]:
+    """How the parameters that a plan names are sharded.
+
+    XLA splits what is computed with them, and adds up what must be.
+
+    Args:
+        model: The model, or the task that holds it.
+        plan: Styles by pattern of module names, `"auto"` for the plan that the model carries, or None.
+        devices: Over how many the layers are split.
+
+    Returns:
+        For each of those parameters, by its name in `model`, the axis of each dimension.
+
+    Raises:
+        ConfigurationError: A pattern matches nothing, a size is no multiple of the devices, or a style cannot be had
+            here.
+    """
+    if devices == 1 or plan is None:
+        return {}
+    from drivetrain.strategies.parallel.tensor import Colwise, Rowwise, plan_matches, plan_of_model
+
+    if isinstance(plan, str):
+        plan = plan_of_model(model)
+    dimensions = {
+        (Colwise, nn.Linear): 0,
+        (Rowwise, nn.Linear): 1,
+        (Colwise, nn.Embedding): 1,
+        (Rowwise, nn.Embedding): 0,
+    }
+    specs: dict[str, Spec] = {}
+    for match in plan_matches(model, plan, devices):
+        kinds = [pair for pair in dimensions if type(match.style) is pair[0] and isinstance(match.module, pair[1])]
+        if not kinds:
+            raise ConfigurationError(
+                f"tp_plan gives {match.name!r}, a {type(match.module).__name__}, the style "
+                f"{type(match.style).__name__}. On XLA devices nn.Linear and nn.Embedding take Colwise() or Rowwise(); "
+                "XLA finds out by itself how the rest is computed, so leave it out.",
+                code="DT-057",
+            )
+        dimension = dimensions[kinds[0]]
+        specs[f"{match.name}.weight"] = (TENSOR, None) if dimension == 0 else (None, TENSOR)
+        if getattr(match.module, "bias", None) is not None and dimension == 0:
+            specs[f"{match.name}.bias"] = (TENSOR,)
+    return specs
 
 
 class XLA(Strategy):
@@ -214,3 +630,67 @@ class XLA(Strategy):
         return (
             f"{type(self).__name__}()" if self._shape.tensor == 1 else f"{type(self).__name__}(tp={self._shape.tensor})"
         )
+
+
+# Parameters, gradients and optimizer state sharded over the XLA devices of a process
+
+
+class XLAFSDP(XLA):
+    """`XLA` with parameters sharded over the devices (Xu et al., 2021, https://arxiv.org/abs/2105.04663).
+
+    Each parameter is sharded along one dimension; XLA gathers it where it is used, and gradients and the optimizer's
+    state are sharded like it.
+
+    Args:
+        replicate_size: Copies of the sharded model, each on a part of the devices.
+        wrap: The blocks whose outputs are kept spread by rows, and between which gradients are not fused; as `FSDP`
+            takes it.
+        tp: Devices that share the computation of each layer.
+        tp_plan: Which layers are split how, as `Parallel` takes it.
+        **options: The other ones of `XLA`.
+    """
+
+    name = "xla_fsdp"
+
+    def __init__(
+        self,
+        *,
+        replicate_size: int = 1,
+        wrap: Any = "auto",
+        tp: int = 1,
+        tp_plan: Plan | str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(tp=tp, tp_plan=tp_plan, **options)
+        self._shape = MeshShape(data=replicate_size, shard=REST, tensor=tp)
+        self._wrap = wrap
+
+    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
+        """Spread a model over the devices, and keep what its blocks return spread by rows."""
+        placed = super().place(model, precision, move)
+        mesh = self._mesh
+        if mesh is None or not move:
+            return placed
+
+        def spread_output(module: nn.Module, inputs: Any, output: Any) -> Any:
+            return recursively_apply(spread, output)
+
+        def spread(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type == "xla" and tensor.dim():
+                mesh.shard_rows(tensor)
+            return tensor
+
+        barrier = importlib.import_module("torch_xla.distributed.spmd.xla_sharding").apply_backward_optimization_barrier
+        for block in units_of(placed, self._wrap):
+            if not hasattr(block, _MARKED):
+                object.__setattr__(block, _MARKED, True)
+                block.register_forward_hook(spread_output)
+                barrier(block)
+        return placed
+
+    def _spec(self, parameter: nn.Parameter, split: Spec | None) -> Spec:
+        assert self._mesh is not None
+        return shard_spec(parameter.shape, self._mesh.shape.shard, split)
+
+
+_MARKED = "_drivetrain_spread"

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import yaml
 
 from drivetrain.callbacks import Callback
-from drivetrain.runtime.errors import CheckpointError, DrivetrainError
+from drivetrain.runtime.collectives import broadcast_object_list
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import recorded_seed, set_seed
-from drivetrain.trainer.cli.configured_optimizers import (
-    ConfiguredOptimizers,
-    chosen_configuration,
-    override_optimizers,
-    with_class_path,
+from drivetrain.trainer.cli.instantiation import (
+    ModuleInstantiator,
+    configuration_of,
+    instantiate_class,
+    is_of_jsonargparse,
+    require_jsonargparse,
 )
-from drivetrain.trainer.cli.instantiation import ModuleInstantiator, configuration_of, instantiate_class
-from drivetrain.trainer.cli.package import is_of_jsonargparse, require_jsonargparse
-from drivetrain.trainer.cli.parser import AUTOMATIC, TrainerArgumentParser, class_of, load_named_classes
-from drivetrain.trainer.cli.save_config import SaveConfigCallback
-from drivetrain.trainer.cli.types import ArgsType, LRSchedulerTypeTuple, ReduceLROnPlateau
+from drivetrain.trainer.cli.parser import (
+    AUTOMATIC,
+    ArgsType,
+    LRSchedulerTypeTuple,
+    ReduceLROnPlateau,
+    TrainerArgumentParser,
+    class_of,
+    load_named_classes,
+)
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.trainer import Trainer
@@ -31,6 +40,195 @@ from drivetrain.trainer.trainer import Trainer
 if TYPE_CHECKING:
     from jsonargparse import Namespace
     from torch.optim import Optimizer
+
+
+# Optimizers that a command line chooses, in the place of a task's `configure_optimizers`
+
+
+def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
+    """What makes a configuration of the arguments of one class.
+
+    Args:
+        kind: The class.
+    """
+
+    def add_class_path(init_args: Any) -> dict[str, Any]:
+        return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": _plain(init_args)}
+
+    return add_class_path
+
+
+@dataclass(frozen=True)
+class ConfiguredOptimizers:
+    """A `configure_optimizers` that makes what was chosen, each time that a run begins.
+
+    Attributes:
+        optimizer: Configuration of the optimizer.
+        lr_scheduler: Configuration of the schedule, if there is one.
+        arrange: What makes the return value of them; called with the task, `optimizer` and `lr_scheduler`.
+    """
+
+    optimizer: Mapping[str, Any]
+    lr_scheduler: Mapping[str, Any] | None
+    arrange: Callable[..., Any]
+
+    def __call__(self, task: Task) -> Any:
+        """Make them for the parameters that the task has now."""
+        optimizer = instantiate_class(task.parameters(), self.optimizer)
+        if self.lr_scheduler is None:
+            return self.arrange(task, optimizer=optimizer, lr_scheduler=None)
+        return self.arrange(task, optimizer=optimizer, lr_scheduler=instantiate_class(optimizer, self.lr_scheduler))
+
+
+def chosen_configuration(
+    added: Mapping[str, tuple[Any, str]], config: Mapping[str, Any], what: str
+) -> dict[str, Any] | None:
+    """The configuration of the optimizer, or of the schedule, that the command line hands to the task; None without.
+
+    Args:
+        added: For each key the class, or several, and where it goes.
+        config: What was parsed.
+        what: For the message.
+
+    Raises:
+        ConfigurationError: There are several.
+    """
+    automatic = {key: kind for key, (kind, link_to) in added.items() if link_to == AUTOMATIC}
+    if len(automatic) > 1:
+        raise ConfigurationError(
+            f"Several keys have an {what} for the task: {', '.join(automatic)}. At most one {what} can be handed over "
+            f'automatically: give link_to="model.{next(iter(automatic))}" for the others, and make them in '
+            "configure_optimizers with instantiate_class.",
+            code="DT-004",
+        )
+    for key, kind in automatic.items():
+        init = config.get(key)
+        if init is not None:
+            return _plain(init) if isinstance(kind, tuple) else with_class_path(kind)(init)
+    return None
+
+
+def override_optimizers(task: Task, configured: ConfiguredOptimizers, owner: str, warn: Callable[[str], None]) -> None:
+    """Put what was chosen in the place of a task's `configure_optimizers`.
+
+    Args:
+        task: The task.
+        configured: What was chosen.
+        owner: The command line's class, for the warning.
+        warn: What warns where the task has one of its own.
+    """
+    if type(task).configure_optimizers is not Task.configure_optimizers:
+        warn(
+            f"`{type(task).__name__}.configure_optimizers` will be overridden by `{owner}.configure_optimizers`: an "
+            "optimizer was given on the command line or in a configuration."
+        )
+    task.configure_optimizers = MethodType(configured, task)  # type: ignore[method-assign]
+
+
+def _plain(init: Any) -> dict[str, Any]:
+    """A configuration as nested dicts."""
+    values: dict[str, Any] = init.as_dict() if hasattr(init, "as_dict") else dict(init)
+    return values
+
+
+# `SaveConfigCallback`: the configuration of a run, beside what the run writes
+
+
+class ConfigExistsError(DrivetrainError, RuntimeError):
+    """A run would replace the configuration that another one has left."""
+
+
+class SaveConfigCallback(Callback):
+    """Writes the configuration of a run when it begins, so that `fit --config` of that file repeats the run.
+
+    A `TrainerCLI` adds it. The file appears complete or not at all, and only one process writes.
+
+    Args:
+        parser: The parser that has read the configuration.
+        config: The configuration.
+        config_filename: The file's name.
+        overwrite: Whether an existing file is replaced.
+        multifile: Whether configurations that were read from files of their own become such files again.
+        save_to_log_dir: Whether it is written to the first tracker's directory; without, only `save_config` is called.
+
+    Raises:
+        ConfigurationError: It would do nothing.
+        ConfigExistsError: There is such a file already; raised when the run begins.
+
+    Example:
+        ```python
+        from drivetrain.trainer.cli import SaveConfigCallback
+
+        class LogConfig(SaveConfigCallback):
+            def save_config(self, trainer, task, stage):
+                trainer.logger.log_hyperparams({"config": self.parser.dump(self.config, skip_none=False)})
+        ```
+    """
+
+    def __init__(
+        self,
+        parser: TrainerArgumentParser,
+        config: Any,
+        config_filename: str = "config.yaml",
+        overwrite: bool = False,
+        multifile: bool = False,
+        save_to_log_dir: bool = True,
+    ) -> None:
+        self.parser = parser
+        self.config = config
+        self.config_filename = config_filename
+        self.overwrite = overwrite
+        self.multifile = multifile
+        self.save_to_log_dir = save_to_log_dir
+        self.already_saved = False
+        if not save_to_log_dir and type(self).save_config is SaveConfigCallback.save_config:
+            raise ConfigurationError(
+                "`save_to_log_dir=False` only makes sense for a subclass of SaveConfigCallback that overrides "
+                "save_config: else nothing is saved.",
+                code="DT-005",
+            )
+
+    def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
+        if self.already_saved:
+            return
+        if self.save_to_log_dir:
+            self._save(trainer)
+        if trainer.is_global_zero:
+            self.save_config(trainer, task, stage)
+        self.already_saved = True
+
+    def save_config(self, trainer: Trainer, task: Task, stage: str) -> None:
+        """Save the configuration somewhere else, too; called in one process, so it cannot use collectives.
+
+        Args:
+            trainer: The Trainer that runs.
+            task: The task that it runs.
+            stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
+        """
+
+    def _save(self, trainer: Trainer) -> None:
+        """Write the file in one process; all raise where it may not be written."""
+        path = Path(trainer.local_dir, self.config_filename)
+        refused = [trainer.is_global_zero and not self.overwrite and path.is_file()]
+        if broadcast_object_list(refused)[0]:
+            raise ConfigExistsError(
+                f"{type(self).__name__} expected {path} not to exist. Aborting to avoid overwriting the configuration "
+                "of another run. Remove the file, choose another --trainer.default_root_dir or a logger with a "
+                'directory for each run, or give save_config_kwargs={"overwrite": True}, or '
+                "save_config_callback=None to save none."
+            )
+        if trainer.is_global_zero:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._write(path)
+
+    def _write(self, path: Path) -> None:
+        if self.multifile:
+            self.parser.save(self.config, path, skip_none=False, overwrite=self.overwrite, multifile=True)
+            return
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_text(self.parser.dump(self.config, skip_none=False), encoding="utf-8")
+        os.replace(beside, path)
+
 
 logger = get_logger(__name__)
 

@@ -3,28 +3,52 @@
 from __future__ import annotations
 
 import inspect
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from drivetrain.callbacks.stage import Stage
-from drivetrain.data.randomness import kept_generators
+from drivetrain.callbacks.base import Stage
+from drivetrain.data import BatchInfo
+from drivetrain.data.seeding import kept_generators
+from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.errors import DataError, InvalidLoaderError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.memory import HostBlocks
+from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.seeds import RandomState, isolated_random_state
-from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
+from drivetrain.runtime.state import PartialState
+from drivetrain.strategies.base import PlainEvaluation, evaluation_context
 from drivetrain.strategies.step_module import StepModule
-from drivetrain.trainer.loops.binding import DataEnded, Feed, as_taken, bind_evaluation_step, muted_logging
-from drivetrain.trainer.loops.interruption import EvaluationWatch
-from drivetrain.trainer.loops.loader_source import LoaderSource, Prepared, limits_of, own_batches
-from drivetrain.trainer.metrics.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
-from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
+from drivetrain.trainer import task_checks
+from drivetrain.trainer.compiling import uncompiled
+from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.hooks import is_overridden
+from drivetrain.trainer.loops.batches import LoaderSource, Prepared, limits_of, own_batches
+from drivetrain.trainer.loops.run_control import EvaluationEnded, EvaluationWatch
+from drivetrain.trainer.loops.step import DataEnded, Feed, as_taken, bind_evaluation_step, muted_logging
+from drivetrain.trainer.metrics.logged_values import (
+    PREDICT,
+    TEST_EPOCH,
+    TEST_STEP,
+    VALIDATE_EPOCH,
+    VALIDATE_STEP,
+    EpochValue,
+    LogScope,
+    to_numbers,
+)
+from drivetrain.trainer.metrics.tracker_log import print_results
+from drivetrain.trainer.state.saved_run import SavedRun, find_checkpoint
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
+
 
 _SCOPES: dict[Stage, tuple[LogScope, LogScope]] = {
     Stage.VALIDATE: (VALIDATE_STEP, VALIDATE_EPOCH),
@@ -285,3 +309,295 @@ def _by_loader(results: list[EpochValue], count: int, name_of: Callable[[EpochVa
     return [
         {name: value for name, value in numbers.items() if loaders[name] in (None, index)} for index in range(count)
     ]
+
+
+# `validate`, `test` and `predict`, and the validation that `fit` runs within
+
+
+R = TypeVar("R")
+
+
+def evaluate(
+    trainer: Trainer,
+    stage: Stage,
+    model: Task | None,
+    dataloaders: Any,
+    datamodule: DataModule | None,
+    ckpt_path: str | os.PathLike[str] | None,
+    run: Callable[[Task, nn.Module, LoaderSource], list[R]],
+) -> list[R]:
+    """Set up and place a task, run a loop over its data, and tear down.
+
+    Args:
+        trainer: The trainer.
+        stage: Validating, testing or predicting.
+        model: The task; that of the last run if None.
+        dataloaders: One loader or several, or a `DataModule`.
+        datamodule: Where loaders come from instead.
+        ckpt_path: A checkpoint whose weights to use.
+        run: Runs the loop over the task, the placed model and the source of its loaders.
+
+    Returns:
+        What `run` returned.
+    """
+    if isinstance(dataloaders, DataModule):
+        dataloaders, datamodule = None, dataloaders
+    task = task_checks.check_evaluation(trainer.task if model is None else uncompiled(model), stage)
+    if datamodule is None and model is None and dataloaders is None:
+        datamodule = trainer.datamodule
+    task_run = trainer.task_run
+    if ckpt_path is None and model is None:
+        ckpt_path = _best_of_last_fit(trainer, stage)
+    task_run.attach(task, datamodule, stage, {stage: dataloaders})
+    source = task_run.sources[stage]
+    try:
+        task_run.set_up(task, stage)
+        if not source.is_defined():
+            raise InvalidLoaderError(
+                f"An invalid dataloader was passed to `Trainer.{stage.verb}(dataloaders=...)`: {stage.verb}() has no "
+                f"data. Pass dataloaders, or give the task or a DataModule a {stage.loader_name}()."
+            )
+        placed = task_run.place_for_evaluation(task)
+        if ckpt_path is not None:
+            path = task_run.checkpoint_path = find_checkpoint(trainer, ckpt_path) or ""
+            saved = SavedRun(trainer, path)
+            saved.restore_for_evaluation()
+            trainer.tracker_log.evaluated_step = saved.step
+        trainer.on_task_placed(task)
+        trainer.current.stage = stage
+        return run(task, placed, source)
+    except BaseException as error:
+        task_run.report_exception(task, error)
+        raise
+    finally:
+        task_run.tear_down(task, stage)
+        trainer.tracker_log.evaluated_step = None
+
+
+def _best_of_last_fit(trainer: Trainer, stage: Stage) -> str | None:
+    """The checkpoint that a verb without a model takes: the best of the last `fit`, if it has saved one."""
+    callback = trainer.checkpoint_callback
+    if callback is None or not callback.best_model_path or trainer.control.reason is None:
+        return None
+    if trainer.is_global_zero:
+        warnings.warn(
+            f"{stage.verb}() was called without a model. The best model of the previous `fit` call will be used: "
+            f"{callback.best_model_path}. Pass the model to take its weights as they are, or another ckpt_path.",
+            stacklevel=5,
+        )
+    return callback.best_model_path
+
+
+def evaluate_logged(
+    trainer: Trainer,
+    stage: Stage,
+    model: Task | None,
+    dataloaders: Any,
+    datamodule: DataModule | None,
+    ckpt_path: str | os.PathLike[str] | None,
+    verbose: bool,
+) -> list[dict[str, float]]:
+    """Validate or test; returns for each loader what was logged.
+
+    Args:
+        trainer: The trainer.
+        stage: Validating or testing.
+        model: The task; that of the last run if None.
+        dataloaders: One loader or several, or a `DataModule`.
+        datamodule: Where loaders come from instead.
+        ckpt_path: A checkpoint whose weights to use.
+        verbose: Whether to print the results.
+    """
+
+    def run(task: Task, placed: nn.Module, source: LoaderSource) -> list[dict[str, float]]:
+        trainer.logged.start((stage,))
+        limit = getattr(trainer, stage.limit_name)
+        return EvaluationLoop(trainer, task, placed, stage, source, limit, stage.limit_name).run_alone()
+
+    results = evaluate(trainer, stage, model, dataloaders, datamodule, ckpt_path, run)
+    if verbose and trainer.is_global_zero:
+        print_results(stage.verb, results)
+    return results
+
+
+def make_validation(trainer: Trainer, task: Task, model: nn.Module, source: LoaderSource) -> EvaluationLoop | None:
+    """The validation within `fit`, or None where there is nothing to validate.
+
+    Args:
+        trainer: The trainer.
+        task: Its task.
+        model: What the strategy made of the task.
+        source: Where the loaders come from.
+    """
+    if trainer.limit_val_batches == 0:
+        return None
+    if not trainer.barebones:
+        task_checks.warn_of_unused_validation(task, source.is_defined())
+    if not source.is_defined() or not is_overridden(task, Task, "validation_step"):
+        return None
+    limit = trainer.overfit_batches or trainer.limit_val_batches
+    name = "overfit_batches" if trainer.overfit_batches else Stage.VALIDATE.limit_name
+    return EvaluationLoop(trainer, task, model, Stage.VALIDATE, source, limit, name, RandomState.capture())
+
+
+def run_sanity_check(trainer: Trainer, validation: EvaluationLoop | None) -> None:
+    """Try a few batches of the validation before training; nothing of it counts.
+
+    A signal ends it after the batch under way. The training loop then saves before its first step.
+
+    Args:
+        trainer: The trainer.
+        validation: The validation, if there is one.
+    """
+    steps = trainer.num_sanity_val_steps
+    if validation is None or steps == 0:
+        return
+    with trainer.current.within(Stage.VALIDATE, sanity_checking=True), validation.undone(), suppress(EvaluationEnded):
+        trainer.logged.start((Stage.VALIDATE,))
+        trainer.hooks.call("on_sanity_check_start")
+        at_most = None if steps < 0 else steps
+        try:
+            validation.run(at_most, keep=False, watch=trainer.control.watch_evaluation)
+        except BaseException:
+            validation.forget()
+            raise
+        trainer.hooks.call("on_sanity_check_end")
+
+
+# Prediction: what `predict_step` returns, for every sample once, in the order of the data
+
+
+logger = get_logger(__name__)
+
+
+class PredictionLoop:
+    """Runs the task's `predict_step` over its loaders.
+
+    Args:
+        trainer: The trainer.
+        task: Its task.
+        model: What the strategy made of the task.
+        source: Where the loaders come from.
+        keep: Whether to keep what is returned; with False, callbacks see it and it is gone.
+        limit: How many batches of each loader; as many as the trainer was asked for if None.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        task: Task,
+        model: nn.Module,
+        source: LoaderSource,
+        keep: bool,
+        limit: int | None = None,
+    ) -> None:
+        self._trainer, self._task, self._source, self._keep = trainer, task, source, keep
+        self._limit = trainer.limit_predict_batches if limit is None else limit
+        self._strategy, self._model = trainer.strategy, model
+        self._step: Callable[..., Any]
+        self._feed: Feed
+
+    def run(self) -> list[Any]:
+        """Predict.
+
+        Returns:
+            What `predict_step` returned for each batch of all processes, on the CPU and without padding, in the order
+            of the loader, or of this process's batches alone where the trainer does not gather; a list of such lists
+            where there are several loaders; empty if nothing is kept.
+        """
+        trainer, hooks = self._trainer, self._trainer.hooks
+        if self._limit == 0:
+            trainer.current.evaluation_batches.pop(Stage.PREDICT, None)
+            return []
+        loaders, limits = self._load()
+        results: list[Any] = []
+        taken = as_taken(self._task, "predict_step", lambda: self._feed.following())
+        bound = bind_evaluation_step(trainer, self._task, self._model, taken)
+        self._step = trainer.actions.watch(trainer.actions.of_strategy("predict_step"), bound)
+        with evaluating(self._task, Stage.PREDICT, self._model):
+            trainer.logged.enter(PREDICT)
+            with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
+                hooks.call("on_predict_start")
+                hooks.call("on_predict_epoch_start")
+                if self._source.is_stale:  # a hook has changed what they are made of
+                    self._forget(loaders)
+                    loaders, limits = self._load()
+                for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
+                    results.append(self._run_loader(loader, limit, index if len(loaders) > 1 else None))
+            with torch.no_grad():
+                hooks.call("on_predict_epoch_end")
+                hooks.call("on_predict_end")
+        self._forget(loaders)
+        return results[0] if len(results) == 1 else results
+
+    def _load(self) -> tuple[list[Prepared], list[float]]:
+        """Prepare the loaders; returns them, and how many batches of each are run."""
+        loaders = self._source.prepare_evaluation()
+        limits = limits_of(loaders, self._limit, "limit_predict_batches", self._strategy.needs_even_batches)
+        self._trainer.current.evaluation_batches[Stage.PREDICT] = own_batches(loaders, limits)
+        return loaders, limits
+
+    def _forget(self, loaders: list[Prepared]) -> None:
+        for loader in loaders:
+            self._trainer.accelerator.forget_loader(loader)
+
+    def _run_loader(self, loader: Prepared, limit: float, dataloader_idx: int | None) -> list[Any]:
+        trainer, hooks, current = self._trainer, self._trainer.hooks, self._trainer.current
+        extra = loader_argument(self._task.predict_step, dataloader_idx)
+        on_start = hooks.find_of_batch("on_predict_batch_start", dataloader_idx)
+        on_end = hooks.find_of_batch("on_predict_batch_end", dataloader_idx)
+        outputs: list[Any] = []
+        leaving = HostBlocks(PartialState())
+        feed = self._feed = Feed(
+            trainer.actions.iterate(
+                "predict_dataloader_next", loader.iterate(limit, together=self._strategy.needs_even_batches)
+            ),
+            loader,
+            current,
+            dataloader_idx or 0,
+        )
+        with suppress(DataEnded), feed:
+            for batch in feed:
+                for hook in on_start:
+                    hook(batch, feed.index)
+                output = self._step(batch, feed.index, *extra)
+                if output is None and self._keep:
+                    logger.warning_once("predict returned None for a batch: nothing is kept of it.")
+                for hook in on_end:
+                    hook(output, feed.batch, feed.index)
+                trainer.logged.evaluated.count(Stage.PREDICT, dataloader_idx or 0)
+                if self._keep:
+                    outputs += leaving.add(output, partial(_real_rows, current.batch_info))
+                if feed.index + 1 >= limit:
+                    break
+        outputs += leaving.take()
+        if trainer.world_size == 1 or not self._keep:
+            return outputs
+        if not trainer.gathers_predictions:
+            return [each for each in outputs if each is not None]
+        everyone = self._strategy.topology.select(self._gathered(outputs), rows=True)
+        longest = max(len(each) for each in everyone)
+        return [
+            each[turn] for turn in range(longest) for each in everyone if turn < len(each) and each[turn] is not None
+        ]
+
+    def _gathered(self, outputs: list[Any]) -> list[list[Any]]:
+        """The outputs of each process."""
+        try:
+            return gather_object([outputs])
+        except DataError as error:
+            raise DataError(
+                f"predict() returns the predictions of all processes, and those of {type(self._task).__name__} cannot "
+                f"be sent between them. Return tensors, or containers of them, from predict_step; or write them with "
+                f"a PredictionWriter and call predict(return_predictions=False). {error}"
+            ) from error
+
+
+def _real_rows(info: BatchInfo | None, output: Any) -> Any:
+    """An output without the rows that pad its batch; None where all do."""
+    if info is None or not info.padding:
+        return output
+    if info.real_rows == 0:
+        return None
+    keep, rows = info.real_rows, info.rows
+    return recursively_apply(lambda t: t[:keep] if t.dim() and t.shape[0] == rows else t, output)

@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.callbacks.stage import Stage
+from drivetrain.callbacks.base import Stage
 from drivetrain.data import CombinedLoader, PendingBatch, PreparedLoader
 from drivetrain.runtime.errors import DataError
 from drivetrain.runtime.timing import CALLBACKS, EVALUATION, SYNC
-from drivetrain.trainer.loops.binding import DataEnded
-from drivetrain.trainer.loops.consumption import validation_interval
+from drivetrain.trainer.loops.batches import TrainingBatches
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
-from drivetrain.trainer.loops.health import EpochHealth
-from drivetrain.trainer.loops.interruption import EvaluationEnded
-from drivetrain.trainer.loops.step import EpochSkipped, PlainStep
-from drivetrain.trainer.loops.training_batches import TrainingBatches
-from drivetrain.trainer.loops.validation_schedule import ValidationSchedule
-from drivetrain.trainer.metrics.log_scopes import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
+from drivetrain.trainer.loops.progress import Phase, validation_interval
+from drivetrain.trainer.loops.run_control import EpochHealth, EvaluationEnded, ValidationSchedule
+from drivetrain.trainer.loops.step import DataEnded, EpochSkipped, PlainStep
+from drivetrain.trainer.metrics.logged_values import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
+from drivetrain.trainer.optimizers import begin_schedules, end_epoch_of_schedulers, step_epoch_schedulers
 from drivetrain.trainer.profilers.base import BATCH, EPOCH, VALIDATION
-from drivetrain.trainer.schedulers import begin_schedules, end_epoch_of_schedulers, step_epoch_schedulers
-from drivetrain.trainer.state.progress import Phase
-from drivetrain.trainer.state.resume import save_for_resume
-from drivetrain.trainer.state.saved_run import SavedRun
+from drivetrain.trainer.state.saved_run import SavedRun, save_for_resume
 from drivetrain.trainer.task_checks import check_optimizer_states, check_saved_states
 
 if TYPE_CHECKING:

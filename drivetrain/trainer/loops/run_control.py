@@ -2,24 +2,202 @@
 
 from __future__ import annotations
 
+import math
+import os
+import signal
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from enum import Enum
+from functools import cache
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import torch
+
 from drivetrain.callbacks import Callback
+from drivetrain.callbacks.model_summary import count_parameters
 from drivetrain.runtime.collectives import gather_object
-from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.durations import Duration
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.trainer.loops.interruption import EvaluationWatch, Interruption
-from drivetrain.trainer.state.progress import Phase, Progress
+from drivetrain.runtime.terminal import print_text, shown
+from drivetrain.strategies.precision import overrides
+from drivetrain.trainer.loops.progress import Phase, Progress
+from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint import SaveQueue
     from drivetrain.trainer.options import TrainerOptions
+    from drivetrain.trainer.trainer import Trainer
+
+
+# Signals during a run: Ctrl-C, and those by which a scheduler preempts a job
+
+
+GRACE_SECONDS = 2.0
+"""How long a second Ctrl-C leaves the main thread to raise `KeyboardInterrupt`, before the process ends as it is."""
+
+EXCHANGE_SECONDS = 1.0
+"""How often processes exchange whether a signal ends the evaluation under way."""
+
+_END = b"\0"
+_PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+
+class Interruption:
+    """Signals during a run: Ctrl-C once ends it after a step, twice at once; SIGTERM and SIGUSR1 preempt it.
+
+    A preempted run saves a checkpoint after the step under way and exits with a code that asks to be started again:
+    SIGTERM is what a scheduler sends before it kills, SIGUSR1 what SLURM's `--signal` sends on request.
+
+    Args:
+        on_request: Called at the first signal.
+    """
+
+    def __init__(self, on_request: Callable[[], None]) -> None:
+        self.requested = False
+        self.preempted = False
+        self._on_request = on_request
+        self._raised = threading.Event()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Take the signals over in the body; only in the main thread, and only those without a handler."""
+        before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in ((signal.SIGINT, self._interrupt), *((n, self._preempt) for n in _PREEMPTING)):
+                if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
+                    before[number] = signal.signal(number, handler)
+        try:
+            if signal.SIGINT in before and hasattr(os, "register_at_fork"):  # not on Windows
+                with self._native_code_watched():
+                    yield
+            else:
+                yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            self._raised.set()
+            raise KeyboardInterrupt
+        self.requested = True
+        self._on_request()
+
+    def _preempt(self, number: int, frame: FrameType | None) -> None:
+        self.preempted = True
+        self._on_request()
+
+    @contextmanager
+    def _native_code_watched(self) -> Iterator[None]:
+        """End the process at a second Ctrl-C although its main thread is in native code, where no handler runs.
+
+        Python runs a handler only between two bytecodes, and once for several signals. The operating system's handler
+        writes each signal's number to a pipe at once; a thread reads it there.
+        """
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if previous != -1:  # an event loop reads there
+            signal.set_wakeup_fd(previous)
+            os.close(reader)
+            os.close(writer)
+            yield
+            return
+        _watch_forks()
+        _pipes.add(writer)
+        thread = threading.Thread(target=self._read_signals, args=(reader,), name="drivetrain-interrupt", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            _pipes.discard(writer)
+            signal.set_wakeup_fd(-1)
+            os.write(writer, _END)  # a process that was forked may still have the pipe open, so closing it ends nothing
+            thread.join()
+            os.close(writer)
+            os.close(reader)
+
+    def _read_signals(self, reader: int) -> None:
+        interrupts = 0
+        while _END not in (numbers := os.read(reader, 64)):
+            interrupts += numbers.count(signal.SIGINT)
+            if interrupts > 1 and not self._raised.wait(GRACE_SECONDS):
+                print_text("Interrupted twice: ended at once, within a step; nothing was saved.", file=sys.stderr)
+                os._exit(128 + signal.SIGINT)
+
+
+class EvaluationEnded(Exception):
+    """A signal has ended an evaluation within `fit` before its last batch."""
+
+
+class EvaluationWatch:
+    """Ends a pass over an evaluation loader once a signal has come, after the same batch on all processes.
+
+    Processes exchange about once a second. One that has fewer batches than others takes part until all are done.
+
+    Args:
+        signals: The signals of this process.
+        world_size: Number of processes.
+        on_signals: Called on every process before `EvaluationEnded` is raised, with whether Ctrl-C and whether a
+            preemption has come to any of them.
+    """
+
+    def __init__(self, signals: Interruption, world_size: int, on_signals: Callable[[bool, bool], None]) -> None:
+        self._signals, self._world_size, self._on_signals = signals, world_size, on_signals
+        self._began = time.monotonic()
+        self._batches, self._next = 0, 1
+
+    def count_batch(self) -> None:
+        """Count a batch, and raise `EvaluationEnded` if it is the last one."""
+        self._batches += 1
+        if self._world_size == 1 or self._batches >= self._next:
+            self._exchange(ended=False)
+
+    def finish(self) -> None:
+        """Take part in what other processes exchange until all have run their last batch."""
+        while not self._exchange(ended=True):
+            pass
+
+    def _exchange(self, ended: bool) -> bool:
+        """Exchange signals. Returns whether all processes have run their last batch."""
+        signals = self._signals
+        everyone: list[tuple[bool, int, bool, bool]]
+        per_batch = (time.monotonic() - self._began) / max(1, self._batches)
+        ahead = max(1, min(1000, int(EXCHANGE_SECONDS / max(per_batch, 1e-6))))
+        everyone = [(ended, ahead, signals.requested, signals.preempted)]
+        if self._world_size > 1:
+            everyone = gather_object(everyone)
+        _, _, requested, preempted = (any(flags) for flags in zip(*everyone, strict=True))
+        if requested or preempted:
+            self._on_signals(requested, preempted)
+            raise EvaluationEnded
+        running = [ahead for has_ended, ahead, *_ in everyone if not has_ended]
+        self._next += running[0] if running else 0
+        return not running
+
+
+_pipes: set[int] = set()  # those that the signals of this process's runs are written to
+
+
+@cache
+def _watch_forks() -> None:
+    """Let forks leave the pipes of their parent. It is done once, in the first run: Python has no way to end it."""
+    os.register_at_fork(after_in_child=_leave_pipes)
+
+
+def _leave_pipes() -> None:
+    """Let a worker of a loader, which gets the terminal's signals too, not write them to its parent's pipe."""
+    if _pipes:
+        signal.set_wakeup_fd(-1)
+        _pipes.clear()
+
 
 logger = get_logger(__name__)
 
@@ -526,3 +704,331 @@ def raise_lost_save(saves: SaveQueue | None) -> NoReturn:
         "A checkpoint could not be written in the background. Another process has raised why; this one has raised it "
         "before, or did not take part."
     )
+
+
+# The line with which a run begins, what it runs on; and that with which it ends: why, where, and how to resume it
+
+
+_DONE = "Done: the run ended after {taken}"
+_FIRST_WORDS = {
+    StopReason.PREEMPTED: "Preempted: the run can be resumed after {taken}",
+    StopReason.INTERRUPTED: "Interrupted: the run ended after {taken}",
+    StopReason.FAILED: "Failed: the run ended after {taken}",
+    StopReason.NOTHING_TO_DO: "Nothing to do: the run has taken {taken} already",
+    StopReason.NO_BATCHES: "Nothing to do: the run has taken {taken}",
+}
+
+
+def print_first_line(trainer: Trainer, task: Task) -> None:
+    """Print what a `fit` trains and on what, on the main process, unless the run is to be bare.
+
+    Args:
+        trainer: The trainer.
+        task: The task, placed.
+    """
+    if trainer.is_global_zero and not trainer.barebones:
+        trainer.print(first_line(trainer, task))
+
+
+def first_line(trainer: Trainer, task: Task) -> str:
+    """Describe in one line what a `fit` trains and on what.
+
+    Args:
+        trainer: The trainer.
+        task: The task, placed.
+    """
+    count = trainer.world_size
+    device = trainer.strategy.topology.device.type
+    processes = f"{count} process{'es' * (count != 1)} on {device}"
+    total = count_parameters(task, trainer.strategy.state).elements
+    parameters = f"{total:,} parameter{'s' * (total != 1)}"
+    formats = f"({trainer.strategy.name}), precision {trainer.precision}"
+    line = f"Training {type(task).__name__}: {processes} {formats}, {parameters}."
+    if trainer.loggers and trainer.log_dir is not None:
+        line += f" Folder: {trainer.log_dir}."
+    return shown(line)
+
+
+def last_line(trainer: Trainer) -> str:
+    """Describe in one line how a `fit` ended; on the main process.
+
+    Args:
+        trainer: The trainer.
+    """
+    control = trainer.control
+    steps, epochs = trainer.global_step, trainer.current_epoch
+    taken = f"{steps} step{'s' * (steps != 1)} ({epochs} epoch{'s' * (epochs != 1)})"
+    first = _DONE if control.reason is None else _FIRST_WORDS.get(control.reason, _DONE)
+    parts = [f"{first.format(taken=taken)}: {control.details}."]
+    if control.reason is StopReason.NOTHING_TO_DO:
+        if control.stops_for_good:
+            return f"{parts[0]} Start a new run from its weights to train more."
+        return f"{parts[0]} Raise that limit to train more."
+    saved = newest_checkpoint(trainer)
+    if trainer.loggers and trainer.log_dir is not None:
+        parts.append(f"Logs: {trainer.log_dir}.")
+    if saved:
+        parts.append(f"Checkpoint: {saved}. To resume: fit(..., resume={saved!r}), or resume='auto'.")
+    elif not trainer.options.is_quiet:
+        parts.append("No checkpoint was written.")
+    return shown(" ".join(parts))
+
+
+def newest_checkpoint(trainer: Trainer) -> str:
+    """The path of the newest checkpoint that the run has written through its callbacks, or an empty text."""
+    return next((each.newest_model_path for each in trainer.checkpoint_callbacks if each.newest_model_path), "")
+
+
+# When validation is due, also after a resume
+
+
+FOREVER = float("inf")
+
+
+class ValidationSchedule:
+    """When validation is due: after so many batches, steps, samples or tokens, after a time, or at the end of an epoch.
+
+    Args:
+        progress: The counters of the run.
+        interval: `val_check_interval`: a number of batches, a fraction of an epoch, a time, a number of steps, samples
+            or tokens, or None for the end of an epoch.
+        epochs: `check_val_every_n_epoch`: every how many epochs; None counts `interval` across epochs.
+        exists: Whether there is anything to validate on.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        interval: int | float | timedelta | Duration | None,
+        epochs: int | None,
+        exists: bool,
+    ) -> None:
+        self._progress = progress
+        self._interval, self._epochs, self._exists = interval, epochs, exists
+        self._every: float = FOREVER  # batches
+        self._after: timedelta | None = None
+        self._counted = interval if isinstance(interval, Duration) else None
+        self._limit: float = FOREVER
+        self._validated_at = time.monotonic()
+
+    @property
+    def follows_a_clock(self) -> bool:
+        """Whether validation is due after a time."""
+        return self._after is not None
+
+    def set_epoch_length(self, batches: float) -> None:
+        """Work out the interval in batches.
+
+        Args:
+            batches: How many an epoch has; infinite where this is not known.
+
+        Raises:
+            ConfigurationError: There is no such interval in an epoch of this length.
+        """
+        self._limit = batches
+        self._every, self._after = FOREVER, None
+        if not self._exists:
+            return
+        interval = self._interval
+        if isinstance(interval, timedelta):
+            self._after = interval
+        elif isinstance(interval, float) and interval < 1.0:
+            if math.isinf(batches):
+                raise ConfigurationError(
+                    f"val_check_interval={interval} is a fraction, but the training loader's length is not known. "
+                    "Give a whole number of batches.",
+                    code="DT-096",
+                )
+            self._every = max(1, int(batches * interval))
+        elif isinstance(interval, int):
+            if interval > batches and self._epochs is not None:
+                raise ConfigurationError(
+                    f"val_check_interval={interval} must be less than or equal to the number of the training batches: "
+                    f"an epoch has {batches:.0f} batches. Set check_val_every_n_epoch=None to count across epochs.",
+                    code="DT-002",
+                )
+            self._every = interval
+
+    def restart_clock(self) -> None:
+        """Measure the time to the next validation from now on."""
+        self._validated_at = time.monotonic()
+
+    def record_due(self) -> None:
+        """Remember that a validation by the clock begins, for a run that resumes from a save within it."""
+        self._progress.due_at = self._progress.total_batches
+
+    def record_validation(self) -> None:
+        """Count a validation once its results are there: a checkpoint that its last hooks write includes it."""
+        self._progress.validations += 1
+        self._progress.validated_at = self._progress.total_batches
+        if self._counted is not None:
+            self._progress.validated_count = self._progress.count(self._counted.unit)
+
+    # when it is due
+
+    @property
+    def is_this_epoch(self) -> bool:
+        """Whether the epoch under way is one of those with a validation."""
+        return self._exists and (self._epochs is None or (self._progress.epoch + 1) % self._epochs == 0)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the time since the last validation is over, by this process's clock."""
+        return self._after is not None and time.monotonic() - self._validated_at >= self._after.total_seconds()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is due now, after the batch that `next_batch` has named."""
+        return self._counted is None or self.is_pending
+
+    @property
+    def is_at_epoch_end(self) -> bool:
+        """Whether it comes at the end of the epoch under way, where no interval was asked for."""
+        if not self.is_this_epoch or self._progress.validated_at == self._progress.total_batches:
+            return False
+        return self._after is None and self._every == FOREVER and self._epochs is not None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it comes before the next batch; after a resume, the checkpoint was written between the two."""
+        progress, every = self._progress, self._every
+        if not self.is_this_epoch:
+            return False
+        if self.follows_a_clock:
+            return progress.due_at == progress.total_batches != progress.validated_at
+        if self._counted is not None:
+            count = progress.count(self._counted.unit)
+            return count // self._counted.amount > min(progress.validated_count, count) // self._counted.amount
+        if every == FOREVER:
+            return False
+        done, last = progress.total_batches, max(progress.validated_at, 0)
+        if self._epochs is not None:
+            before = done - progress.batches_in_epoch
+            done, last = done - before, max(last - before, 0)
+        return done >= (last // every + 1) * every
+
+    @property
+    def follows_this_step(self) -> bool:
+        """Whether it follows the step that is being ended."""
+        if self.is_at_epoch_end and self._progress.batches_in_epoch >= self._limit:
+            return True
+        return self.is_pending
+
+    def next_batch(self) -> float:
+        """The number of batches in this epoch after which to validate next; infinite where it is not its turn."""
+        every, done = self._every, self._progress.batches_in_epoch
+        if self._counted is not None and self._exists:
+            return done + 1
+        if every == FOREVER or not self.is_this_epoch:
+            return FOREVER
+        if self._epochs is None:
+            return done + (every - self._progress.total_batches % every)
+        return (done // every + 1) * every
+
+
+# What warns of a run that trains nothing, or trains towards nothing; none of it costs a step anything
+
+
+class Finiteness:
+    """Whether a run's logged values and weights are finite, as far as they were read anyway or at the end of epochs.
+
+    Args:
+        is_watched: Whether to warn; not where a callback guards the values.
+
+    Attributes:
+        is_finite: Whether all that was read so far is.
+    """
+
+    def __init__(self, is_watched: bool) -> None:
+        self._is_watched = is_watched
+        self._weights_are_finite = True  # the same on all processes
+        self.is_finite = True
+
+    def check_values(self, values: Iterable[tuple[str, float]], when: str) -> None:
+        """Take numbers into account that are being written.
+
+        Args:
+            values: Names and numbers.
+            when: The step or epoch, for the warning.
+        """
+        if self._is_watched and self.is_finite:
+            found = next(((name, value) for name, value in values if not math.isfinite(value)), None)
+            if found is not None:
+                self._record(f"The logged value {found[0]!r} is {found[1]} {when}.")
+
+    def check_weights(self, task: Task, when: str) -> None:
+        """Take the weights into account; call it on all processes, at the end of an epoch.
+
+        Args:
+            task: The task.
+            when: The epoch, for the warning.
+        """
+        if not (self._is_watched and self._weights_are_finite):
+            return
+        found = next((name for name in gather_object([_first_not_finite(task)]) if name is not None), None)
+        if found is not None:
+            self._weights_are_finite = False
+            self._record(f"The weight {found!r} is not finite {when}, so a loss was not either.")
+
+    def _record(self, what: str) -> None:
+        if self.is_finite:
+            logger.warning(
+                f"{what} Training continues, and its checkpoints hold such weights. NaNGuard among the callbacks stops "
+                "such a run, leaves such steps out, or returns to a checkpoint; Trainer(detect_anomaly=True) names the "
+                "operation."
+            )
+        self.is_finite = False
+
+
+class EpochHealth:
+    """Looks after each epoch whether it has trained anything.
+
+    Args:
+        trainer: The trainer.
+        task: Its task.
+    """
+
+    def __init__(self, trainer: Trainer, task: Task) -> None:
+        self._trainer, self._task = trainer, task
+        self._steps = self._batches = 0
+        self._has_warned = False
+
+    def begin_epoch(self) -> None:
+        """Record where an epoch begins."""
+        self._steps, self._batches = self._trainer.global_step, self._trainer.progress.total_batches
+
+    def end_epoch(self) -> None:
+        """Warn of an epoch without an optimizer step, and of weights that are not finite; call it on all processes."""
+        trainer = self._trainer
+        if trainer.barebones:
+            return
+        ran = trainer.progress.total_batches > self._batches
+        if ran and trainer.global_step == self._steps and not self._has_warned:
+            self._has_warned = True
+            logger.warning(f"Epoch {trainer.current_epoch} took no optimizer step: {self._explain()}")
+        trainer.finiteness.check_weights(self._task, f"after epoch {trainer.current_epoch}")
+
+    def _explain(self) -> str:
+        step = f"{type(self._task).__name__}.training_step"
+        if not self._task.automatic_optimization:
+            return f"automatic_optimization is False, and {step} stepped no optimizer."
+        explained = f"{step} returned None for every batch"
+        if overrides(self._trainer.accelerator.precision, "scale") or self._trainer.hooks.find("on_gradients_ready"):
+            explained += ", or every step was left out: gradients overflowed, or a callback asked for it"
+        return f"{explained}."
+
+
+def _first_not_finite(task: Task) -> str | None:
+    """The name of a parameter that is not finite in what this process holds of it, if there is one."""
+    names: list[str] = []
+    found: list[torch.Tensor] = []
+    for name, parameter in task.named_parameters():
+        local = parameter.detach()
+        local = local.to_local() if hasattr(local, "to_local") else local
+        if local.is_floating_point() and local.element_size() > 1 and local.device.type != "meta":
+            names.append(name)
+            found.append(torch.isfinite(local).all())
+    if not found:
+        return None
+    finite = torch.stack([each.to(found[0].device) for each in found]).tolist()
+    return next((name for name, is_finite in zip(names, finite, strict=True) if not is_finite), None)

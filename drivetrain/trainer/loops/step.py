@@ -3,27 +3,398 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.accelerator.preparation import under_precision
 from drivetrain.accelerator.step import StepHooks
 from drivetrain.data import PendingBatch
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.timing import CALLBACKS, DATA, FORWARD, OPTIMIZER, SYNC
+from drivetrain.strategies import StepModule, Strategy
+from drivetrain.strategies.precision import Precision
+from drivetrain.strategies.step_module import ATTACHES_PRESENCE
 from drivetrain.trainer.hooks import Hooks, is_overridden
-from drivetrain.trainer.loops.binding import as_taken, bind_step, without_missing
-from drivetrain.trainer.loops.consumption import Foresight, counters
-from drivetrain.trainer.loops.stand_in import StandIn, presence_of
-from drivetrain.trainer.loops.step_output import StepOutput, detached
-from drivetrain.trainer.metrics.metric_states import untouched_metrics
-from drivetrain.trainer.schedulers import end_epoch_of_schedulers, step_step_schedulers
+from drivetrain.trainer.loops.progress import Foresight, counters
+from drivetrain.trainer.metrics.logged_values import LoggedValues
+from drivetrain.trainer.metrics.metric_sync import untouched_metrics
+from drivetrain.trainer.optimizers import end_epoch_of_schedulers, step_step_schedulers
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
+    from drivetrain.trainer.loops.progress import CurrentRun
     from drivetrain.trainer.trainer import Trainer
+
+
+# What a task's `training_step` returned: its loss, what that weighs, and what is refused
+
+
+class StepOutput:
+    """Reads what one task's `training_step` returns.
+
+    Args:
+        task_name: The task's class, for errors.
+    """
+
+    def __init__(self, task_name: str) -> None:
+        self._step = f"{task_name}.training_step"
+
+    def loss_of(self, output: Any) -> Tensor | None:
+        """The loss; None where the batch is left out.
+
+        Raises:
+            ConfigurationError: It is something else.
+        """
+        if isinstance(output, Tensor):
+            return output
+        if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+            loss: Tensor = output["loss"]
+            return loss
+        if output is None:
+            return None
+        is_dict = isinstance(output, Mapping)
+        given = f"a dict with the keys {sorted(map(str, output))}" if is_dict else repr(output)[:80]
+        rule = (
+            "In a dict, the 'loss' key needs to be present" if is_dict else "It must return a Tensor, a dict, or None"
+        )
+        raise ConfigurationError(
+            f"{self._step} returned {given}. {rule}: the loss as a scalar tensor, a dict with it under 'loss', or None "
+            "to leave the batch out.",
+            code="DT-083",
+        )
+
+    def check_of_manual(self, output: Any) -> None:
+        """Check what a task that optimizes by hand returned.
+
+        Raises:
+            ConfigurationError: It is no tensor, dict or None.
+        """
+        if output is not None and not isinstance(output, Tensor | Mapping):
+            raise ConfigurationError(
+                f"{self._step} returned {repr(output)[:80]}. With automatic_optimization = False it must return a "
+                "Tensor or have no return: a tensor or a dict, which hooks get, or None.",
+                code="DT-083",
+            )
+
+    def has_weight(self, output: Any) -> bool:
+        """Whether a loss came with a weight."""
+        return isinstance(output, Mapping) and "weight" in output
+
+    def weight_of(self, output: Any) -> Tensor | float:
+        """What a loss weighs.
+
+        Raises:
+            ConfigurationError: There is no weight, but losses before came with one.
+        """
+        if self.has_weight(output):
+            weight: Tensor | float = output["weight"]
+            return weight
+        raise ConfigurationError(
+            f"{self._step} returned a loss without a weight, after one with a weight. Return {{'loss': sum, 'weight': "
+            "tokens} for every batch, or None to leave one out.",
+            code="DT-084",
+        )
+
+    def refuse_weight(self) -> None:
+        """Raise for a loss with a weight, after losses without."""
+        raise ConfigurationError(
+            f"{self._step} returned a loss with a weight, after one without. Return {{'loss': sum, 'weight': tokens}} "
+            "for every batch, or for none.",
+            code="DT-084",
+        )
+
+    def explain(self, loss: Tensor, error: RuntimeError | None = None) -> None:
+        """Raise in our words what torch means where it cannot differentiate a loss; return where it can."""
+        if error is not None and "static_graph set to True" in str(error):
+            raise ConfigurationError(
+                f"{self._step} used other parameters than in the first step, for example since it left out a batch by "
+                "None, but DDP(static_graph=True) was given. Leave static_graph out, or give "
+                "find_unused_parameters=True in its place.",
+                code="DT-083",
+            ) from error
+        if loss.numel() != 1:
+            raise ConfigurationError(
+                f"{self._step} returned a tensor of shape {tuple(loss.shape)}. Return one number, such as loss.mean().",
+                code="DT-083",
+            ) from error
+        if not loss.requires_grad:
+            raise ConfigurationError(
+                f"{self._step} returned a loss that depends on no parameter that can be trained, so nothing can be "
+                "learned from it. Compute it from the task's modules, without detach(), item() or no_grad(); or return "
+                "None to leave the batch out.",
+                code="DT-085",
+            ) from error
+
+
+def detached(output: Any) -> Any:
+    """What hooks see of a step's output: a dict with the loss, nothing that holds the graph."""
+    if isinstance(output, Tensor):
+        return {"loss": output.detach()}
+    if isinstance(output, Mapping):
+        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+    return output
+
+
+# A batch that `training_step` leaves out, where the peers wait for its gradients
+
+
+class StandIn:
+    """Gives gradients of zero for what a task leaves out, and finds out whether every process left its batches out.
+
+    A module that a strategy wrapped may have a parameter `presence`, a zero that every real loss is added to: its
+    gradient, reduced with the others, is above zero where any process had a real batch.
+
+    Args:
+        strategy: Makes losses with gradients of zero.
+        task: The task.
+        model: The module to call.
+        names: Those of the losses that a step returns, where it returns several.
+
+    Attributes:
+        stood_in: Whether the last step was left out.
+    """
+
+    def __init__(self, strategy: Strategy, task: nn.Module, model: nn.Module, names: Sequence[str] = ()) -> None:
+        self._names = names
+        self._zero_loss = strategy.gradients.zero_loss
+        self._task = task
+        self._shares_batches = strategy.topology.data_shard.count == 1
+        self._presence = presence_of(model)
+        self.stood_in = False
+
+    def replacing(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A step that never leaves a batch out.
+
+        What stands in must come from the output of the forward, by which DDP learns what takes part in the backward.
+
+        Args:
+            step: The task's method.
+        """
+        presence = self._presence
+
+        def step_or_stand_in(*args: Any) -> Any:
+            output = step(*args)
+            self.stood_in = output is None
+            if output is None:
+                zero = self._zero_loss(self._task)
+                zero = zero if presence is None else zero + presence * 0.0
+                return dict.fromkeys(self._names, zero) if self._names else zero
+            return output if presence is None else _attached(output, presence, *self._names[:1])
+
+        setattr(step_or_stand_in, ATTACHES_PRESENCE, True)
+        return step_or_stand_in
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What receives a gradient beside the parameters of the task."""
+        return [] if self._presence is None else [self._presence]
+
+    def anyone_took_part(self) -> bool:
+        """Whether another process had a real batch in this window; call it where this one had none."""
+        if self._presence is not None:
+            return self._presence.grad is not None and float(self._presence.grad) != 0.0
+        return not self._shares_batches
+
+
+def presence_of(model: nn.Module | None) -> nn.Parameter | None:
+    """The parameter by which processes learn that one of them had a real batch, where the strategy made one."""
+    if model is None:
+        return None
+    return next((module.presence for module in model.modules() if isinstance(module, StepModule)), None)
+
+
+def _attached(output: Any, presence: nn.Parameter, name: str = "loss") -> Any:
+    if isinstance(output, Tensor):
+        return _added(output, presence)
+    if isinstance(output, Mapping) and isinstance(output.get(name), Tensor):
+        return {**output, name: _added(output[name], presence)}
+    return output
+
+
+def _added(loss: Tensor, presence: nn.Parameter) -> Tensor:
+    # What cannot be differentiated is refused later, in words that a sum with a parameter would hide.
+    return loss + presence.to(loss.dtype) if loss.requires_grad and loss.numel() == 1 else loss
+
+
+# The steps of a task as the loops call them: through the strategy's wrapper and under the precision
+
+
+class DataEnded(Exception):
+    """A step that takes its batches from an iterator found no more, and did not handle that."""
+
+
+Following = Callable[[], tuple[Any, int, int] | None]
+
+
+def as_taken(task: Task, name: str, following: Following = lambda: None) -> Callable[..., Any]:
+    """A step of the task that is called with a batch, its number and more: it may take the batch alone.
+
+    A step whose argument is named `dataloader_iter` gets an iterator instead, which gives the batch, its number and
+    that of its loader, and then those that follow.
+
+    Args:
+        task: The task.
+        name: Of its method.
+        following: Takes the batch that follows out of the loop; None where there is none.
+    """
+    step: Callable[..., Any] = getattr(task, name)
+    parameters = list(inspect.signature(step).parameters.values())
+    if any(each.name == "dataloader_iter" for each in parameters):
+        return partial(_call_with_iterator, step, following)
+    takes_more = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)
+    return step if takes_more or len(parameters) != 1 else partial(_call_with_batch, step)
+
+
+def without_missing(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A training step that leaves out a batch that is None, such as one in which a `collate_fn` found nothing.
+
+    Args:
+        step: The step.
+    """
+
+    def run(batch: Any, *args: Any) -> Any:
+        if batch is not None:
+            return step(batch, *args)
+        words = "train_dataloader yielded None. If this was on purpose, ignore this warning: the batch is left out."
+        warnings.warn(words, stacklevel=2)
+        return None
+
+    return run
+
+
+def _call_with_batch(step: Callable[..., Any], batch: Any, *_: Any) -> Any:
+    return step(batch)
+
+
+def _call_with_iterator(
+    step: Callable[..., Any], following: Following, batch: Any, batch_idx: int, dataloader_idx: int = 0
+) -> Any:
+    try:
+        return step(_and_following((batch, batch_idx, dataloader_idx), following))
+    except StopIteration as end:
+        raise DataEnded from end
+
+
+def _and_following(given: tuple[Any, int, int], following: Following) -> Iterator[tuple[Any, int, int]]:
+    yield given
+    while (taken := following()) is not None:
+        yield taken
+
+
+class Feed:
+    """The batches of one loader as an evaluation runs over them; a step may take some by itself.
+
+    Args:
+        batches: The batches.
+        loader: The loader that they are from.
+        current: Where the run records what it is at.
+        dataloader_idx: The loader's number.
+
+    Attributes:
+        batch: The batch that was taken last.
+        index: Its number.
+    """
+
+    def __init__(self, batches: Iterable[Any], loader: Any, current: CurrentRun, dataloader_idx: int) -> None:
+        self._batches, self._loader, self._current = iter(batches), loader, current
+        self._position = dataloader_idx
+        self.batch: Any = None
+        self.index = -1
+
+    def __iter__(self) -> Feed:
+        return self
+
+    def __next__(self) -> Any:
+        self.batch = self._current.batch = next(self._batches)
+        self._current.batch_info = self._loader.current
+        self.index += 1
+        return self.batch
+
+    def following(self) -> tuple[Any, int, int] | None:
+        """The next batch, its number and the loader's; None at the end."""
+        for batch in self:
+            return batch, self.index, self._position
+        return None
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let the last batch go, record that none is under way, and end the workers of a pass that is left early."""
+        self.batch = None
+        self._batches = iter(())
+        self._current.leave_batch()
+
+
+@contextmanager
+def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
+    """Let nothing of what the body logs and feeds to metrics count."""
+    before = logged.skips
+    logged.skips = True
+    try:
+        with untouched_metrics(task):
+            yield
+    finally:
+        logged.skips = before
+
+
+def bind_step(model: nn.Module, step: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
+    """A step of the task as the loop calls it: through the strategy's wrapper, if any, and under the precision.
+
+    Args:
+        model: The module to call.
+        step: The task's method.
+        precision: The number formats.
+    """
+    bare = isinstance(model, StepModule) and not (model._forward_hooks or model._forward_pre_hooks)
+    return under_precision(step if bare else partial(model, step), precision)
+
+
+def bind_evaluation_step(
+    trainer: Trainer, task: Task, model: nn.Module, step: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A step of the task as evaluation calls it.
+
+    Where processes hold parts of the model, only some run the step to its end; all get what it returned and logged.
+
+    Args:
+        trainer: The trainer.
+        task: Its task.
+        model: What the strategy made of the task.
+        step: The task's method.
+    """
+    strategy, logged = trainer.strategy, trainer.logged
+    called = strategy.view(model, "evaluate")
+    if not strategy.schedules_microbatches:
+        return bind_step(called, step, trainer.accelerator.precision)
+
+    def step_or_probe(*args: Any, probe: bool = False) -> Any:
+        if not probe:
+            return step(*args)
+        with muted_logging(logged, task):
+            return step(*args)
+
+    bound = bind_step(called, step_or_probe, trainer.accelerator.precision)
+
+    def shared_step(*args: Any) -> Any:
+        with logged.recorded() as calls:
+            output = bound(*args)
+        output, calls = strategy.topology.share((output, calls))
+        if not strategy.topology.computes_loss:
+            output = send_to_device(output, strategy.topology.device)
+            if not logged.skips:
+                logged.replay(calls, task)
+        return output
+
+    return shared_step
+
 
 SKIP_EPOCH = -1
 

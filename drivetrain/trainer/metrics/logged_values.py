@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -15,23 +17,520 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.runtime.collectives import gather_object
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.topology import Topology
-from drivetrain.trainer.metrics.evaluation_counts import EvaluationCounts
-from drivetrain.trainer.metrics.log_moments import ARGUMENTS as ARGUMENTS
-from drivetrain.trainer.metrics.log_moments import moment_of, moments_of
-from drivetrain.trainer.metrics.log_scopes import NOWHERE, TRAIN_STEP, LogScope
-from drivetrain.trainer.metrics.logged_value import (
-    REDUCTIONS,
-    Arguments,
-    EpochValue,
-    LoggedValue,
-    Mark,
-    Value,
-)
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.strategies.base import Topology
 from drivetrain.trainer.metrics.metric_sync import compute_over_processes
-from drivetrain.trainer.metrics.reductions import reduced, reduction_of
-from drivetrain.trainer.metrics.step_sync import combined, entries_to_sync, latest_of
+
+# From where in the loop values may be logged, and what that means for them
+
+
+@dataclass(frozen=True)
+class LogScope:
+    """From where in the loop values are logged now, and what that means for them.
+
+    Attributes:
+        stage: `"train"`, `"validate"`, `"test"`; or the hook's name where logging is not allowed.
+        on_step: Default of `on_step`; None where logging is not allowed.
+        on_epoch: Default of `on_epoch`.
+        has_batch: Whether there is a batch whose rows weigh a value.
+    """
+
+    stage: str
+    on_step: bool | None
+    on_epoch: bool = False
+    has_batch: bool = False
+
+
+NOWHERE = LogScope("outside of the loop", None)
+TRAIN_STEP = LogScope("train", True, False, has_batch=True)
+TRAIN_EPOCH = LogScope("train", False, True)
+TRAIN_END = LogScope("in on_train_end", None)
+MONITORING = LogScope(
+    "in on_train_epoch_end of a callback with `runs_last_at_epoch_end`, which reads what the others logged", None
+)
+SAVING = LogScope("in on_save_checkpoint", None)
+VALIDATE_STEP = LogScope("validate", False, True, has_batch=True)
+VALIDATE_EPOCH = LogScope("validate", False, True)
+TEST_STEP = LogScope("test", False, True, has_batch=True)
+TEST_EPOCH = LogScope("test", False, True)
+PREDICT = LogScope("in predict", None)
+TRANSFER = LogScope("in a hook that moves a batch to the device", None)
+
+
+# One logged value: kept as detached tensors, added up rarely, and turned into a number only where it is shown
+
+
+FOLD_AFTER = 64
+"""Values of one name that are kept before they are added up on the device."""
+
+REDUCTIONS = ("mean", "sum", "max", "min")
+
+Value = Tensor | float
+Reduction = str | Callable[[Tensor], Any]
+Arguments = tuple[Any, ...]
+
+
+class LoggedValue:
+    """All that was logged under one name in one stage.
+
+    Args:
+        name: The name, with the loader's number where there are several.
+        arguments: What `self.log` was called with; every later call must be the same.
+        scope: From where.
+        on_step: Whether each step's value is shown and written.
+        on_epoch: Whether the epoch's reduction is.
+        prog_bar: Whether the progress bar shows it.
+        logger: Whether trackers get it.
+        reduction: `"mean"`, `"sum"`, `"max"`, `"min"`, or a function of the stacked values.
+        sync: Whether it is reduced over processes.
+        main_only: Whether only the main process's values count.
+        metric: The torchmetrics object, if one was logged.
+        metric_path: Where in the task the metric is.
+        loader: The number of the loader that it belongs to, if there are several and it is of one.
+        suffix: The part of the name that marks it, its end.
+
+    Attributes:
+        stepped: Whether a step has logged it, and nothing has taken the step's value since.
+    """
+
+    __slots__ = (
+        "_pending",
+        "_weights",
+        "arguments",
+        "fresh",
+        "last",
+        "loader",
+        "logger",
+        "main_only",
+        "metric",
+        "metric_path",
+        "name",
+        "on_epoch",
+        "on_step",
+        "prog_bar",
+        "reduction",
+        "scope",
+        "stepped",
+        "suffix",
+        "sync",
+        "synced",
+        "total",
+        "weighs",
+        "weight",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Arguments,
+        scope: LogScope,
+        *,
+        on_step: bool,
+        on_epoch: bool,
+        prog_bar: bool,
+        logger: bool,
+        reduction: Reduction,
+        sync: bool | None,
+        main_only: bool,
+        metric: Any = None,
+        metric_path: str | None = None,
+        loader: int | None = None,
+        suffix: str = "",
+    ) -> None:
+        self.name, self.arguments, self.scope = name, arguments, scope
+        self.on_step, self.on_epoch = on_step, on_epoch
+        self.prog_bar, self.logger = prog_bar, logger
+        self.reduction, self.sync, self.main_only = reduction, sync, main_only
+        self.metric, self.metric_path = metric, metric_path
+        self.loader, self.suffix = loader, suffix
+        self.weighs = on_epoch and reduction == "mean" and metric is None
+        self.reset()
+
+    @property
+    def step_name(self) -> str:
+        """Its name among a step's values."""
+        return self._forked("_step") if self.on_epoch else self.name
+
+    @property
+    def epoch_name(self) -> str:
+        """Its name among an epoch's values."""
+        return self._forked("_epoch") if self.on_step else self.name
+
+    def _forked(self, ending: str) -> str:
+        return self.name.removesuffix(self.suffix) + ending + self.suffix
+
+    def reset(self) -> None:
+        """Forget all values."""
+        self.fresh = self.stepped = False
+        self.last: Value | None = None
+        self.synced: Value | None = None  # the last value, where it is that of all processes
+        self.total: Any = None
+        self.weight: float = 0.0
+        self._pending: list[Value] = []
+        self._weights: list[float] = []
+
+    def update(self, value: Value, weight: float) -> None:
+        """Keep one value; nothing is computed until enough have come together."""
+        self.fresh = True
+        if self.on_step:
+            self.last, self.stepped = value, True
+        if self.on_epoch:
+            self._pending.append(value)
+            self._weights.append(weight)
+            if len(self._pending) >= FOLD_AFTER and not callable(self.reduction):
+                self.fold()
+
+    def fold(self) -> None:
+        """Bring the values kept so far into one total, on their device."""
+        if not self._pending:
+            return
+        values, weights = _stack(self._pending), self._weights
+        self._pending, self._weights = [], []
+        self.weight += sum(weights)
+        if callable(self.reduction):
+            part: Any = values
+            self.total = part if self.total is None else torch.cat([self.total, part])
+        elif self.reduction in ("mean", "sum"):
+            if self.reduction == "mean":
+                values = values * torch.tensor(weights, dtype=values.dtype).to(values.device, non_blocking=True)
+            part = values.sum()
+            self.total = part if self.total is None else self.total + part
+        else:
+            pick = torch.amax if self.reduction == "max" else torch.amin
+            part = pick(values, 0)
+            self.total = part if self.total is None else pick(torch.stack([self.total, part]), 0)
+
+    def mark(self) -> Mark:
+        """Where it stands now, for `state_dict` of a later moment; nothing is copied."""
+        return Mark(self.total, self.weight, self._pending, self._weights, len(self._pending), self.last, self.fresh)
+
+    def state_dict(self, mark: Mark | None = None) -> dict[str, Any]:
+        """What was kept so far, not added up: adding later must give what it would have given without a checkpoint.
+
+        Args:
+            mark: Give what had been kept then instead.
+        """
+        then = mark or self.mark()
+        pending = then.pending[: then.kept]
+        return {
+            **self.portable(fold=False),
+            "on_step": self.on_step,
+            "on_epoch": self.on_epoch,
+            "total": then.total,
+            "weight": then.weight,
+            "pending": _stack(pending) if pending else None,
+            "weights": then.weights[: then.kept],
+            "last": then.last,
+            "fresh": then.fresh,
+        }
+
+    def take_over(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Resume from what `state_dict` returned."""
+        pending, total = state["pending"], state["total"]
+        self.total = None if total is None else total.to(device)
+        self.weight = state["weight"]
+        self._pending = [] if pending is None else list(pending.to(device).unbind())
+        self._weights = list(state["weights"])
+        self.last = state["last"]
+        self.fresh = state["fresh"]
+
+    def adopt(self, restored: LoggedValue) -> None:
+        """Resume from an entry that came from a checkpoint, now that the name is logged again."""
+        for slot in ("total", "weight", "_pending", "_weights", "last", "fresh"):
+            setattr(self, slot, getattr(restored, slot))
+
+    def portable(self, fold: bool = True) -> dict[str, Any]:
+        """The local result as plain values, for the exchange between processes."""
+        if fold:
+            self.fold()
+        return {
+            "name": self.name,
+            "total": None if self.total is None else self.total.tolist(),
+            "weight": self.weight,
+            "metric": self.metric_path,
+            "epoch_name": self.epoch_name,
+            "prog_bar": self.prog_bar,
+            "logger": self.logger,
+            "reduction": None if callable(self.reduction) else self.reduction,
+            "sync": self.sync,
+            "main_only": self.main_only,
+            "loader": self.loader,
+        }
+
+
+class Mark(NamedTuple):
+    """What a logged value held at one moment.
+
+    The lists are the value's own: they only grow until they are replaced, so their first `kept` items stay.
+    """
+
+    total: Any
+    weight: float
+    pending: list[Value]
+    weights: list[float]
+    kept: int
+    last: Value | None
+    fresh: bool
+
+
+class EpochValue(NamedTuple):
+    """One value of an epoch.
+
+    Attributes:
+        name: The name it was logged under.
+        epoch_name: Its name where each step's value is kept too.
+        prog_bar: Whether the progress bar shows it.
+        logger: Whether trackers get it.
+        value: The value.
+        loader: The number of the loader that it belongs to, None if it belongs to all.
+    """
+
+    name: str
+    epoch_name: str
+    prog_bar: bool
+    logger: bool
+    value: Value
+    loader: int | None
+
+
+def to_numbers(values: Mapping[str, Value]) -> dict[str, float]:
+    """Turn values into Python numbers, with one transfer from the device for all of them."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    if tensors:
+        stacked = torch.stack([_wide(tensor.reshape(())) for tensor in tensors.values()])
+        numbers.update(zip(tensors, stacked.tolist(), strict=True))
+    return {name: numbers[name] for name in values}
+
+
+def _stack(values: list[Value]) -> Tensor:
+    """Values as one wide vector, on the device of the first tensor among them."""
+    device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+    if all(isinstance(value, Tensor) for value in values):
+        return torch.stack([_wide(value.reshape(())) for value in values])  # type: ignore[union-attr]
+    return torch.stack([_wide(_as_tensor(value).reshape(()).to(device)) for value in values])
+
+
+def _as_tensor(value: Value) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def _wide(value: Tensor) -> Tensor:
+    """In 64 bits, so that a mean over many steps stays exact; in 32 on the one device kind that has no 64."""
+    return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+
+
+# When a value can be logged, and with which meaning: what `self.log` refuses
+
+
+ARGUMENTS = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "reduce_fx",
+    "sync_dist",
+    "add_dataloader_idx",
+    "metric_attribute",
+    "rank_zero_only",
+)
+
+
+def moments_of(
+    name: str,
+    scope: LogScope,
+    arguments: Arguments,
+    on_step: bool | None,
+    on_epoch: bool | None,
+    known: LoggedValue | None,
+) -> tuple[bool, bool]:
+    """Decide whether a value is kept for its step, and for its epoch.
+
+    Args:
+        name: Its name.
+        scope: Where it is logged.
+        arguments: The arguments of `Task.log`, in the order of `ARGUMENTS`.
+        on_step: What was asked for; the scope's own if None.
+        on_epoch: What was asked for; the scope's own if None.
+        known: What is logged under this name in this scope already.
+
+    Raises:
+        ConfigurationError: Nothing can be logged there, or not so.
+    """
+    if scope.on_step is None:
+        raise ConfigurationError(
+            f"You can't call self.log({name!r}, ...) here ({scope.stage}): there is no step or epoch that the "
+            "value belongs to. Log in a step, or in a hook between the start of training or evaluation and "
+            "the end of its epoch.",
+            code="DT-091",
+        )
+    if known is not None:
+        raise ConfigurationError(
+            f"{name!r} is logged with two meanings: first with {_readable(known.arguments)} from the "
+            f"{moment_of(known.scope)}, now with {_readable(arguments)} from the {moment_of(scope)}. "
+            "Give the two different names.",
+            code="DT-091",
+        )
+    steps = scope.on_step if on_step is None else on_step
+    epochs = bool(scope.on_epoch if on_epoch is None else on_epoch)
+    if not (steps or epochs):
+        raise ConfigurationError(
+            f"log({name!r}, on_step=False, on_epoch=False) is not useful: it would keep nothing.", code="DT-091"
+        )
+    if steps and not scope.has_batch:
+        raise ConfigurationError(
+            f"log({name!r}, on_step=True) from the {moment_of(scope)}: there is no step there. Use on_epoch=True.",
+            code="DT-091",
+        )
+    return steps, epochs
+
+
+def _readable(arguments: Arguments) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in zip(ARGUMENTS, arguments, strict=True))
+
+
+def moment_of(scope: LogScope) -> str:
+    """Name a scope, such as "train step"."""
+    return f"{scope.stage} {'step' if scope.has_batch else 'epoch'}"
+
+
+# How many batches were evaluated
+
+
+class EvaluationCounts(dict[str, int]):
+    """Batches of each loader, in all evaluations of a kind; those within `fit` and those of a verb are of two kinds.
+
+    Attributes:
+        alone: Whether the verb under way only evaluates.
+    """
+
+    alone = False
+
+    def count(self, stage: str, loader: int) -> int:
+        """Count a batch. Returns how many there were before.
+
+        Args:
+            stage: `"validate"`, `"test"` or `"predict"`.
+            loader: The number of its loader.
+        """
+        key = f"{_kind(stage, self.alone)}/{loader}"
+        before = self.get(key, 0)
+        self[key] = before + 1
+        return before
+
+    def total(self, stage: str, alone: bool) -> int:
+        """Batches of a kind of evaluation so far, of all loaders.
+
+        Args:
+            stage: `"validate"`, `"test"` or `"predict"`.
+            alone: Of the verb, rather than within `fit`.
+        """
+        return sum(count for key, count in self.items() if key.startswith(f"{_kind(stage, alone)}/"))
+
+
+def _kind(stage: str, alone: bool) -> str:
+    return f"{stage} alone" if alone else stage
+
+
+# One value out of what each process has kept of it
+
+
+_COMBINE: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
+
+
+def reduced(entry: LoggedValue | None, local: dict[str, Any] | None, everyone: list[dict[str, Any]]) -> Value | None:
+    """One value from the totals of all processes, or from this one's own where it is not synchronised."""
+    first = everyone[0]
+    parts = everyone
+    if first["sync"] is False:
+        parts = [local] if local is not None else []
+    elif first["main_only"]:
+        parts = everyone[:1]
+    parts = [part for part in parts if part["total"] is not None]
+    if not parts:
+        return None
+    if first["reduction"] is None:
+        if entry is None or not callable(entry.reduction):
+            return None
+        # In turn, as the batches came: a function may ask for the last value.
+        turns = zip_longest(*(part["total"] for part in parts))
+        stacked = torch.tensor([value for turn in turns for value in turn if value is not None], dtype=torch.float64)
+        return torch.as_tensor(entry.reduction(stacked))
+    totals = [part["total"] for part in parts]
+    if first["reduction"] == "mean":
+        weight = sum(part["weight"] for part in parts)
+        return torch.tensor(sum(totals) / weight if weight else float("nan"), dtype=torch.float64)
+    return torch.tensor(_COMBINE[first["reduction"]](totals), dtype=torch.float64)
+
+
+def combine_plain(reduction: Reduction, values: list[float]) -> float:
+    """One number from those of several processes."""
+    if callable(reduction):
+        return float(reduction(torch.tensor(values, dtype=torch.float64)))
+    if reduction == "mean":
+        return sum(values) / len(values)
+    return float(_COMBINE[reduction](values))
+
+
+def reduction_of(name: str, reduce_fx: Any) -> Reduction:
+    """What `self.log(reduce_fx=)` means.
+
+    Args:
+        name: The name of the value, for errors.
+        reduce_fx: What was given.
+
+    Raises:
+        ConfigurationError: There is no such reduction.
+    """
+    if callable(reduce_fx):
+        return reduce_fx  # type: ignore[no-any-return]
+    word = str(reduce_fx).lower()
+    word = "mean" if word == "avg" else word
+    if not isinstance(reduce_fx, str) or word not in REDUCTIONS:
+        raise ConfigurationError(
+            f"log({name!r}, reduce_fx={reduce_fx!r}): allowed are {', '.join(REDUCTIONS)} or a function of the "
+            f"stacked values.{nearest(word, REDUCTIONS)}",
+            code="DT-001",
+        )
+    return word
+
+
+# The values of single steps that are reduced over processes
+
+
+def entries_to_sync(entries: Iterable[LoggedValue]) -> list[LoggedValue]:
+    """Those logged with `on_step=True` and `sync_dist=True`.
+
+    Args:
+        entries: All of a stage.
+    """
+    return [entry for entry in entries if entry.on_step and entry.sync and entry.metric is None]
+
+
+def latest_of(entries: Iterable[LoggedValue]) -> dict[str, float]:
+    """This process's latest values to reduce, by the names of steps, but for those that have been.
+
+    Args:
+        entries: All of a stage.
+    """
+    local = [each for each in entries_to_sync(entries) if each.last is not each.synced]
+    return {each.step_name: float(each.last) for each in local if each.last is not None}
+
+
+def combined(entries: Iterable[LoggedValue], everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The values of all processes, each name's as one.
+
+    Args:
+        entries: All of a stage.
+        everyone: What `latest_of` returned on each process.
+    """
+    values: dict[str, float] = {}
+    for entry in entries_to_sync(entries):
+        found = [each[entry.step_name] for each in everyone if entry.step_name in each]
+        if found:
+            values[entry.step_name] = combine_plain(entry.reduction, found)
+    return values
+
 
 _REDUCE, _METRIC_PATH = 4, 7  # among the arguments
 Call = tuple[str, Any, Arguments, "float | None"]
@@ -570,3 +1069,74 @@ def _is_same_function(one: Any, other: Any) -> bool:
         return False
     names = [(each.__module__, getattr(each, "__qualname__", None)) for each in (one, other)]
     return names[0] == names[1]
+
+
+# What the parts of a micro-batch log, taken once for the whole
+
+
+_REDUCTION = 4  # among the arguments
+
+
+class _Call(NamedTuple):
+    """One call of `self.log`: its value, arguments and rows, and whether these were given with it."""
+
+    value: Any
+    arguments: tuple[Any, ...]
+    rows: float
+    rows_given: bool
+
+
+class HeldBack:
+    """Collects what is logged in the parts of micro-batches, and logs it as if each had been computed whole.
+
+    Args:
+        logged: Where it is logged in the end.
+    """
+
+    def __init__(self, logged: LoggedValues) -> None:
+        self._logged = logged
+        self._parts: dict[int, list[dict[tuple[str, int], _Call]]] = {}
+
+    def clear(self) -> None:
+        """Forget what was collected."""
+        self._parts.clear()
+
+    @contextmanager
+    def collecting(self, place: int) -> Iterator[None]:
+        """Collect what the body logs, as that of a part.
+
+        Args:
+            place: Which micro-batch it is a part of.
+        """
+        calls: dict[tuple[str, int], _Call] = {}
+        self._parts.setdefault(place, []).append(calls)
+        with self._logged.diverted() as diverted:
+            yield
+        for name, value, arguments, given in diverted:
+            number = sum(known == name for known, _ in calls)
+            rows = self._logged.rows_of_batch() if given is None else given
+            calls[name, number] = _Call(value, arguments, rows, given is not None)
+
+    def log(self, place: int) -> None:
+        """Log what a micro-batch has logged, each value once.
+
+        Args:
+            place: Which micro-batch.
+        """
+        parts = self._parts.get(place, [])
+        for key in dict.fromkeys(key for calls in parts for key in calls):
+            found = [calls[key] for calls in parts if key in calls]
+            rows = sum(call.rows for call in found) if found[0].rows_given else None
+            self._logged.log(key[0], _combined(found), found[0].arguments, rows)
+
+
+def _combined(calls: Sequence[_Call]) -> Any:
+    """The value of a whole micro-batch, from those of its parts."""
+    if len(calls) == 1 or not isinstance(calls[0].value, (Tensor, Number)):
+        return calls[-1].value  # a metric has gathered all parts itself
+    reduction = calls[0].arguments[_REDUCTION]
+    stacked = torch.stack([torch.as_tensor(call.value).reshape(()) for call in calls])
+    if reduction in ("sum", "max", "min"):
+        return getattr(stacked, reduction)()
+    weights = torch.tensor([call.rows for call in calls], dtype=torch.float32, device=stacked.device)
+    return (stacked.float() * weights).sum() / weights.sum()

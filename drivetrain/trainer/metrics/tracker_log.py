@@ -8,20 +8,21 @@ from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.callbacks.stage import Stage
-from drivetrain.callbacks.support.rhythm import StepRhythm
-from drivetrain.runtime.assembly import exchange_if_all_arrive
+from drivetrain.callbacks.base import Stage
+from drivetrain.callbacks.step_schedule import StepRhythm
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.store_agreement import exchange_if_all_arrive
+from drivetrain.runtime.terminal import print_text
 from drivetrain.runtime.timing import LOGGING
-from drivetrain.trackers.base import COMPLETED
-from drivetrain.trackers.losses import outcome_of
+from drivetrain.trackers.base import COMPLETED, outcome_of
 from drivetrain.trainer.given_hyper_parameters import CLASS_PATH
-from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
+from drivetrain.trainer.metrics.logged_values import EpochValue, to_numbers
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
+
 
 logger = get_logger(__name__)
 
@@ -247,3 +248,26 @@ class TrackerLog:
             if best:
                 group.log_best_model(best)
         group.finalize(status, message)
+
+
+# The table that `validate` and `test` print
+
+
+def print_results(title: str, results: list[dict[str, float]]) -> None:
+    """Print each loader's values, a line a name.
+
+    Args:
+        title: What ran.
+        results: Each loader's values by name.
+    """
+    for index, values in enumerate(results):
+        if not values:
+            continue
+        heading = f"{title} results" + (f", loader {index}" if len(results) > 1 else "")
+        rows = [(name, f"{value:.6g}") for name, value in values.items()]
+        left = max(len(heading), *(len(name) for name, _ in rows))
+        right = max(len(value) for _, value in rows)
+        print_text(f"{'─' * (left + right + 4)}\n {heading}\n{'─' * (left + right + 4)}")
+        for name, value in rows:
+            print_text(f" {name:<{left}}  {value:>{right}}")
+        print_text("─" * (left + right + 4))

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from drivetrain.accelerator.step import StepHooks
-from drivetrain.callbacks.stage import Stage
+from drivetrain.callbacks.base import Stage
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.profilers.base import TRAIN_DATA, PassThroughProfiler, Profiler
@@ -185,8 +185,7 @@ class Actions:
             self.profiler.teardown(stage.verb)
 
     def _print_verdict(self) -> None:
-        from drivetrain.trainer.profilers.simple import SimpleProfiler
-        from drivetrain.trainer.profilers.spent import time_spent
+        from drivetrain.trainer.profilers.simple import SimpleProfiler, time_spent
 
         trainer = self._trainer
         if isinstance(self.profiler, SimpleProfiler):

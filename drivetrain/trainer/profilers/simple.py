@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from array import array
 from collections import defaultdict
 from collections.abc import MutableSequence, Sequence
+from dataclasses import replace
 
+from drivetrain.callbacks.report.run_facts import TimeSpent
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.host import cores_of_process
+from drivetrain.runtime.timing import Timing
 from drivetrain.trainer.profilers.base import Profiler
 
 _COLUMNS = ("Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")
@@ -110,3 +115,35 @@ class SimpleProfiler(Profiler):
             lines += [line(("Total", "-", calls, elapsed, "100 %")), rule]
         lines += [line(cells) for _, cells in rows]
         return os.linesep.join([*lines, rule, ""])
+
+
+# Where the time of a `fit` went: the parts of its `Timing`, and each callback by its name
+
+
+_OWNED = re.compile(r"\[(\w+)\](.+)\.(\w+)$")
+
+
+def time_spent(
+    timing: Timing, profiler: SimpleProfiler, samples: int | None, workers: int | None, processes_here: int = 1
+) -> TimeSpent:
+    """The parts of a `fit`, with the callbacks and the methods of the task by name.
+
+    Args:
+        timing: What measured the parts.
+        profiler: What measured the actions, each without those in it.
+        samples: Samples that were trained on; None if unknown.
+        workers: The worker processes of the training loader; None where it has none to set.
+        processes_here: Processes of the run on this machine.
+    """
+    named: dict[str, float] = defaultdict(float)
+    making = profiler.own_seconds.get("setup_train_dataloader", 0.0)  # before the first epoch
+    named["making the training loader"] = making
+    for action, seconds in profiler.own_seconds.items():
+        owned = _OWNED.match(action)
+        kind, owner, name = owned.groups() if owned else ("", "", action)
+        if kind == "Callback":
+            named[owner] += seconds
+        elif kind not in ("", "Strategy"):
+            named[f"{owner}.{name}"] += seconds
+    spent = TimeSpent.of(timing, samples, workers, cores_of_process(processes_here), dict(named))
+    return replace(spent, total=max(spent.total + making, sum(named.values())))

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drivetrain import checkpoint
-from drivetrain.callbacks.support.agreement import decide_on_main_process
+from drivetrain.callbacks.step_schedule import decide_on_main_process
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.trainer.state.saved_run import save_run

@@ -4,29 +4,233 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
 
 from drivetrain import checkpoint
 from drivetrain.accelerator.run_state import Moment
 from drivetrain.callbacks import Callback
-from drivetrain.checkpoint.schema import LOSS_IS_FINITE
+from drivetrain.checkpoint.manifest import LOSS_IS_FINITE, process_in_schema
 from drivetrain.data import CombinedLoader, PreparedLoader
-from drivetrain.runtime.collectives import gather_object
-from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.collectives import broadcast_object_list, gather_object
+from drivetrain.runtime.environment import RESUME_VARIABLE
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.seeds import RandomState
+from drivetrain.runtime.terminal import shown
+from drivetrain.strategies import Strategy
+from drivetrain.trainer.data_module import ENTRIES, for_hooks, state_of, take_back
 from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, storable, without_modules
-from drivetrain.trainer.metrics.metric_states import restore_metric_states
-from drivetrain.trainer.state.committed import Committed
-from drivetrain.trainer.state.hook_view import ENTRIES, for_hooks, state_of, take_back
-from drivetrain.trainer.state.process_entry import layout_of, taken_over
+from drivetrain.trainer.loops.progress import Progress
+from drivetrain.trainer.metrics.logged_values import LoggedValues
+from drivetrain.trainer.metrics.metric_sync import (
+    find_metrics,
+    merged_metric_states,
+    metric_states,
+    restore_metric_states,
+)
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint import PendingSave
     from drivetrain.trainer.data_module import DataModule
     from drivetrain.trainer.trainer import Trainer
+
+
+# What a checkpoint keeps of each process, also for a run of another number of processes
+
+
+def layout_of(strategy: Strategy) -> list[Any]:
+    """How processes share the data, the same on all: what one has kept belongs to its place in it."""
+    topology = strategy.topology
+    return [topology.data_shard.count, None if topology.value_ranks is None else list(topology.value_ranks)]
+
+
+def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
+    """This process's part of what the processes of a run of another size or layout had kept.
+
+    Every one of theirs is taken over by exactly one process, so that sums over an epoch stay whole.
+
+    Args:
+        directory: The checkpoint.
+        strategy: Which processes' values count now.
+        task: The task, whose metrics define how their states combine.
+
+    Returns:
+        Entries like those of one process; none where the processes had kept nothing.
+    """
+    world_size, own = checkpoint.read_processes(directory)
+    first = process_in_schema(own(0))["driver"]
+    if "logged" not in first:
+        return {}
+    _, ranks = first.get("layout", [None, None])
+    there = range(world_size) if ranks is None else ranks
+    position, count = strategy.topology.value_place
+    states = [process_in_schema(own(each))["driver"] for each in there[position::count]]
+    if not states:
+        return {"logged": {**first["logged"], "train": []}, "metrics": {}}
+    return {
+        "logged": {**states[0]["logged"], "train": _merged([state["logged"]["train"] for state in states])},
+        "metrics": merged_metric_states(task, [state["metrics"] for state in states]),
+        "finished_metrics": states[0].get("finished_metrics", []),
+    }
+
+
+def _merged(tables: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The entries of several processes as those of one."""
+    found: dict[str, dict[str, Any]] = {}
+    for table in tables:
+        for entry in table:
+            known = found.get(entry["name"])
+            found[entry["name"]] = dict(entry) if known is None else _combined(known, entry)
+    return list(found.values())
+
+
+def _combined(one: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    totals = [entry["total"] for entry in (one, other) if entry["total"] is not None]
+    if len(totals) == 2:
+        totals = [_total(one["reduction"], totals[0], totals[1])]
+    pending = [entry["pending"] for entry in (one, other) if entry["pending"] is not None]
+    return {
+        **one,
+        "total": totals[0] if totals else None,
+        "weight": one["weight"] + other["weight"],
+        "pending": torch.cat(pending) if pending else None,
+        "weights": [*one["weights"], *other["weights"]],
+        "fresh": one["fresh"] or other["fresh"],
+    }
+
+
+def _total(reduction: str | None, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if reduction is None:  # by a function, of all values together
+        return torch.cat([one, other])
+    if reduction in ("mean", "sum"):
+        return one + other
+    return torch.maximum(one, other) if reduction == "max" else torch.minimum(one, other)
+
+
+# What this process's state was when its last step was finished, while a step or a validation is under way
+
+
+_WITHIN_STEPS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_gradients_ready",
+    "on_before_optimizer_step",
+    "on_exception",
+)
+
+
+class Committed:
+    """Gives a save the state of the last finished step, also where it is made within the next one or a validation.
+
+    What the open step has drawn, logged, given to metrics and written to buffers is so never saved: a resumed run does
+    that step again. The start is marked by the loop. A mark costs next to nothing for logged values, and copies the
+    states of the random generators, the metrics and the buffers.
+
+    Args:
+        task: The task, whose metrics are found.
+        logged: The logged values.
+        progress: The counters: a mark holds until they show that the step or the validation is finished.
+    """
+
+    def __init__(self, task: nn.Module, logged: LoggedValues, progress: Progress) -> None:
+        self._task, self._logged, self._progress = task, logged, progress
+        self._metrics = find_metrics(task)
+        self._kept_buffers = _saved_buffers(task)
+        self._marked: tuple[int, int] | None = None
+        self._random: RandomState | None = None
+        self._logged_mark: Any = None
+        self._metric_states: dict[str, Any] = {}
+        self._buffer_values: list[Tensor] = []
+
+    def mark(self) -> None:
+        """Remember the present state: a step or a validation begins."""
+        progress = self._progress
+        self._marked = progress.total_batches, progress.validations
+        self._random = RandomState.capture()
+        self._logged_mark = self._logged.mark()
+        self._metric_states = metric_states(self._metrics)
+        self.mark_buffers()
+
+    def mark_buffers(self) -> None:
+        """Remember the buffers again, after a callback has exchanged them together with the weights."""
+        if self.is_open:
+            self._buffer_values = [buffer.detach().clone() for buffer in self._kept_buffers]
+
+    def release(self) -> None:
+        """Forget the mark: the present state is that of a finished step."""
+        self._marked = self._random = self._logged_mark = None
+        self._metric_states, self._buffer_values = {}, []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the step or validation that was marked is not finished yet."""
+        progress = self._progress
+        return self._marked == (progress.total_batches, progress.validations)
+
+    @property
+    def random(self) -> RandomState | None:
+        """The random state of the last finished step; None where that is the present one."""
+        return self._random if self.is_open else None
+
+    @contextmanager
+    def buffers_restored(self) -> Iterator[None]:
+        """Give the task's buffers, such as batch statistics, the values of the last finished step in the body."""
+        if not self.is_open:
+            yield
+            return
+        present = [buffer.detach().clone() for buffer in self._kept_buffers]
+        self._fill_buffers(self._buffer_values)
+        try:
+            yield
+        finally:
+            self._fill_buffers(present)
+
+    def _fill_buffers(self, values: list[Tensor]) -> None:
+        for buffer, value in zip(self._kept_buffers, values, strict=True):
+            buffer.data.copy_(value)  # by .data: the backward under way must not take them for changed
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this process had logged, and what its metrics had seen."""
+        if self.is_open:
+            return {"logged": self._logged.state_dict(self._logged_mark), "metrics": self._metric_states}
+        return {
+            "logged": self._logged.state_dict(),
+            "metrics": metric_states(find_metrics(self._task)),
+            "finished_metrics": self._logged.finished_metrics(self._task),
+        }
+
+
+def _saved_buffers(task: nn.Module) -> list[Tensor]:
+    """The buffers of a task that are part of its state dict."""
+    return [
+        buffer
+        for module in task.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
+def saves_within_steps(trainer: Trainer) -> bool:
+    """Whether a hook that runs between the start of a step and its end may save a checkpoint.
+
+    Args:
+        trainer: The trainer, with its task and callbacks.
+    """
+    owners: list[tuple[Any, type]] = [(one, Callback) for one in trainer.callbacks if one.saves_within_steps]
+    owners.append((trainer.task, Task))
+    return any(
+        is_overridden(owner, base, name) for owner, base in owners for name in _WITHIN_STEPS if hasattr(base, name)
+    )
+
 
 logger = get_logger(__name__)
 
@@ -352,3 +556,111 @@ def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> 
         each.skip(batches % length if loader.mode == "max_size_cycle" else min(batches, length))
     ended = [batches >= length for length in lengths]
     loader.load_state_dict({**loader.state_dict(), "index": batches, "ended": ended})
+
+
+# Which checkpoint a run resumes, and the one that a run leaves that a signal ends
+
+
+def asked_to_resume(given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
+    """What a `fit` resumes: what it was given, or what `DRIVETRAIN_RESUME` names, which counts for a process's first.
+
+    Args:
+        given: The argument of `fit`.
+    """
+    asked = os.environ.pop(RESUME_VARIABLE, None)
+    return asked if given is None else given
+
+
+def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> str | None:
+    """What `resume` and `ckpt_path` mean; call it on all processes.
+
+    Args:
+        trainer: The trainer.
+        given: A path or URL; `"auto"` for the newest complete checkpoint of this script, if there is one; `"best"` or
+            `"last"` for the checkpoint callback's; or None.
+
+    Returns:
+        The checkpoint, or None to start from the beginning.
+
+    Raises:
+        ConfigurationError: `"best"` or `"last"` was asked for, and there is none.
+        CheckpointError: The main process could not look for checkpoints.
+    """
+    if given is None:
+        return None
+    if given in ("best", "last"):
+        callback = trainer.checkpoint_callback
+        if callback is None:
+            raise ConfigurationError(
+                f"{given!r} was given, but `ModelCheckpoint` is not configured. Put one among the callbacks.",
+                code="DT-098",
+            )
+        if trainer.control.reason is not None and callback.run_identity not in (None, trainer.control.identity):
+            raise ConfigurationError(
+                f"{given!r}: the ModelCheckpoint has the checkpoints of another Trainer, which was given it after this "
+                "one had trained. Give each Trainer its own, or name the checkpoint's path.",
+                code="DT-098",
+            )
+        found = getattr(callback, f"{given}_model_path")
+        if not found:
+            if given == "best" and not callback.save_top_k:
+                raise ConfigurationError(
+                    "'best': the ModelCheckpoint is not configured to save the best (save_top_k=0).", code="DT-098"
+                )
+            raise ConfigurationError(f"{given!r}: the ModelCheckpoint has not saved one yet.", code="DT-098")
+        return str(found)
+    if given != "auto":
+        return os.fspath(given)
+    answer: list[Any] = [None, None]
+    if trainer.is_global_zero:
+        try:
+            answer[0] = _newest(_directories(trainer))
+        except (DrivetrainError, OSError) as error:
+            answer[1] = error.message if isinstance(error, DrivetrainError) else str(error)
+    path, problem = broadcast_object_list(answer)
+    if problem is not None:
+        raise CheckpointError(f"resume='auto' could not look for checkpoints: {problem}")
+    if path is not None:
+        trainer.print(shown(f"Resuming from {path}"))
+    return str(path) if path is not None else None
+
+
+def save_for_resume(trainer: Trainer) -> None:
+    """Write the checkpoint from which a run that a signal ends is resumed.
+
+    A preempted run without a checkpoint callback writes to the default directory; one that Ctrl-C ended writes nothing
+    then, as was asked for.
+    """
+    if trainer.saves is not None:
+        try:
+            trainer.saves.finish()
+        except CheckpointError as error:
+            logger.error(f"{error} The run now saves another checkpoint to resume from.")
+    callback = trainer.checkpoint_callback
+    if callback is not None:
+        callback.save_now(trainer, reason=str(trainer.control.signal))
+    elif trainer.preempted:
+        trainer.save_checkpoint(f"{_default_directory(trainer)}/preempted-step={trainer.global_step}.ckpt")
+
+
+def _directories(trainer: Trainer) -> list[str]:
+    """Where an earlier run of this script may have saved."""
+    found = [_default_directory(trainer)]
+    for callback in trainer.checkpoint_callbacks:
+        found += callback.directories(trainer)
+    return list(dict.fromkeys(found))
+
+
+def _default_directory(trainer: Trainer) -> str:
+    return os.path.join(trainer.default_root_dir, "checkpoints")
+
+
+def _newest(directories: list[str]) -> str | None:
+    """The newest good checkpoint of several directories: the one of the most steps, of those after finite losses."""
+    found = [path for path in map(checkpoint.newest_checkpoint, directories) if path is not None]
+
+    def rank(path: str) -> tuple[bool, int]:
+        one = checkpoint.checkpoint_at(path)
+        return one.finite_loss, one.step or 0
+
+    return max(found, key=rank, default=None)

@@ -6,19 +6,23 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.callbacks.stage import Stage
-from drivetrain.callbacks.support.batch_size_range import BatchSizeRange
+from drivetrain.callbacks.base import Stage
+from drivetrain.callbacks.batch_size_finder import BatchSizeRange
 from drivetrain.data import CombinedLoader, PendingBatch
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.memory import Attempt, attempt_together
 from drivetrain.trainer.hooks import is_overridden
-from drivetrain.trainer.loops.loader_source import length_of
+from drivetrain.trainer.loops.batches import length_of
 from drivetrain.trainer.task import Task
-from drivetrain.trainer.tuning.attribute import MissingAttributeError, TunedAttribute
-from drivetrain.trainer.tuning.rehearsal import TrainingRehearsal, rehearse_evaluation
-from drivetrain.trainer.tuning.search_bar import shown
-from drivetrain.trainer.tuning.undone import undone
+from drivetrain.trainer.tuning.rehearsal import (
+    MissingAttributeError,
+    TrainingRehearsal,
+    TunedAttribute,
+    rehearse_evaluation,
+    shown,
+    undone,
+)
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer

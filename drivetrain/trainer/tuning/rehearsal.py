@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from drivetrain.callbacks import Callback
-from drivetrain.callbacks.stage import Stage
+from drivetrain.callbacks.base import Stage
+from drivetrain.callbacks.progress_bar import Stage as BarStage
+from drivetrain.callbacks.progress_bar import make_display
 from drivetrain.data import CombinedLoader, PendingBatch, PreparedLoader
-from drivetrain.runtime.errors import DataError
-from drivetrain.trainer.loops.choose_step import choose_step
-from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
-from drivetrain.trainer.loops.loader_source import LoaderSource
-from drivetrain.trainer.loops.prediction_loop import PredictionLoop
-from drivetrain.trainer.loops.training_batches import epoch_length
-from drivetrain.trainer.metrics.log_scopes import TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
+from drivetrain.data.seeding import kept_generators
+from drivetrain.runtime.errors import ConfigurationError, DataError, nearest
+from drivetrain.runtime.seeds import isolated_random_state
+from drivetrain.strategies.base import local_part
+from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.loops.batches import LoaderSource, epoch_length
+from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop, PredictionLoop
+from drivetrain.trainer.loops.special_steps import choose_step
+from drivetrain.trainer.metrics.logged_values import TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
+from drivetrain.trainer.metrics.metric_sync import find_metrics, metric_states, restore_metric_states
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -158,3 +167,207 @@ def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
         for each in [loader] if isinstance(loader, PreparedLoader) else loader.loaders:
             stack.enter_context(each.undone())
         yield loader
+
+
+# A trial changes nothing: everything of a run as it was, once the trial is over
+
+
+@contextmanager
+def undone(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
+    """Put everything back in the end that the body changes, also where it raises.
+
+    That is: counters, weights, buffers, optimizers, schedulers, the loss scale, what was logged, the states of metrics,
+    the generators of random numbers, and what the run is at. Each process puts its own part back, without the others.
+
+    Args:
+        trainer: The trainer, which has placed the task.
+        task: The task.
+        trains: Whether the body steps optimizers.
+
+    Raises:
+        ConfigurationError: The body would train, and the strategy keeps weights where they cannot be put back.
+    """
+    progress, metrics = trainer.progress.state_dict(), metric_states(find_metrics(task))
+    with ExitStack() as stack:
+        stack.enter_context(isolated_random_state(devices=True))
+        stack.enter_context(kept_generators(task, trainer.datamodule))
+        for part in (trainer.control, trainer.current, trainer.accelerator.optimizer_step, trainer.logged):
+            stack.enter_context(part.kept())
+        stack.callback(restore_metric_states, task, metrics)
+        stack.callback(trainer.progress.load_state_dict, progress)
+        stack.callback(_TrainedState(trainer, task, trains).restore)
+        yield
+
+
+class _TrainedState:
+    """Copies of what training changes, on the CPU where that is possible, so that trials have the device's memory.
+
+    Args:
+        trainer: The trainer.
+        task: Its task.
+        trains: Whether optimizers step.
+    """
+
+    def __init__(self, trainer: Trainer, task: Task, trains: bool) -> None:
+        engine, model = trainer.accelerator, trainer.task_run.model
+        assert model is not None
+        weights = engine.strategy.state.parameters_in_place(model).values() if trains else ()
+        tensors = [local_part(each.detach()) for each in (*weights, *task.buffers())]
+        self._tensors = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
+        self._optimizers = [
+            (
+                each.optimizer,
+                _copy(dict(each.optimizer.state)),
+                [_group(group) for group in each.optimizer.param_groups],
+            )
+            for each in (trainer.task_optimizers if trains else ())
+        ]
+        # Those that a task steps by hand.
+        others: list[Any] = [*(engine.prepared.schedulers if trains else ()), engine.precision]
+        self._others = [(one, deepcopy(one.state_dict())) for one in others]
+
+    def restore(self) -> None:
+        """Put the copies back in place."""
+        with torch.no_grad():
+            for tensor, copy in self._tensors:
+                tensor.copy_(copy)
+        for optimizer, state, groups in self._optimizers:
+            optimizer.zero_grad()
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, kept in zip(optimizer.param_groups, groups, strict=False):
+                group.update(kept)
+        for one, saved in self._others:
+            one.load_state_dict(saved)
+
+
+def _group(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a parameter group."""
+    return {name: _copy(value) for name, value in group.items() if name != "params"}
+
+
+def _copy(value: Any) -> Any:
+    """A copy whose tensors are no one else's; what they are kept under stays the same."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return type(value)(_copy(item) for item in value) if type(value) in (list, tuple) else deepcopy(value)
+
+
+# The progress of a search, shown as that of a run is
+
+
+REFRESH_SECONDS = 0.1
+
+
+@contextmanager
+def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., None]]:
+    """Show how far a search is, on the main process of a trainer that shows progress.
+
+    Args:
+        trainer: The trainer.
+        title: What is searched.
+        total: How many steps it takes at most.
+
+    Yields:
+        A function to call after each step, with the values to show by name.
+    """
+    if trainer.progress_bar_callback is None or not trainer.is_global_zero:
+        yield lambda **values: None
+        return
+    display, stage = make_display(REFRESH_SECONDS), BarStage(title, [total], passing=True)
+    display.open(stage)
+
+    def advance(**values: float) -> None:
+        stage.done += 1
+        display.draw(stage, values)
+
+    try:
+        yield advance
+    finally:
+        display.close(stage)
+
+
+# Where a task or its data module keeps a number that a search changes, such as its learning rate
+
+
+class MissingAttributeError(ConfigurationError, AttributeError):
+    """Neither the task nor its data module has the attribute that a search is to change."""
+
+    code = "DT-081"
+
+
+class TunedAttribute:
+    """One number, in every place where it is kept: attributes and hyper-parameters of the task and the data module.
+
+    Args:
+        name: Its name.
+        task: The task.
+        data: Its data module, if there is one.
+
+    Attributes:
+        is_twice_in_task: Whether the task keeps it both as an attribute and as a hyper-parameter.
+    """
+
+    def __init__(self, name: str, task: Task, data: DataModule | None) -> None:
+        self.name = name
+        self._holders = list(_holders(name, task, data))
+        self.is_twice_in_task = len(list(_holders(name, task, None))) > 1
+
+    @classmethod
+    def find(cls, names: Sequence[str], task: Task, data: DataModule | None, advice: str) -> TunedAttribute:
+        """The first of some names that is kept anywhere.
+
+        Args:
+            names: The names.
+            task: The task.
+            data: Its data module, if there is one.
+            advice: What to do where there is none.
+
+        Raises:
+            MissingAttributeError: None is.
+        """
+        for name in names:
+            found = cls(name, task, data)
+            if found.is_kept:
+                return found
+        given = sorted({*vars(task), *task.hparams, *(() if data is None else (*vars(data), *data.hparams))})
+        known = [name for name in given if not name.startswith("_")]
+        raise MissingAttributeError(
+            f"{type(task).__name__}, its hparams and its data module should have one of these fields, and have none: "
+            f"{', '.join(names)}. {advice}{nearest(names[0], known)}"
+        )
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is such a number at all."""
+        return bool(self._holders)
+
+    @property
+    def value(self) -> Any:
+        """The number; that of the data module where it differs."""
+        holder = self._holders[-1]
+        return holder[self.name] if isinstance(holder, Mapping) else getattr(holder, self.name)
+
+    def write(self, value: Any) -> None:
+        """Change it everywhere.
+
+        Args:
+            value: The number.
+        """
+        for holder in self._holders:
+            if isinstance(holder, Mapping):
+                holder[self.name] = value  # type: ignore[index]
+            else:
+                setattr(holder, self.name, value)
+
+
+def _holders(name: str, task: Task, data: DataModule | None) -> Iterator[Any]:
+    for owner in (task, data):
+        if owner is None:
+            continue
+        if hasattr(owner, name):
+            yield owner
+        if name in owner.hparams:
+            yield owner.hparams

@@ -9,8 +9,15 @@ import pytest
 import yaml
 
 from drivetrain.launch import LaunchOptions
-from drivetrain.launch.settings.file import config_of, default_config_file, read_config, settings_of, write_config
-from drivetrain.launch.settings.sources import Given, collect
+from drivetrain.launch.settings.sources import (
+    Given,
+    collect,
+    config_of,
+    default_config_file,
+    read_config,
+    settings_of,
+    write_config,
+)
 from drivetrain.runtime.errors import ConfigurationError
 
 # What stands at the top of every file that the questionnaire writes.

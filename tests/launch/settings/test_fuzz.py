@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 
 from drivetrain.cli.launch import launch
 from drivetrain.launch import LaunchOptions
-from drivetrain.launch.settings.environment import settings_in_environment
-from drivetrain.launch.settings.file import settings_of
-from drivetrain.launch.settings.sources import collect
+from drivetrain.launch.settings.sources import collect, settings_in_environment, settings_of
 from drivetrain.launch.settings.table import GROUPS, SETTINGS
 from drivetrain.runtime.errors import ConfigurationError
 from tests.launch.settings.test_file import FILES, TOP
@@ -158,7 +156,7 @@ def test_2000_mutated_command_lines_are_taken_or_refused_by_name(arguments: list
 
 @pytest.mark.slow
 def test_a_file_of_scrambled_bytes_is_taken_or_refused_by_name(tmp_path: Path) -> None:
-    from drivetrain.launch.settings.file import read_config
+    from drivetrain.launch.settings.sources import read_config
 
     randomness = random.Random(0)
     path = tmp_path / FILE

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from drivetrain.launch import LaunchOptions
-from drivetrain.launch.settings.environment import settings_in_environment, variables_of
-from drivetrain.launch.settings.sources import collect
+from drivetrain.launch.settings.sources import collect, settings_in_environment, variables_of
 from drivetrain.launch.settings.table import SETTINGS
 from drivetrain.runtime.errors import ConfigurationError
 

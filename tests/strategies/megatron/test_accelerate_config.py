@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from drivetrain import ConfigurationError
-from drivetrain.strategies.megatron.accelerate_config import arguments_from
+from drivetrain.strategies.megatron.configuration import arguments_from
 
 
 def test_the_keys_that_accelerate_config_writes_are_arguments() -> None:

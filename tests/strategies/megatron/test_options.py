@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drivetrain import ConfigurationError
-from drivetrain.strategies.megatron.options import MegatronOptions, check_fits
+from drivetrain.strategies.megatron.configuration import MegatronOptions, check_fits
 from drivetrain.strategies.registry import available_strategies
 
 

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain import XLA, XLAFSDP, Accelerator, Colwise, Rowwise, Strategy
 from drivetrain.checkpoint import Checkpoint
-from drivetrain.strategies.xla.mesh import DeviceMesh, MeshShape
-from drivetrain.strategies.xla.parts import to_host
+from drivetrain.strategies.xla.strategy import DeviceMesh, MeshShape, to_host
 from tests.pool import run_in_processes
 from tests.shared_runs import SharedRuns
 from tests.strategies.xla.running import (

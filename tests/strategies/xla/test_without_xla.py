@@ -9,7 +9,7 @@ from drivetrain import XLA, XLAFSDP, Accelerator, ConfigurationError, ProcessEnv
 from drivetrain.runtime.devices import XLADevice
 from drivetrain.strategies import resolve_strategy
 from drivetrain.strategies.xla.compilations import describe_change, shapes_of
-from drivetrain.strategies.xla.mesh import MeshShape, shard_spec
+from drivetrain.strategies.xla.strategy import MeshShape, shard_spec
 
 ALONE = ProcessEnvironment.detect({})
 

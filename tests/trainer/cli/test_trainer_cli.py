@@ -254,7 +254,7 @@ def test_help_has_the_docstrings_in_groups(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_without_jsonargparse_the_message_has_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivetrain.trainer.cli.package.IS_INSTALLED", False)
+    monkeypatch.setattr("drivetrain.trainer.cli.instantiation.IS_INSTALLED", False)
     with pytest.raises(ValueError, match=r"drivetrain\[cli\]"):
         command("fit")
 

@@ -85,7 +85,7 @@ STR_OPERATION_TO_FUNC = {
 
 def __getattr__(name: str) -> Any:
     if name == "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING":
-        from drivetrain.inference.casting import CAST_CLASSES
+        from drivetrain.inference.meta import CAST_CLASSES
 
         return CAST_CLASSES
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,7 @@ from torch import nn
 
 from drivetrain import checkpoint
 from drivetrain.accelerator import PreparedOptimizer
-from drivetrain.checkpoint.torch_shards import TorchShards, bare_name
+from drivetrain.checkpoint.torch_files import TorchShards, bare_name
 from drivetrain.compat.accelerate.absent import INTERNAL, absent_names
 from drivetrain.compat.accelerate.utils.constants import (
     FSDP_MODEL_NAME,

@@ -35,7 +35,7 @@ from drivetrain.inference import load_state_dict as load_state_dict
 from drivetrain.inference import named_module_tensors as named_module_tensors
 from drivetrain.inference import retie_parameters as retie_parameters
 from drivetrain.inference import set_module_tensor_to_device as set_module_tensor_to_device
-from drivetrain.runtime.byte_sizes import parse_bytes
+from drivetrain.runtime.host import parse_bytes
 
 __getattr__ = absent_names(
     __name__,

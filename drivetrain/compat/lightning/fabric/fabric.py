@@ -23,10 +23,10 @@ from drivetrain.compat.lightning.spawning import call_spawned
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
 from drivetrain.strategies import Strategy, started_by_verbs
-from drivetrain.strategies.capabilities import StartsProcesses
+from drivetrain.strategies.base import StartsProcesses
 from drivetrain.strategies.precision.mixed import MixedPrecision
 from drivetrain.trackers import Tracker
-from drivetrain.trainer.building import make_accelerator
+from drivetrain.trainer.setup import make_accelerator
 
 
 def _nothing(fabric: Fabric) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from drivetrain.accelerator import Accelerator
-from drivetrain.accelerator.optimizer import unwrap_optimizer
+from drivetrain.accelerator.prepared import unwrap_optimizer
 from drivetrain.compat.lightning.fabric.wrappers import BackwardGuard, FabricModule
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.compat.lightning.strategy_members import StrategyView
-from drivetrain.strategies.optimizer_names import lay_out_state
+from drivetrain.strategies.base import lay_out_state
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.accelerator import PreparedOptimizer
-from drivetrain.accelerator.forward import under_precision
+from drivetrain.accelerator.preparation import under_precision
 from drivetrain.data import PreparedLoader
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
 from drivetrain.runtime.nested import recursively_apply, send_to_device

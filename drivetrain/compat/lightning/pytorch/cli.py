@@ -24,8 +24,8 @@ from drivetrain.trainer.cli import (
     instantiate_class,
     instantiate_module,
 )
-from drivetrain.trainer.cli.package import IS_INSTALLED as _JSONARGPARSE_SIGNATURES_AVAILABLE
-from drivetrain.trainer.cli.types import LRSchedulerType, LRSchedulerTypeTuple, LRSchedulerTypeUnion
+from drivetrain.trainer.cli.instantiation import IS_INSTALLED as _JSONARGPARSE_SIGNATURES_AVAILABLE
+from drivetrain.trainer.cli.parser import LRSchedulerType, LRSchedulerTypeTuple, LRSchedulerTypeUnion
 
 __all__ = [
     "_JSONARGPARSE_SIGNATURES_AVAILABLE",

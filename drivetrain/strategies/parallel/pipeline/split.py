@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as checkpointing
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
@@ -266,3 +276,418 @@ def _even_begins(sizes: Sequence[int], count: int) -> list[int]:
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+# What crosses from stage to stage, found by running a model once on tensors that have shapes but no values
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """What must be known of a tensor to receive it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Returned:
+    """One tensor of what a module of some stage returns.
+
+    Attributes:
+        module: Its name.
+        call: Which of its calls.
+        leaf: Which of the values that the call returns, nested ones counted one by one.
+    """
+
+    module: str
+    call: int
+    leaf: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What the stages before hand to a stage.
+
+    These are arguments of its first module that come from parameters, and what modules of earlier stages returned,
+    where this stage or a later one uses that besides.
+
+    Attributes:
+        leaves: How many values the arguments hold, nested ones counted one by one.
+        places: For each of them, which of the tensors handed over it is; None for what every stage has by itself.
+        tensors: The tensors handed over.
+        returned: For each of them, which module of an earlier stage returned it; None for an argument alone.
+    """
+
+    leaves: int
+    places: tuple[int | None, ...]
+    tensors: tuple[TensorShape, ...]
+    returned: tuple[Returned | None, ...]
+
+
+@dataclass
+class Route:
+    """How to run the stages for arguments of given shapes.
+
+    Attributes:
+        cuts: For each stage but the first.
+        stand_ins: For each stage, modules of earlier ones by name, and for each of their calls what it returns, with
+            `TensorShape` in place of tensors.
+    """
+
+    cuts: dict[int, Cut] = field(default_factory=dict)
+    stand_ins: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
+
+
+class ModelOutline:
+    """A model's forward without its weights, which shows what passes between stages.
+
+    A stage runs the model's own forward: modules of earlier stages are stood in for by zeros of the right shapes, its
+    first module is given what was received, and the next stage's first module ends it. Where a later stage uses what a
+    module of an earlier one returned, or what the model computed from that outside of its modules, it is handed over
+    too, and takes the place of the zeros. That is right if nothing else that was computed from parameters crosses over,
+    which is what is checked here, by following every operation.
+
+    Args:
+        module: The module that is split, with whole parameters.
+        layout: Its stages.
+        device: Where it runs.
+    """
+
+    def __init__(self, module: nn.Module, layout: StageLayout, device: torch.device) -> None:
+        self._layout = layout
+        self._device = device
+        self._name = type(module).__name__
+        # What is missing has no shape either, so that a model may hold plain tensors besides its parameters.
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._owner_of: dict[int, tuple[int, str]] = {}
+        self._skeleton = self._copy(module)
+        self._modules = dict(self._skeleton.named_modules(remove_duplicate=False))
+
+    def _copy(self, module: nn.Module) -> nn.Module:
+        """The same modules around parameters and buffers without values."""
+        memo: dict[int, Any] = {}
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        with self._fake, torch.no_grad():
+            for name, tensor in [*parameters.items(), *module.named_buffers(remove_duplicate=False)]:
+                if id(tensor) not in memo:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+                    memo[id(tensor)] = nn.Parameter(fake, requires_grad=False) if name in parameters else fake
+                if name in parameters:
+                    self._owner_of[id(memo[id(tensor)])] = (self._layout.owners[name], name)
+        try:
+            return copy.deepcopy(module, memo)
+        except Exception as error:
+            raise ConfigurationError(
+                f"{self._name} cannot be copied, which is how its stages are found: {type(error).__name__}: {error}. "
+                "Keep what cannot be copied out of the module that is split.",
+                code="DT-058",
+            ) from error
+
+    def route(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Route:
+        """Run the forward on shapes alone.
+
+        Args:
+            args: Positional arguments of the module's call; of tensors only shapes and dtypes count.
+            kwargs: Its other arguments.
+            training: Whether the module trains.
+
+        Raises:
+            ConfigurationError: The model cannot be split there; the message names where and why.
+        """
+        self._skeleton.train(training)
+        trace = _Trace(self._name, self._layout, self._owner_of)
+        with torch.inference_mode(False), torch.no_grad(), self._fake:
+            fake_args, fake_kwargs = pytree.tree_map_only(Tensor, self._without_values, (tuple(args), kwargs))
+            removals = self._watch(trace)
+            try:
+                with trace:
+                    output = self._skeleton(*fake_args, **fake_kwargs)
+                trace.finish(output)
+            except ConfigurationError:
+                raise
+            except Exception as error:
+                raise ConfigurationError(
+                    f"The forward of {self._name} cannot be run on shapes alone, which is how its stages are found: "
+                    f"{type(error).__name__}: {str(error)[:400]} It must not depend on the values in its tensors.",
+                    code="DT-058",
+                ) from error
+            finally:
+                for remove in removals:
+                    remove()
+        return trace.route
+
+    def _without_values(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    def _watch(self, trace: _Trace) -> list[Callable[[], None]]:
+        """Let the trace see calls of the modules that stages begin with or that a stage may stand in for."""
+        removals: list[Callable[[], None]] = []
+        for stage, name in enumerate(self._layout.splits, start=1):
+            module = self._modules[name]
+            handle = module.register_forward_pre_hook(trace.entry_hook(stage, name), prepend=True, with_kwargs=True)
+            removals.append(handle.remove)
+        for name in self._layout.modules:
+            begin, end = trace.call_hooks(name)
+            module = self._modules[name]
+            removals.append(module.register_forward_pre_hook(begin).remove)
+            removals.append(module.register_forward_hook(end).remove)
+        return removals
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where a value comes from.
+
+    Attributes:
+        stage: Where it was computed.
+        returned: What modules returned that it was computed from outside of them, and from nothing else.
+        lost: Why a later stage cannot compute it from that; empty if it can.
+    """
+
+    stage: int
+    returned: frozenset[Returned] = frozenset()
+    lost: str = ""
+
+
+@dataclass
+class _Entry:
+    """A call of the first module of a stage: its arguments, and which of them come from parameters."""
+
+    places: list[int | None]
+    received: list[Tensor]
+
+
+class _Trace(TorchDispatchMode):
+    """Follows what was computed from which stage's parameters."""
+
+    def __init__(self, name: str, layout: StageLayout, owner_of: dict[int, tuple[int, str]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name, self._layout, self._owner_of = name, layout, owner_of
+        self._stage = 0
+        self._made_in = WeakTensorKeyDictionary()
+        self._drawn = WeakTensorKeyDictionary()  # at random, apart from parameters
+        self._open: list[str] = []
+        self._calls: dict[str, int] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._tensors: dict[Returned, Tensor] = {}
+        self._last_use: dict[Returned, tuple[int, str]] = {}
+        self._in_memory: dict[int, list[Returned]] = {}
+        self._written: set[Returned] = set()
+        self.route = Route(stand_ins={stage: {} for stage in range(layout.count)})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        origins: list[_Origin] = []
+        given = () if func.overloadpacket in _OF_SHAPES_ONLY else pytree.tree_leaves((args, kwargs))
+        for leaf in (leaf for leaf in given if isinstance(leaf, Tensor)):
+            is_drawn = is_drawn or leaf in self._drawn
+            if id(leaf) in self._owner_of:
+                owner, name = self._owner_of[id(leaf)]
+                self._check_parameter(owner, name)
+                origins.append(_Origin(self._stage, lost=f"was computed from {name} outside of its module"))
+            elif leaf in self._made_in:
+                self._use(self._made_in[leaf], f"by {func}")
+                origins.append(self._made_in[leaf])
+        output = func(*args, **kwargs)
+        changed = [args[i] for i, a in enumerate(func._schema.arguments[: len(args)]) if _is_written(a)]
+        results = [leaf for leaf in pytree.tree_leaves((output, changed)) if isinstance(leaf, Tensor)]
+        for leaf in results if changed else ():
+            self._written.update(self._in_memory.get(_memory(leaf), ()))
+        origin = self._joined(origins, is_drawn)
+        for leaf in results if origins else ():
+            self._made_in[leaf] = origin
+        for leaf in results if is_drawn and not origins else ():
+            self._drawn[leaf] = True
+        return output
+
+    def _joined(self, origins: Sequence[_Origin], is_drawn: bool) -> _Origin:
+        lost = next((each.lost for each in origins if each.lost), "was drawn at random" if is_drawn else "")
+        return _Origin(self._stage, frozenset().union(*(each.returned for each in origins)), lost)
+
+    def _check_parameter(self, owner: int, name: str) -> None:
+        if owner != self._stage:
+            raise ConfigurationError(
+                f"{self._name} uses {name} in stage {self._stage}, but it was placed on stage {owner}, by the order in "
+                f"which modules are registered. Register it where it is used, or say pp_place={{{name!r}: "
+                f"{self._stage}}}; a parameter that two stages use cannot be split.",
+                code="DT-059",
+            )
+
+    def _use(self, origin: _Origin, where: str) -> None:
+        """Have what a value of an earlier stage was computed from handed over to this one."""
+        if origin.stage == self._stage:
+            return
+        if origin.lost:
+            self._refuse(origin.stage, self._stage, where, origin.lost)
+        for each in origin.returned:
+            if each not in self._last_use or self._last_use[each][0] < self._stage:
+                self._last_use[each] = self._stage, where
+
+    def _refuse(self, made_in: int, used_in: int, where: str, why: str) -> None:
+        raise ConfigurationError(
+            f"{self._name} uses a value of stage {made_in} in stage {used_in} ({where}) that {why}. A stage hands over "
+            f"arguments of {self._layout.splits[used_in - 1]}, the first module of the next one, and what modules "
+            "return: pass it through the blocks, compute it in a module, or split elsewhere with "
+            f"{self._layout.argument}=[...].",
+            code="DT-059",
+        )
+
+    def entry_hook(self, stage: int, name: str) -> Callable[..., Any]:
+        """A hook for the first module of a stage: notes what it is called with and what of that is handed over."""
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._check_entry(stage, name)
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            numbers: dict[int, int] = {}
+            entry = _Entry([], [])
+            for leaf in leaves:
+                if not (isinstance(leaf, Tensor) and leaf in self._made_in):
+                    entry.places.append(None)
+                    continue
+                self._use(self._made_in[leaf], f"in the call of {name}")
+                if id(leaf) not in numbers:
+                    numbers[id(leaf)] = len(entry.received)
+                    entry.received.append(leaf)
+                entry.places.append(numbers[id(leaf)])
+            if not entry.received:
+                raise ConfigurationError(
+                    f"{name} receives nothing from the stage before it, so none can begin there.", code="DT-059"
+                )
+            self._entries[stage] = entry
+            self._stage = stage
+            fresh = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in entry.received]
+            for tensor in fresh:
+                self._made_in[tensor] = _Origin(stage, lost=f"is an argument of {name}")
+            given = [leaf if place is None else fresh[place] for leaf, place in zip(leaves, entry.places, strict=True)]
+            return pytree.tree_unflatten(given, spec)
+
+        return enter
+
+    def _check_entry(self, stage: int, name: str) -> None:
+        if self._stage != stage - 1:
+            order = list(self._layout.splits)
+            raise ConfigurationError(
+                f"{self._name} must call the first modules of its stages once each and in this order: {order}; "
+                f"{name} was called in stage {self._stage}. Split elsewhere with {self._layout.argument}=[...].",
+                code="DT-059",
+            )
+        if _is_checkpointed():
+            raise ConfigurationError(
+                f"{self._name} calls {name}, the first module of a stage, through torch.utils.checkpoint, which "
+                "would run it again on other values. Checkpoint inside the block, or let the strategy do it.",
+                code="DT-059",
+            )
+
+    def call_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Hooks around a module with parameters of one stage: what it returns is what later stages put in its place."""
+        owner = self._layout.modules[name]
+
+        def begin(module: nn.Module, args: Any) -> None:
+            self._open.append(name)
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            self._open.pop()
+            number = self._calls[name] = self._calls.get(name, -1) + 1
+            shapes = pytree.tree_map_only(Tensor, _shape, output)
+            for stage in range(owner + 1, self._layout.count):
+                if not any(self._layout.modules[outer] != stage for outer in self._open):
+                    self.route.stand_ins[stage].setdefault(name, []).append(shapes)
+            if not self._open:
+                self._record_returned(name, number, owner, output)
+
+        return begin, end
+
+    def _record_returned(self, name: str, number: int, owner: int, output: Any) -> None:
+        """Record that later stages can be handed what a module has returned."""
+        stood_in_for = self.route.stand_ins.get(owner + 1, {}).get(name, [])
+        lost = "" if number == len(stood_in_for) - 1 else f"{name} returned, which other modules call too"
+        for index, leaf in enumerate(pytree.tree_leaves(output)):
+            if isinstance(leaf, Tensor):
+                returned = Returned(name, number, index)
+                self._tensors[returned] = leaf
+                self._made_in[leaf] = _Origin(owner, frozenset([returned]), lost)
+                self._in_memory.setdefault(_memory(leaf), []).append(returned)
+
+    def finish(self, output: Any) -> None:
+        """Check that all stages were reached, and find what each hands over."""
+        if self._stage != self._layout.count - 1:
+            raise ConfigurationError(
+                f"{self._name} never called {self._layout.splits[self._stage]}, which a stage begins with. "
+                f"Split elsewhere with {self._layout.argument}=[...].",
+                code="DT-059",
+            )
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf in self._made_in:
+                self._use(self._made_in[leaf], "in what it returns")
+        for each, (stage, where) in self._last_use.items():
+            if each in self._written:
+                self._refuse(self._owner(each), stage, where, "was changed in place after a module had returned it")
+        for stage, entry in self._entries.items():
+            self.route.cuts[stage] = self._cut(stage, entry)
+
+    def _owner(self, returned: Returned) -> int:
+        return self._layout.modules[returned.module]
+
+    def _cut(self, stage: int, entry: _Entry) -> Cut:
+        """What is handed to a stage: each tensor once, also where it is an argument besides."""
+        passing = [each for each, (last, _) in self._last_use.items() if self._owner(each) < stage <= last]
+        returned: list[Returned | None] = []
+        shapes: list[TensorShape] = []
+        for tensor in entry.received:
+            same = [each for each in passing if self._tensors[each] is tensor]
+            returned.append(same[0] if same else None)
+            shapes.append(_shape(tensor))
+        besides = [each for each in passing if each not in returned]
+        tensors = (*shapes, *(_shape(self._tensors[each]) for each in besides))
+        return Cut(len(entry.places), tuple(entry.places), tensors, (*returned, *besides))
+
+
+# What these return does not depend on the values that they are given.
+_OF_SHAPES_ONLY = {
+    *(getattr(torch.ops.aten, f"{name}_like") for name in ("empty", "zeros", "ones", "full", "rand", "randn")),
+    *(getattr(torch.ops.aten, f"new_{name}") for name in ("empty", "zeros", "ones", "full")),
+}
+
+
+def _shape(tensor: Tensor) -> TensorShape:
+    return TensorShape(tuple(tensor.shape), tensor.dtype)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _is_checkpointed() -> bool:
+    """Whether a function is being run by `torch.utils.checkpoint`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == checkpointing.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def signature_of(args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Any:
+    """What a route depends on: shapes and dtypes of tensors, and values of everything else."""
+    leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
+    known = tuple(_outline(leaf) for leaf in leaves)
+    autocast = tuple(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return spec, known, training, autocast
+
+
+def _outline(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return TensorShape(tuple(leaf.shape), leaf.dtype)
+    try:
+        hash(leaf)
+    except TypeError:
+        return id(leaf)
+    return leaf
+
+
+__all__ = ["Cut", "ModelOutline", "Returned", "Route", "TensorShape", "is_within", "signature_of"]

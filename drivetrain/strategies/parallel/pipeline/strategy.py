@@ -7,33 +7,335 @@ step on all stages but the last, which continues with what came out of the pipel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.seeds import isolated_random_state, own_generator, sample_seed, seed_all_generators
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import MicroBatch, Output, Strategy, View
+from drivetrain.strategies.base import MicroBatch, Output, StateDict, Strategy, Topology, View
 from drivetrain.strategies.fsdp import sharding
-from drivetrain.strategies.fsdp.parameters import ReplacedParameters, slots_of
-from drivetrain.strategies.fsdp.strategy import largest_anywhere
-from drivetrain.strategies.parallel.layers import Layers
+from drivetrain.strategies.fsdp.sharded_state import ShardedState
+from drivetrain.strategies.fsdp.sharding import ReplacedParameters, slots_of
+from drivetrain.strategies.fsdp.strategy import (
+    ShardedGradients,
+    largest_anywhere,
+    scale_by_norm_,
+    total_norm_over_meshes,
+)
 from drivetrain.strategies.parallel.mesh import MeshSizes
-from drivetrain.strategies.parallel.pipeline.calls import ModelCalls
-from drivetrain.strategies.parallel.pipeline.evaluation import StagedEvaluation
-from drivetrain.strategies.parallel.pipeline.gradients import StagedGradients
-from drivetrain.strategies.parallel.pipeline.options import PipelineGroup, PipelineOptions
-from drivetrain.strategies.parallel.pipeline.split_model import SplitModel
-from drivetrain.strategies.parallel.pipeline.stage_state import StagedState
-from drivetrain.strategies.parallel.pipeline.window import TrainingWindow
+from drivetrain.strategies.parallel.pipeline.schedule import PipelineGroup, PipelineOptions, ScheduledStage, Scheduler
+from drivetrain.strategies.parallel.pipeline.split import Route
+from drivetrain.strategies.parallel.pipeline.split_model import Caught, ModelCalls, SplitModel
+from drivetrain.strategies.parallel.pipeline.stage import Call
+from drivetrain.strategies.parallel.tensor import Layers
 from drivetrain.strategies.parallel.whole_model import move_real_tensors, placed_before, remember_placed
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.step_module import StepModule
-from drivetrain.strategies.topology import Topology
+
+# Forward and backward over the micro-batches of a step, interleaved over stages
+
+
+class TrainingWindow:
+    """Runs the steps of a task in two halves: up to the call of the model, and from its output to the loss.
+
+    Args:
+        calls: What calls of the model do.
+        place: This process among those of the pipeline.
+        topology: This process's place.
+    """
+
+    def __init__(self, calls: ModelCalls, place: PipelineGroup, topology: Topology) -> None:
+        self._calls, self._place, self._topology = calls, place, topology
+        self._precision = calls.split.precision
+        stages = [
+            ScheduledStage(module, module.stage, place.stages.count, topology.device, place.group)
+            for module in calls.split.modules
+        ]
+        self._scheduler = Scheduler(place.stages.kind, stages)
+        self._generator = own_generator("pipeline")
+        self._loss: Tensor | None = None
+
+    def run(self, step_fn: Callable[..., Output], microbatches: Sequence[MicroBatch]) -> list[Output | None]:
+        """Run forward and backward over the micro-batches of one optimizer step.
+
+        Args:
+            step_fn: Runs the task's step on one micro-batch, and with `probe=True` lets nothing of it count.
+            microbatches: The window of one step.
+
+        Returns:
+            What `step_fn` returned for each on the process with the last stage, None elsewhere.
+        """
+        # Only the last stage scales losses, but all must hold the same scale, and change it at the same time.
+        self._precision.scale(torch.zeros((), device=self._topology.device))
+        seeds = self._seeds(len(microbatches))
+        calls = [self._probe(step_fn, microbatch, seed) for microbatch, seed in zip(microbatches, seeds, strict=True)]
+        outputs: list[Output | None] = [None] * len(microbatches)
+
+        def finishing(index: int) -> Callable[[Any], Tensor]:
+            def finish(output: Any) -> Tensor:
+                with self._seeded(seeds[index]):
+                    outputs[index], loss = self._compute_loss(step_fn, microbatches[index], output)
+                return loss
+
+            return finish
+
+        for index, call in enumerate(calls):
+            call.finish = finishing(index)
+        arguments = [{"inputs": (call.args, call.kwargs), "call": call} for call in calls]
+        self._scheduler.run([call.route for call in calls], arguments)
+        return outputs
+
+    def _probe(self, step_fn: Callable[..., Any], microbatch: Any, seed: int) -> Call:
+        """Find out what the task's step calls the model with."""
+        found: list[Call] = []
+
+        def catch(*args: Any, **kwargs: Any) -> Any:
+            found.append(self._calls.routed(args, kwargs))
+            raise Caught
+
+        with self._calls.answered(catch), self._seeded(seed):
+            try:
+                step_fn(microbatch, probe=True)
+            except Caught:
+                return found[0]
+        raise ConfigurationError(
+            f"training_step never called {self._calls.name}, the module that is spread over stages. Name "
+            "the one that it calls with pp_module=.",
+            code="DT-053",
+        )
+
+    def _compute_loss(self, step_fn: Callable[..., Output], microbatch: Any, output: Any) -> tuple[Output, Tensor]:
+        """Run the task's step with what came out of the pipeline; return its result and the loss to go back from."""
+        self._loss = None
+        with self._calls.answered(lambda *args, **kwargs: output):
+            result = step_fn(microbatch)
+            called = self._calls.was_called
+        loss, self._loss = self._loss, None
+        if not called:
+            raise ConfigurationError(
+                f"training_step did not call {self._calls.name} the second time it ran.", code="DT-053"
+            )
+        if loss is None and result is not None:
+            raise ConfigurationError(
+                "training_step returned a loss, but its backward was not left to the strategy: a task cannot override "
+                "backward() in a pipeline.",
+                code="DT-051",
+            )
+        # A batch that is left out goes back through all stages as any other, with gradients of zero.
+        return result, torch.zeros((), device=self._topology.device, requires_grad=True) if loss is None else loss
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Keep a loss for the schedule, which goes back from it when it is its turn."""
+        if kwargs:
+            raise ConfigurationError(
+                f"A pipeline runs backward itself and takes no {', '.join(kwargs)}.", code="DT-006"
+            )
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise RuntimeError(f"cannot go back from a tensor of shape {tuple(loss.shape)}: {loss}")
+        self._loss = loss
+
+    def _seeds(self, count: int) -> list[int]:
+        """Seeds of the micro-batches, the same on all stages: what a step draws before the model must agree.
+
+        They come from a generator of the pipeline's own, so that the order of the data is that of one process.
+        """
+        drawn = torch.randint(2**62, (1,), generator=self._generator).to(self._topology.device)
+        dist.broadcast(drawn, group=self._place.group, group_src=0)
+        return [sample_seed(int(drawn), 0, index) for index in range(count)]
+
+    @contextmanager
+    def _seeded(self, seed: int) -> Iterator[None]:
+        kind = self._topology.kind
+        with isolated_random_state(devices=kind.name != "cpu"):
+            seed_all_generators(seed)
+            if kind.name != "cpu":
+                kind.manual_seed_all(seed % 2**32)
+            yield
+
+
+# The gradients of a model that is spread over stages
+
+
+class StagedGradients(ShardedGradients):
+    """Gradients whose norm is that over all stages.
+
+    Args:
+        rank: This process's rank, for errors.
+        group: The processes of the pipeline.
+        device: Where tensors are exchanged.
+    """
+
+    def __init__(self, rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(rank)
+        self._group, self._device = group, device
+        self._held: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    def finish(self, optimizers: Sequence[Optimizer]) -> None:
+        """Leave gradients as they are: processes of other stages have other parameters.
+
+        Raises:
+            ConfigurationError: An optimizer has more parameters than at its first step.
+        """
+        for optimizer in optimizers:
+            count = sum(len(group["params"]) for group in optimizer.param_groups)
+            if count > self._held.setdefault(optimizer, count):
+                _refuse_added()
+
+    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse: what the stages send each other is settled when the model is split."""
+        _refuse_added()
+
+    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients down to a total norm of at most `max_norm`, over all shards and stages."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        total = self._over_stages(total_norm_over_meshes(gradients, norm_type), norm_type)
+        with torch.no_grad():
+            scale_by_norm_(gradients, total, max_norm)
+        return total
+
+    def _over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
+        """The norm of the gradients of all stages together, from that of this process's."""
+        # In one dtype on all, also on a process without any gradients, which has none to take it from.
+        power = norm.detach().to(self._device, torch.float64)
+        if norm_type == float("inf"):
+            dist.all_reduce(power, op=dist.ReduceOp.MAX, group=self._group)
+            return power
+        power = power**norm_type
+        dist.all_reduce(power, group=self._group)
+        return power ** (1.0 / norm_type)
+
+
+def _refuse_added() -> NoReturn:
+    raise ConfigurationError(
+        "A pipeline settles which parameters it trains when the model is split, so none can be added later. Train "
+        'all from the start, or use strategy="fsdp".',
+        code="DT-049",
+    )
+
+
+# The state of a model that is spread over stages, under the names of the whole
+
+
+class StagedState(ShardedState):
+    """The state of all stages.
+
+    Args:
+        topology: This process's place.
+        unwrap: Returns the user's own module inside what `prepare` returned.
+        find: Returns the model that is split.
+    """
+
+    def __init__(
+        self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module], find: Callable[[], SplitModel]
+    ) -> None:
+        super().__init__(topology, unwrap)
+        self._find = find
+
+    def model(self, model: nn.Module) -> StateDict:
+        """Parts of the parameters under canonical names, those that a peer holds on the meta device."""
+        self.reshard(model)
+        return self._find().holdings.model_state()
+
+    def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
+        """An optimizer's state over all stages, its tensors sharded as the parameters are."""
+        return self._find().holdings.optimizer_state(optimizer, super().optimizer(model, optimizer))
+
+    def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
+        """Take this process's parts of what `model` returned under any strategy."""
+        return super().load_model(model, self._find().holdings.own_model_state(state), strict)
+
+    def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
+        """Take this process's parts of what `optimizer` returned under any strategy."""
+        super().load_optimizer(model, optimizer, self._find().holdings.own_optimizer_state(state))
+
+    def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
+        self.reshard(model)
+        return self._find().holdings.full_state_dict()
+
+    def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
+        """As everywhere; what stands for a parameter of another stage is trained where that one is."""
+        elements, trained = super().describe(parameter)
+        return elements, trained or self._find().holdings.is_trained_by_peer(parameter)
+
+    def reshard(self, model: nn.Module) -> None:
+        """Free whatever is gathered at the moment in this process's stages."""
+        split = self._find()
+        for module in split.modules:
+            super().reshard(module)
+        split.put_back()
+
+
+# Steps of an evaluation, whose call of the model goes through all stages
+
+
+class StagedEvaluation(nn.Module):
+    """Called as `module(step, batch, ...)` like `StepModule`; only the last stage's process returns something.
+
+    Args:
+        calls: What calls of the model do.
+        place: This process among those of the pipeline.
+        topology: This process's place.
+    """
+
+    def __init__(self, calls: ModelCalls, place: PipelineGroup, topology: Topology) -> None:
+        super().__init__()
+        self._calls, self._place, self._topology = calls, place, topology
+
+    def forward(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Run a step, forward only."""
+        with self._calls.answered(self._through_stages):
+            try:
+                result = step(*args) if self._topology.computes_loss else step(*args, probe=True)
+            except Caught:
+                return None
+            called = self._calls.was_called
+        if not called:
+            raise ConfigurationError(
+                f"The step never called {self._calls.name}, the module that is spread over stages.", code="DT-053"
+            )
+        return result
+
+    def _through_stages(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._calls.routed(args, kwargs)
+        place = self._place
+        handed_over: tuple[Tensor, ...] = ()
+        sends: list[Any] = []
+        output: Any = None
+        for module in self._calls.split.modules:
+            stage = module.stage
+            if stage and not place.holds(stage - 1):
+                handed_over = self._receive(call.route, stage)
+            output = module(*handed_over, inputs=(args, kwargs), call=call)
+            if not module.is_last:
+                handed_over = output
+                if not place.holds(stage + 1):
+                    to = place.stages.rank_of(stage + 1)
+                    sends += [dist.isend(t.detach(), group=place.group, group_dst=to) for t in handed_over]
+        for send in sends:
+            send.wait()
+        if self._topology.computes_loss:
+            return output
+        raise Caught
+
+    def _receive(self, route: Route, stage: int) -> tuple[Tensor, ...]:
+        source = self._place.stages.rank_of(stage - 1)
+        received = tuple(
+            torch.empty(tensor.shape, dtype=tensor.dtype, device=self._topology.device)
+            for tensor in route.cuts[stage].tensors
+        )
+        for tensor in received:
+            dist.recv(tensor, group=self._place.group, group_src=source)
+        return received
 
 
 class StagePlacer(Protocol):

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.runtime.logging import get_logger
-from drivetrain.strategies.precision.fp8.layers import CONVERTED
+from drivetrain.strategies.precision.fp8.base import CONVERTED
 
 logger = get_logger(__name__)
 

@@ -12,10 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime.devices import DeviceKind
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.logging import get_logger
-from drivetrain.strategies.precision.fp8.base import FP8Backend, check_choice
-from drivetrain.strategies.precision.fp8.layers import LayerFilter, choose_layers, listed
+from drivetrain.strategies.precision.fp8.base import FP8Backend, LayerFilter, check_choice, choose_layers, listed
 from drivetrain.strategies.precision.fp8.msamp import MSAMP
 from drivetrain.strategies.precision.fp8.te import TransformerEngine
 from drivetrain.strategies.precision.fp8.torchao import TorchAO
@@ -99,8 +98,6 @@ class FP8(MixedPrecision):
         Raises:
             ConfigurationError: A key is unknown, or its value cannot be.
         """
-        from drivetrain.strategies.precision.fp8.accelerate_config import arguments_from
-
         return cls(**arguments_from(config))
 
     def setup(self, kind: DeviceKind) -> None:
@@ -219,3 +216,144 @@ def _bare(model: nn.Module) -> nn.Module:
 def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     with outer, inner:
         yield
+
+
+# Accelerate's `fp8_config`, in both spellings of its keys, in the words of `FP8`
+
+
+# The questionnaire writes the longer names, the launcher's flags and the handlers have the shorter ones.
+_QUESTIONNAIRE_SPELLINGS = {
+    "amax_history_length": "amax_history_len",
+    "amax_compute_algorithm": "amax_compute_algo",
+    "optimization_level": "opt_level",
+}
+_BACKENDS = {"ao": "torchao", "torchao": "torchao", "te": "te", "msamp": "msamp"}
+_KEYS: dict[str, tuple[str, ...]] = {
+    "torchao": ("enable_fsdp_float8_all_gather", "pad_inner_dim"),
+    "te": (
+        "use_autocast_during_eval",
+        "margin",
+        "interval",
+        "format",
+        "amax_history_len",
+        "amax_compute_algo",
+        "override_linear_precision",
+        "use_mxfp8_block_scaling",
+    ),
+    "msamp": ("opt_level",),
+}
+_KNOWN = {"backend", *(key for keys in _KEYS.values() for key in keys)}
+
+
+def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `FP8` for an `fp8_config`.
+
+    What the config leaves out is as in Accelerate, so a run that moves over computes the same layers.
+
+    Args:
+        config: Its keys, with or without their `fp8_`.
+
+    Raises:
+        ConfigurationError: A key is unknown, belongs to another backend, or its value cannot be.
+    """
+    given: dict[str, Any] = {}
+    for key, value in config.items():
+        short = str(key).removeprefix("fp8_")
+        name = _QUESTIONNAIRE_SPELLINGS.get(short, short)
+        if name not in _KNOWN:
+            allowed = sorted({*_KNOWN, *_QUESTIONNAIRE_SPELLINGS})
+            raise ConfigurationError(
+                f"Unknown key {key!r} in fp8_config. Allowed: {', '.join(allowed)} (with or without their fp8_)."
+                f"{nearest(short, allowed)}",
+                code="DT-006",
+            )
+        if value is None:
+            continue
+        if name in given and given[name] != value:
+            raise ConfigurationError(
+                f"fp8_config gives {name} twice, in both spellings: {given[name]!r} and {value!r}.", code="DT-004"
+            )
+        given[name] = value
+    backend = _backend(given.pop("backend", None), given)
+    strange = sorted(set(given) - set(_KEYS[backend]))
+    if strange:
+        raise ConfigurationError(
+            f"fp8_config has {', '.join(strange)}, but its backend is {backend!r}, which takes: "
+            f"{', '.join(_KEYS[backend])}.",
+            code="DT-006",
+        )
+    return {"torchao": _torchao, "te": _te, "msamp": _msamp}[backend](given)
+
+
+def _backend(named: Any, given: Mapping[str, Any]) -> str:
+    """The backend by its name, else the one that the keys belong to."""
+    if named is not None and str(named).upper() != "NO":
+        return _BACKENDS[check_choice("fp8_config's backend", named, tuple(_BACKENDS))]
+    return next((backend for backend, keys in _KEYS.items() if any(key in keys for key in given)), "torchao")
+
+
+def _torchao(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "backend": "torchao",
+        "pad_inner_dim": _boolean("pad_inner_dim", given.get("pad_inner_dim", True)),
+        "float8_all_gather": _boolean(
+            "enable_fsdp_float8_all_gather", given.get("enable_fsdp_float8_all_gather", True)
+        ),
+    }
+
+
+def _te(given: Mapping[str, Any]) -> dict[str, Any]:
+    if _number("interval", given.get("interval", 1)) != 1:
+        logger.warning_once(f"fp8_interval={given['interval']} changes nothing: scales are computed in every step.")
+    _refuse_overrides(given.get("override_linear_precision", False))
+    arguments: dict[str, Any] = {
+        "backend": "te",
+        "keep_first_and_last": False,
+        "format": str(given.get("format", "HYBRID")).upper(),
+        "use_autocast_during_eval": _boolean("use_autocast_during_eval", given.get("use_autocast_during_eval", False)),
+    }
+    history = {key: given[key] for key in ("amax_history_len", "amax_compute_algo") if key in given}
+    if _boolean("use_mxfp8_block_scaling", given.get("use_mxfp8_block_scaling", False)):
+        if history:
+            raise ConfigurationError(
+                f"{', '.join(history)} have no meaning with use_mxfp8_block_scaling=true, which keeps no history. "
+                "Leave them out.",
+                code="DT-004",
+            )
+        return {**arguments, "recipe": "mxfp8"}
+    return {
+        **arguments,
+        "recipe": "delayed",
+        "margin": _number("margin", given.get("margin", 0)),
+        "amax_history_len": _number("amax_history_len", history.get("amax_history_len", 1024)),
+        "amax_compute_algo": str(history.get("amax_compute_algo", "most_recent")).lower(),
+    }
+
+
+def _msamp(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"backend": "msamp", "recipe": str(given.get("opt_level", "O2")), "keep_first_and_last": False}
+
+
+def _refuse_overrides(value: Any) -> None:
+    flags = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    if any(_boolean("override_linear_precision", flag) for flag in flags):
+        raise ConfigurationError(
+            f"override_linear_precision={value!r}: TransformerEngine 2 computes all three products of a layer in 8-bit "
+            "floats. Leave it out, or use FP8(backend='torchao', recipe='rowwise_gw_hp'), which keeps the gradient of "
+            "the weight in high precision.",
+            code="DT-008",
+        )
+
+
+def _number(key: str, value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"fp8_{key}={value!r}: give a whole number.", code="DT-003") from None
+
+
+def _boolean(key: str, value: Any) -> bool:
+    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if str(value).strip().lower() not in known:
+        raise ConfigurationError(f"fp8_{key}={value!r}: give true or false.", code="DT-001")
+    return known[str(value).strip().lower()]

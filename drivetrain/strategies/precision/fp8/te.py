@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
-from drivetrain.strategies.precision.fp8.base import FP8Backend, check_choice
-from drivetrain.strategies.precision.fp8.layers import CONVERTED, replace_layers
+from drivetrain.strategies.precision.fp8.base import CONVERTED, FP8Backend, check_choice, replace_layers
 
 _FORMATS = ("HYBRID", "E4M3")
 _ALGORITHMS = ("max", "most_recent")

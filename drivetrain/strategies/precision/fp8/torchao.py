@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.strategies.precision.fp8.base import FP8Backend, check_choice
-from drivetrain.strategies.precision.fp8.layers import replace_layers
+from drivetrain.strategies.precision.fp8.base import FP8Backend, check_choice, replace_layers
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from drivetrain.callbacks.support.flops import CHIPS, measure_flops
+from drivetrain.callbacks.throughput_monitor import CHIPS, measure_flops
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.runtime.errors import ConfigurationError
 

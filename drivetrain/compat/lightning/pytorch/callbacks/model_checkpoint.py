@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks import ModelCheckpoint as CoreModelCheckpoint
-from drivetrain.callbacks.support.agreement import decide_on_main_process
+from drivetrain.callbacks.step_schedule import decide_on_main_process
 from drivetrain.checkpoint.lightning_keys import key_there
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.pytorch.callbacks.checkpoint import Checkpoint

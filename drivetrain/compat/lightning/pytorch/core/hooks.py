@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from drivetrain.trainer.data_hooks import DataHooks
-from drivetrain.trainer.task_hooks import TaskHooks as CheckpointHooks
-from drivetrain.trainer.task_hooks import TaskHooks as ModelHooks
+from drivetrain.trainer.data_module import DataHooks
+from drivetrain.trainer.task import TaskHooks as CheckpointHooks
+from drivetrain.trainer.task import TaskHooks as ModelHooks
 
 __all__ = ["CheckpointHooks", "DataHooks", "ModelHooks"]

@@ -15,8 +15,8 @@ from drivetrain.compat.lightning.pytorch.loggers.experiment_writer import Experi
 from drivetrain.compat.lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from drivetrain.trackers.base import COMPLETED
 from drivetrain.trackers.directory import DirectoryTracker
+from drivetrain.trainer.export import Exporting
 from drivetrain.trainer.task import Task
-from drivetrain.trainer.task_files import Exporting
 
 
 class EndsByStatus:

@@ -11,7 +11,7 @@ from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_dep
 from drivetrain.compat.lightning.options import refuse_machinery
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.strategies import DDP
-from drivetrain.strategies.spawned import Spawned
+from drivetrain.strategies.registry import Spawned
 
 __all__ = ["DDPStrategy"]
 

@@ -105,13 +105,13 @@ class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
     @property
     def sharding_strategy(self) -> Any:
         """Torch's name of what is sharded."""
-        from drivetrain.strategies.fsdp.torch_options import ShardingStrategy
+        from drivetrain.strategies.fsdp.model_sharding import ShardingStrategy
 
         return ShardingStrategy[self._sharding]
 
     @property
     def cpu_offload(self) -> Any:
         """Torch's options of what stays on the CPU."""
-        from drivetrain.strategies.fsdp.torch_options import CPUOffload
+        from drivetrain.strategies.fsdp.model_sharding import CPUOffload
 
         return CPUOffload(offload_params=self.options.cpu_offload)

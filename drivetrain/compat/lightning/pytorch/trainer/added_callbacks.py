@@ -9,7 +9,7 @@ from typing import Any
 from drivetrain.callbacks import Callback, ModelSummary, RichModelSummary
 from drivetrain.callbacks import ModelCheckpoint as CoreModelCheckpoint
 from drivetrain.callbacks import TQDMProgressBar as CoreProgressBar
-from drivetrain.callbacks.support.rich_package import require_rich
+from drivetrain.callbacks.rich_progress_bar import require_rich
 from drivetrain.compat.lightning.fabric.utilities.registry import made_by_entry_points
 from drivetrain.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
 from drivetrain.compat.lightning.pytorch.callbacks.progress.tqdm_progress import TQDMProgressBar

@@ -8,7 +8,7 @@ from typing import Any
 
 from drivetrain.checkpoint.lightning_loops import loops_of
 from drivetrain.compat.lightning.version import VERSION
-from drivetrain.trainer.state.hook_view import ENTRIES
+from drivetrain.trainer.data_module import ENTRIES
 
 _ALWAYS = {"callbacks", "optimizer_states", "lr_schedulers"}
 _WHERE_FILLED = {

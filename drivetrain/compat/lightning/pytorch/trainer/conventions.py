@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from drivetrain.callbacks.stage import Stage
+from drivetrain.callbacks.base import Stage
 from drivetrain.compat.lightning.pytorch.trainer.checkpoint_view import with_lightnings_names
 from drivetrain.data.combined import is_structure
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer import Task
 from drivetrain.trainer import Trainer as CoreTrainer
-from drivetrain.trainer.state.progress import Phase
+from drivetrain.trainer.loops.progress import Phase
 
 
 class LightningConventions(CoreTrainer):

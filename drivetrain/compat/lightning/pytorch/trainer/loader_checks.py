@@ -6,7 +6,7 @@ import multiprocessing
 
 from torch.utils.data import DataLoader, RandomSampler
 
-from drivetrain.callbacks.stage import Stage
+from drivetrain.callbacks.base import Stage
 from drivetrain.compat.lightning.fabric.utilities import data
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning

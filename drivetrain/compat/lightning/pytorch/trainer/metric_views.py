@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from drivetrain.callbacks.stage import Stage
+from drivetrain.callbacks.base import Stage
 from drivetrain.compat.lightning.pytorch.utilities.parsing import clean_namespace
 from drivetrain.trainer.given_hyper_parameters import CLASS_PATH
 from drivetrain.trainer.hyper_parameters import without_modules
-from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
+from drivetrain.trainer.metrics.logged_values import EpochValue, to_numbers
 from drivetrain.trainer.metrics.tracker_log import TrackerLog
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from drivetrain.callbacks.support.agreement import decide_on_main_process
+from drivetrain.callbacks.step_schedule import decide_on_main_process
 from drivetrain.checkpoint import CheckpointFiles, PendingSave
 from drivetrain.compat.lightning.pytorch.trainer.checkpoint_files import PluginFiles, files_of
 from drivetrain.compat.lightning.pytorch.trainer.conventions import LightningConventions

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from drivetrain.callbacks import EarlyStopping
-from drivetrain.callbacks.stage import Stage
+from drivetrain.callbacks.base import Stage
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning, warn_by_warnings
 from drivetrain.compat.lightning.plugins import Precision, plugin_of, shown_as
@@ -48,9 +48,9 @@ from drivetrain.strategies import started_by_verbs
 from drivetrain.trackers import TrackerGroup
 from drivetrain.trackers.directory import DirectoryTracker
 from drivetrain.trainer import Trainer as CoreTrainer
-from drivetrain.trainer.loops.loader_source import limits_of
-from drivetrain.trainer.metrics.logged_value import to_numbers
-from drivetrain.trainer.state.progress import Phase
+from drivetrain.trainer.loops.batches import limits_of
+from drivetrain.trainer.loops.progress import Phase
+from drivetrain.trainer.metrics.logged_values import to_numbers
 
 __all__ = ["Trainer"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from drivetrain.callbacks.stage import Stage
+from drivetrain.callbacks.base import Stage
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.seed import reset_seed
 from drivetrain.compat.lightning.pytorch.loggers.logger import Logger
@@ -20,7 +20,7 @@ from drivetrain.compat.lightning.signals import SIGTERMException
 from drivetrain.runtime.errors import ArgumentTypeError, LaunchError
 from drivetrain.trackers.directory import DirectoryTracker
 from drivetrain.trainer import Task
-from drivetrain.trainer.compiled_task import uncompiled
+from drivetrain.trainer.compiling import uncompiled
 
 if TYPE_CHECKING:
     from drivetrain.compat.lightning.pytorch.trainer.trainer import Trainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from drivetrain.compat.absent import absent_names
 from drivetrain.compat.lightning.reasons import TUNER
-from drivetrain.trainer.tuning.lr_finder import LRFinder as _LRFinder
+from drivetrain.trainer.tuning.lr_search import LRFinder as _LRFinder
 
 __all__ = ["_LRFinder"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drivetrain.compat.lightning.pytorch.core.module import LightningModule
-from drivetrain.trainer.compiled_task import is_compiled, leave_compiled, uncompiled
+from drivetrain.trainer.compiling import is_compiled, leave_compiled, uncompiled
 
 
 def from_compiled(model: Any) -> LightningModule:

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from drivetrain.callbacks import Callback, RichModelSummary
 from drivetrain.callbacks.rich_progress_bar import RichProgressBar as CoreProgressBar
-from drivetrain.callbacks.rich_progress_bar import RichProgressBarTheme
-from drivetrain.callbacks.support.rich_package import make_console, require_rich
+from drivetrain.callbacks.rich_progress_bar import RichProgressBarTheme, make_console, require_rich
 from drivetrain.compat.instances import StandsFor
 from drivetrain.compat.lightning.pytorch.callbacks.progress.progress_bar import SwitchedBar
 

@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from drivetrain.callbacks.model_summary import table_lines, total_lines
-from drivetrain.callbacks.support.module_table import NOT_APPLICABLE, UNKNOWN_SIZE, ModuleTable
-from drivetrain.callbacks.support.module_table import OTHER as LEFTOVER_PARAMS_NAME
-from drivetrain.callbacks.support.module_table import Layer as LayerSummary
+from drivetrain.callbacks.model_summary import NOT_APPLICABLE, UNKNOWN_SIZE, ModuleTable, table_lines, total_lines
+from drivetrain.callbacks.model_summary import OTHER as LEFTOVER_PARAMS_NAME
+from drivetrain.callbacks.model_summary import Layer as LayerSummary
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.runtime.errors import ConfigurationError
 

@@ -1,0 +1,1049 @@
+"""Accelerate's plugins: its names for the options of strategies that shard a model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from datetime import timedelta
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from drivetrain.accelerator.compilation import Compilation
+from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
+from drivetrain.launch.settings.sources import settings_in_environment
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.logging import get_logger
+from drivetrain.strategies import Strategy
+from drivetrain.strategies.precision import FP8
+from drivetrain.strategies.precision.fp8.base import check_choice
+
+if TYPE_CHECKING:
+    from drivetrain.strategies.fsdp import FSDP
+
+
+logger = get_logger(__name__)
+
+# Names that Accelerate's configuration writes; what is in use here is the same for all.
+_CP_BACKENDS, _SP_BACKENDS = (None, "torch"), (None, "deepspeed")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """Options of the FSDP strategy; see `drivetrain.FSDP`, which `Accelerator(strategy=FSDP(...))` takes directly.
+
+    What means nothing under `fully_shard` is accepted and logged once.
+    """
+
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Callable[..., Any] | str | None = None
+    cpu_offload: Any = None
+    ignored_modules: Iterable[nn.Module] | str | None = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool | None = None
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: list[str] | None = None
+    min_num_params: int | None = None
+
+    def strategy(self) -> FSDP:
+        """The strategy that these options mean.
+
+        Raises:
+            ConfigurationError: An option cannot be.
+        """
+        from drivetrain.strategies.fsdp import FSDP
+        from drivetrain.strategies.fsdp.accelerate_config import options_from
+
+        options = options_from(self._config())
+        if callable(self.auto_wrap_policy):
+            options["wrap"] = _wrap_of(self.auto_wrap_policy)
+        options.update(_dtypes_of(self.mixed_precision_policy))
+        if self.activation_checkpointing_offload:
+            options["activation_offload"] = True
+        return FSDP(**options)
+
+    def _config(self) -> dict[str, Any]:
+        """The same as keys of `fsdp_config`."""
+        for name in ("state_dict_config", "optim_state_dict_config"):
+            if getattr(self, name) is not None:
+                logger.warning_once(f"{name} changes nothing: checkpoints are always written in shards.")
+        if self.param_init_fn is not None:
+            raise ConfigurationError(
+                "param_init_fn is not needed: build the model under accelerator.init_context(), and its modules' "
+                "reset_parameters() make their values; or give FSDP(weights=...) a file to read them from.",
+                code="DT-008",
+            )
+        offload = self.cpu_offload
+        if offload is not None and not isinstance(offload, bool | str):
+            offload = bool(getattr(offload, "offload_params", True))  # torch's CPUOffload, or its CPUOffloadPolicy
+        return {
+            "version": self.fsdp_version,
+            "sharding_strategy": _name_of(self.sharding_strategy),
+            "reshard_after_forward": _name_of(self.reshard_after_forward),
+            "backward_prefetch": _name_of(self.backward_prefetch),
+            "auto_wrap_policy": None if callable(self.auto_wrap_policy) else self.auto_wrap_policy,
+            "transformer_layer_cls_to_wrap": self.transformer_cls_names_to_wrap,
+            "min_num_params": self.min_num_params,
+            "cpu_offload": offload,
+            "ignored_modules": self.ignored_modules,
+            "state_dict_type": _name_of(self.state_dict_type),
+            "limit_all_gathers": self.limit_all_gathers,
+            "use_orig_params": self.use_orig_params,
+            "sync_module_states": self.sync_module_states,
+            "forward_prefetch": self.forward_prefetch,
+            "activation_checkpointing": self.activation_checkpointing,
+            "cpu_ram_efficient_loading": self.cpu_ram_efficient_loading,
+        }
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """Options of the DeepSpeed strategy; see `drivetrain.DeepSpeed`, which `Accelerator(strategy=...)` takes directly.
+
+    Attributes:
+        hf_ds_config: A DeepSpeed configuration, as a dict or a path.
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+
+    def strategy(self) -> Strategy:
+        """The strategy that these options mean."""
+        from drivetrain.strategies.deepspeed import DeepSpeed
+
+        return DeepSpeed(**self.arguments())
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of that strategy."""
+        from drivetrain.strategies.deepspeed.config import arguments_from
+
+        names = {"transformer_moe_cls_names": "deepspeed_moe_layer_cls_names"}
+        leave_out = ("hf_ds_config", "is_train_batch_min")
+        given = {
+            names.get(field.name, field.name): value
+            for field in fields(self)
+            if field.name not in leave_out and (value := getattr(self, field.name)) is not None
+        }
+        arguments = arguments_from(given)
+        if self.hf_ds_config is not None:
+            arguments["config"] = getattr(self.hf_ds_config, "config", self.hf_ds_config)
+        return arguments
+
+
+@dataclass
+class ParallelismConfig:
+    """Sizes of the grid of processes; see `drivetrain.Parallel`, which `Accelerator(strategy=...)` takes directly.
+
+    Attributes:
+        cp_handler: A `TorchContextParallelConfig`: how attention exchanges parts of sequences.
+        tp_plan: Which layers are split how; Accelerate takes it from the model alone, which is `"auto"`.
+
+    Raises:
+        ConfigurationError: It asks for Ulysses' sequence parallelism, which context parallelism takes the place of.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: str | None = None
+    sp_size: int | None = None
+    sp_backend: str | None = None
+    tp_handler: Any = None
+    cp_handler: Any = None
+    sp_handler: Any = None
+    tp_plan: Any = "auto"
+
+    def __post_init__(self) -> None:
+        if (self.sp_size or 1) > 1:
+            raise ConfigurationError(
+                f"sp_size={self.sp_size} asks for DeepSpeed's Ulysses. Split sequences with cp_size={self.sp_size}.",
+                code="DT-008",
+            )
+        if self.cp_backend not in _CP_BACKENDS or self.sp_backend not in _SP_BACKENDS:
+            raise ConfigurationError(
+                f"cp_backend={self.cp_backend!r}, sp_backend={self.sp_backend!r}: context parallelism here is torch's; "
+                "leave both out.",
+                code="DT-008",
+            )
+
+    @property
+    def total_size(self) -> int:
+        """Processes of the grid."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Processes along the dimensions that spread data."""
+        return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Processes that share their data."""
+        return (self.tp_size or 1) * (self.cp_size or 1) * (self.sp_size or 1)
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether parameters are replicated."""
+        return (self.dp_replicate_size or 1) > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether parameters are sharded."""
+        return (self.dp_shard_size or 1) > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are split."""
+        return (self.tp_size or 1) > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are split."""
+        return (self.cp_size or 1) > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether Ulysses splits sequences."""
+        return False
+
+    def strategy(self, **options: Any) -> Strategy:
+        """The strategy that these sizes mean.
+
+        Args:
+            **options: Those of `FSDP`, by which parameters are sharded.
+        """
+        from drivetrain.strategies.parallel import Parallel
+
+        names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size")
+        sizes = {name: size for name in names if (size := getattr(self, name)) is not None}
+        exchange = getattr(self.cp_handler, "cp_comm_strategy", None)
+        if exchange is not None:
+            options["cp_attention"] = _cp_attention(exchange)
+        if (self.tp_size or 1) > 1:
+            options["tp_plan"] = self.tp_plan
+        return Parallel.from_config(sizes, **options)
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """How attention exchanges parts of sequences; `Parallel(cp_attention=...)` in Accelerate's words.
+
+    Attributes:
+        cp_comm_strategy: `"allgather"` or `"alltoall"`.
+    """
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cp_comm_strategy is not None:
+            _cp_attention(self.cp_comm_strategy)
+
+
+def _cp_attention(exchange: str) -> str:
+    known = {"allgather": "gather", "alltoall": "ring"}
+    if exchange not in known:
+        raise ConfigurationError(
+            f"cp_comm_strategy={exchange!r}: allowed are {', '.join(known)}.{nearest(exchange, known)}", code="DT-001"
+        )
+    return known[exchange]
+
+
+def strategy_of_plugins(
+    fsdp: FullyShardedDataParallelPlugin | Mapping[str, Any] | None,
+    deepspeed: DeepSpeedPlugin | Mapping[str, Any] | None,
+    parallelism: ParallelismConfig | None,
+    megatron: MegatronLMPlugin | Mapping[str, Any] | None = None,
+    grid_options: Mapping[str, Any] | None = None,
+) -> Strategy | None:
+    """The strategy that Accelerate's plugins ask for, if any was given.
+
+    Args:
+        fsdp: A plugin, or the keys of an `fsdp_config`.
+        deepspeed: A plugin, or the keys of a `deepspeed_config`.
+        parallelism: The sizes of a grid, over which `fsdp` may set how to shard.
+        megatron: A plugin, or the keys of a `megatron_lm_config`.
+        grid_options: Further arguments of `drivetrain.Parallel` for a grid.
+
+    Raises:
+        ConfigurationError: Two of them contradict each other.
+    """
+    if megatron is not None:
+        if any(other is not None for other in (fsdp, deepspeed, parallelism)):
+            raise ConfigurationError(
+                "megatron_lm_plugin goes with no other plugin, nor with parallelism_config; give one.", code="DT-004"
+            )
+        if isinstance(megatron, Mapping):
+            from drivetrain.strategies.megatron import Megatron
+
+            return Megatron.from_config(megatron)
+        return megatron.strategy()
+    if deepspeed is not None and (fsdp is not None or parallelism is not None):
+        raise ConfigurationError(
+            "deepspeed_plugin goes with neither fsdp_plugin nor parallelism_config; give one.", code="DT-004"
+        )
+    if deepspeed is not None:
+        if isinstance(deepspeed, Mapping):
+            from drivetrain.strategies.deepspeed import DeepSpeed
+
+            return DeepSpeed.from_config(deepspeed)
+        return deepspeed.strategy()
+    if fsdp is None:
+        return None if parallelism is None else parallelism.strategy(**(grid_options or {}))
+    from drivetrain.strategies.fsdp import FSDP
+
+    sharding = FSDP.from_config(fsdp) if isinstance(fsdp, Mapping) else fsdp.strategy()
+    if parallelism is None:
+        return sharding
+    options = sharding.options
+    changed = {one.name: value for one in fields(options) if (value := getattr(options, one.name)) != one.default}
+    changed.pop("replicate_size", None)  # that is dp_replicate_size
+    return parallelism.strategy(**changed, **(grid_options or {}))
+
+
+def _name_of(value: Any) -> Any:
+    """An enumeration's member by its name, as the keys of a YAML spell it."""
+    return getattr(value, "name", value)
+
+
+def _wrap_of(policy: Callable[..., Any]) -> Any:
+    """What torch's policies for its older FSDP mean for `FSDP(wrap=...)`."""
+    known = policy.keywords if isinstance(policy, functools.partial) else {}
+    if "transformer_layer_cls" in known:
+        return list(known["transformer_layer_cls"])
+    if "min_num_params" in known:
+        return int(known["min_num_params"])
+    raise ConfigurationError(
+        f"auto_wrap_policy={policy!r} is a function that only FSDP1 could ask. Give "
+        "transformer_cls_names_to_wrap=[...] or min_num_params=..., or strategy=FSDP(wrap=function of a module).",
+        code="DT-008",
+    )
+
+
+def _dtypes_of(policy: Any) -> dict[str, Any]:
+    if policy is None:
+        return {}
+    if isinstance(policy, str):
+        if policy not in _DTYPES:
+            raise ConfigurationError(
+                f"mixed_precision_policy={policy!r}: allowed are {', '.join(_DTYPES)}.", code="DT-001"
+            )
+        return {"gather_dtype": _DTYPES[policy], "reduce_dtype": _DTYPES[policy]}
+    given = policy if isinstance(policy, Mapping) else vars(policy)
+    return {"gather_dtype": given.get("param_dtype"), "reduce_dtype": given.get("reduce_dtype")}
+
+
+# Accelerate's holders of options for `"fp8"`; `Accelerator(mixed_precision=FP8(...))` takes the same directly
+
+
+class FP8Handler:
+    """Options of `"fp8"` under Accelerate's names."""
+
+    def precision(self) -> FP8:
+        """The precision that these options mean.
+
+        Raises:
+            ConfigurationError: An option cannot be.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class AORecipeKwargs(FP8Handler):
+    """Options of torchao.
+
+    Attributes:
+        config: A `Float8LinearConfig` of torchao's, in place of the others.
+        module_filter_func: Called with a layer and its name: whether it computes in 8-bit floats.
+        pad_inner_dim: Pad the inner dimension of products to a multiple of 16; True if None.
+        enable_fsdp_float8_all_gather: Under FSDP, gather weights in 8-bit floats; True if None.
+    """
+
+    config: Any = None
+    module_filter_func: Callable[[nn.Module, str], bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def precision(self) -> FP8:
+        """The precision that these options mean."""
+        if self.config is not None:
+            # A filter takes the place of Accelerate's own, which keeps the first and the last layer.
+            return FP8(
+                config=self.config,
+                filter=self.module_filter_func,
+                keep_first_and_last=self.module_filter_func is None,
+            )
+        return FP8(
+            pad_inner_dim=self.pad_inner_dim is not False,
+            float8_all_gather=self.enable_fsdp_float8_all_gather is not False,
+            filter=self.module_filter_func,
+            keep_first_and_last=self.module_filter_func is None,
+        )
+
+
+@dataclass
+class TERecipeKwargs(FP8Handler):
+    """Options of TransformerEngine; None is Accelerate's default: HYBRID, a history of 1024, the most recent value."""
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: str | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: str | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = None
+
+    def precision(self) -> FP8:
+        """The precision that these options mean."""
+        given = {field.name: getattr(self, field.name) for field in fields(TERecipeKwargs)}
+        return FP8.from_config({"backend": "te", **given})
+
+
+@dataclass
+class MSAMPRecipeKwargs(FP8Handler):
+    """Options of MS-AMP; `opt_level` is `"O1"` or `"O2"`, the default."""
+
+    opt_level: str | None = None
+
+    def precision(self) -> FP8:
+        """The precision that these options mean."""
+        return FP8.from_config({"backend": "msamp", "opt_level": self.opt_level})
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs):
+    """Accelerate's older holder for both; `backend` is `"te"`, the default, or `"msamp"`."""
+
+    opt_level: str | None = None
+    backend: str | None = None
+
+    def precision(self) -> FP8:
+        """The precision that these options mean."""
+        if check_choice("FP8RecipeKwargs(backend)", self.backend or "te", ("te", "msamp")) == "msamp":
+            return MSAMPRecipeKwargs(self.opt_level).precision()
+        return super().precision()
+
+
+# Small option holders under Accelerate's names, for scripts that move over
+
+
+Handler = TypeVar("Handler")
+
+
+class DDPCommunicationHookType(str, Enum):
+    """What DDP sends in place of the gradients, in Accelerate's words."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+@dataclass
+class DistributedDataParallelKwargs:
+    """Options of the DDP strategy; see `drivetrain.DDP`, which `Accelerator(strategy=DDP(...))` takes directly.
+
+    Attributes:
+        dim: Accepted; batches are never scattered here.
+        check_reduction: Accepted; reductions are always checked.
+        comm_hook: A member of `DDPCommunicationHookType`, or its value.
+        comm_wrapper: `"fp16"` or `"bf16"`: what `comm_hook` sends is compressed further.
+        comm_state_option: Arguments of the PowerSGD state.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: float = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType | str | None = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType | str | None = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def strategy_options(self) -> dict[str, Any]:
+        """The same as arguments of `drivetrain.DDP`."""
+        return {
+            "broadcast_buffers": self.broadcast_buffers,
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "find_unused_parameters": self.find_unused_parameters,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "static_graph": self.static_graph,
+            "comm_hook": _hook_named(self.comm_hook),
+            "comm_wrapper": _hook_named(self.comm_wrapper),
+            "comm_hook_options": self.comm_state_option,
+        }
+
+
+def _hook_named(given: DDPCommunicationHookType | str | None) -> str | None:
+    """Accelerate's word for a hook in ours."""
+    name = given.value if isinstance(given, Enum) else given
+    return {None: None, "no": None, "power_sgd": "powersgd", "batched_power_sgd": "batched_powersgd"}.get(name, name)
+
+
+@dataclass
+class GradScalerKwargs:
+    """Options of the loss scale under `"fp16"`."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class InitProcessGroupKwargs:
+    """Options of the process group.
+
+    Attributes:
+        backend: Overrides the device's own backend.
+        init_method: Accepted as None or `"env://"`: the processes meet where the launcher makes them meet.
+        timeout: How long a collective may wait for a peer.
+
+    Raises:
+        ConfigurationError: Another `init_method` is given.
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.init_method not in (None, "env://"):
+            raise ConfigurationError(
+                f"init_method={self.init_method!r}: the processes meet where the launcher says (MASTER_ADDR and "
+                "MASTER_PORT). Leave it out, or call torch.distributed.init_process_group before anything of this.",
+                code="DT-008",
+            )
+
+
+@dataclass
+class AutocastKwargs:
+    """Options of autocast under the mixed precisions."""
+
+    enabled: bool = True
+    cache_enabled: bool = True
+
+
+@dataclass
+class ProfileKwargs:
+    """Options of `Accelerator.profile`, those of `torch.profiler.profile`.
+
+    Attributes:
+        activities: Names of what is recorded, such as `["cpu", "cuda"]`; what the machine has if None.
+        schedule_option: Arguments of `torch.profiler.schedule`; the loop then calls the profiler's `step`.
+        on_trace_ready: Called with the profiler whenever a cycle of the schedule has ended.
+        record_shapes: Record the shapes of inputs.
+        profile_memory: Record what is allocated.
+        with_stack: Record source lines.
+        with_flops: Estimate floating-point operations.
+        with_modules: Record the modules that operators are called in.
+        output_trace_dir: Where each process writes its trace for Chrome.
+    """
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def build(self) -> torch.profiler.profile:
+        """The profiler.
+
+        Raises:
+            ConfigurationError: An activity is not known.
+        """
+        known = {name.lower(): member for name, member in torch.profiler.ProfilerActivity.__members__.items()}
+        unknown = [name for name in self.activities or [] if name not in known]
+        if unknown:
+            raise ConfigurationError(f"Unknown activities {unknown}. Allowed: {', '.join(known)}.", code="DT-001")
+        return torch.profiler.profile(
+            activities=None if self.activities is None else [known[name] for name in self.activities],
+            schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
+
+@dataclass
+class GradientAccumulationPlugin:
+    """How gradients are accumulated.
+
+    Attributes:
+        num_steps: Micro-batches per optimizer step.
+        adjust_scheduler: Accepted for scripts that move over; a prepared scheduler steps where its optimizer does.
+        sync_with_dataloader: Whether the last batch of a loader always ends a window.
+        sync_each_batch: Reduce gradients over processes in each micro-batch, which saves memory under sharding.
+        average_short_window: Whether a last window with fewer micro-batches than `num_steps` is normalised by what it
+            holds; False normalises by `num_steps` also there, as Accelerate does.
+    """
+
+    num_steps: int = 1
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+    average_short_window: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_steps, int) or self.num_steps < 1:
+            raise ConfigurationError(
+                f"gradient accumulation needs a whole number of micro-batches of at least 1, got {self.num_steps!r}.",
+                code="DT-002",
+            )
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a run writes.
+
+    Attributes:
+        project_dir: The run's directory.
+        logging_dir: Where trackers write; `project_dir` if None.
+        automatic_checkpoint_naming: Let `save_state()` number its checkpoints under `project_dir/checkpoints`.
+        total_limit: How many of those to keep, the latest ones.
+        iteration: The number of the next one.
+        save_on_each_node: Write `Accelerator.save` and `save_model` on each machine, where machines share no disk.
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        if self.total_limit is not None and self.total_limit < 1:
+            raise ConfigurationError(
+                f"total_limit={self.total_limit!r}: keep at least 1 checkpoint, or None for all.", code="DT-002"
+            )
+        self.set_directories()
+
+    def set_directories(self, project_dir: str | None = None) -> None:
+        """Set `project_dir`, and `logging_dir` where it was left open."""
+        self.project_dir = project_dir or self.project_dir
+        self.logging_dir = self.logging_dir or self.project_dir
+
+
+HANDLER_TYPES = (
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    AutocastKwargs,
+    ProfileKwargs,
+    AORecipeKwargs,
+    TERecipeKwargs,
+    MSAMPRecipeKwargs,
+    FP8RecipeKwargs,
+)
+
+
+def checked_handlers(given: Sequence[Any] | None) -> list[Any]:
+    """The handlers given; raises on an unknown one, or on two of one kind."""
+    handlers = list(given or [])
+    for index, handler in enumerate(handlers):
+        if not isinstance(handler, HANDLER_TYPES):
+            raise ConfigurationError(
+                f"kwargs_handlers holds a {type(handler).__name__}; "
+                f"allowed: {', '.join(kind.__name__ for kind in HANDLER_TYPES)}.",
+                code="DT-003",
+            )
+        if any(type(handler) is type(other) for other in handlers[:index]):
+            raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}; give one.", code="DT-004")
+    recipes = [type(handler).__name__ for handler in handlers if isinstance(handler, FP8Handler)]
+    if len(recipes) > 1:
+        raise ConfigurationError(
+            f"kwargs_handlers holds {' and '.join(recipes)}, recipes for 'fp8' both; give one.", code="DT-004"
+        )
+    return handlers
+
+
+def find_handler(handlers: Sequence[Any], kind: type[Handler]) -> Handler | None:
+    """The handler of one kind, if it was given."""
+    return next((handler for handler in handlers if isinstance(handler, kind)), None)
+
+
+def process_options(handler: InitProcessGroupKwargs | None) -> dict[str, Any]:
+    """What `PartialState` takes of the options of the process group."""
+    return {} if handler is None else {"backend": handler.backend, "timeout": handler.timeout}
+
+
+def handler_options(handler: Any) -> dict[str, Any]:
+    """A handler's fields as keyword arguments; nothing for None."""
+    return {} if handler is None else {field.name: getattr(handler, field.name) for field in fields(handler)}
+
+
+# Accelerate's words for how prepared models are compiled
+
+
+class DynamoBackend(str, Enum):
+    """Backends of `torch.compile`, in Accelerate's words."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
+
+
+@dataclass
+class TorchDynamoPlugin:
+    """How prepared models are compiled.
+
+    A model is compiled in place (`nn.Module.compile`), so its parameters keep their names and every strategy takes it.
+
+    Attributes:
+        backend: A member of `DynamoBackend`, its name, or any other backend that `torch.compile` takes;
+            none if None.
+        mode: The `mode` of `torch.compile`.
+        fullgraph: Whether a break in the graph is an error.
+        dynamic: Whether shapes are dynamic.
+        options: Options of the backend.
+        disable: Compile nothing.
+        use_regional_compilation: Compile each block of the model's lists of blocks, rather than the whole: much quicker
+            to compile where blocks are alike.
+
+    Raises:
+        ConfigurationError: The backend has an unknown name.
+    """
+
+    backend: DynamoBackend | str | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = self.backend or "NO"
+        if isinstance(given, str) and not isinstance(given, DynamoBackend):
+            known = DynamoBackend.__members__.get(given.upper())
+            if known is None and given not in _registered():
+                names = [*(name.lower() for name in DynamoBackend.__members__), *_registered()]
+                raise ConfigurationError(
+                    f"Unknown dynamo_backend {given!r}. Allowed: {', '.join(names)}.{nearest(given, names)}",
+                    code="DT-001",
+                )
+            given = known or given
+        self.backend = given
+
+    def compilation(self) -> Compilation | None:
+        """What compiles prepared models; None where nothing does."""
+        if self.backend is DynamoBackend.NO or self.disable:
+            return None
+        return Compilation(
+            str(self.to_dict()["backend"]),
+            self.mode,
+            bool(self.fullgraph),
+            self.dynamic,
+            bool(self.use_regional_compilation),
+            self.options,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options, the backend by its lower-case name."""
+        backend = self.backend.value.lower() if isinstance(self.backend, DynamoBackend) else self.backend
+        return {**vars(self), "backend": backend}
+
+    to_kwargs = to_dict
+
+
+def make_dynamo_plugin(
+    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
+) -> TorchDynamoPlugin | None:
+    """How prepared models are compiled, as a script asks for it; None where it does not.
+
+    Raises:
+        ConfigurationError: A backend and a plugin were given both.
+    """
+    if backend is not None and plugin is not None:
+        raise ConfigurationError("dynamo_backend and dynamo_plugin are given both; give one.", code="DT-004")
+    return plugin if backend is None else TorchDynamoPlugin(backend)
+
+
+def _registered() -> list[str]:
+    return [*torch.compiler.list_backends(exclude_tags=()), "inductor"]
+
+
+# What the launcher was asked for, where the script does not choose by itself: a strategy, a recipe, compilation
+
+
+Sharding = FullyShardedDataParallelPlugin | Mapping[str, Any] | None
+
+# Names of settings without their prefix, and what the plugins call them.
+_FIELDS = {
+    "offload_params": "cpu_offload",
+    "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
+    "config_file": "hf_ds_config",
+    "moe_layer_cls_names": "transformer_moe_cls_names",
+}
+_CP_ATTENTION = {"allgather": "gather", "alltoall": "ring"}
+_UNIT_SIZE = 100_000_000  # of SIZE_BASED_WRAP where none is given, as in Accelerate
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The settings that reached this process through its environment.
+
+    Args:
+        settings: Values by name of setting.
+    """
+
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def here(cls) -> Launched:
+        """What the environment of this process asks for.
+
+        Raises:
+            ConfigurationError: A variable's value cannot be.
+        """
+        return cls(settings_in_environment())
+
+    @property
+    def fsdp(self) -> FullyShardedDataParallelPlugin | None:
+        """The options of FSDP, if it was asked for."""
+        if not self.settings.get("use_fsdp"):
+            return None
+        options = self._options("fsdp_")
+        if options.get("auto_wrap_policy") == "SIZE_BASED_WRAP":
+            options.setdefault("min_num_params", _UNIT_SIZE)
+        return FullyShardedDataParallelPlugin(**options)
+
+    @property
+    def deepspeed(self) -> DeepSpeedPlugin | None:
+        """The options of DeepSpeed, if it was asked for."""
+        if not self.settings.get("use_deepspeed"):
+            return None
+        known = {each.name for each in fields(DeepSpeedPlugin)} - {"gradient_accumulation_steps"}
+        options = {name: value for name, value in self.settings.items() if name in known}
+        options |= {name: value for name, value in self._options("deepspeed_").items() if name in known}
+        return DeepSpeedPlugin(**options)
+
+    @property
+    def parallelism(self) -> ParallelismConfig | None:
+        """The sizes of the grid, if one was asked for."""
+        if not self.settings.get("use_parallelism_config"):
+            return None
+        sizes = {
+            name: value
+            for name, value in self._options("parallelism_config_").items()
+            if name in {each.name for each in fields(ParallelismConfig)} and name.endswith("_size")
+        }
+        return ParallelismConfig(**sizes)
+
+    @property
+    def megatron(self) -> MegatronLMPlugin | None:
+        """The options of Megatron, if it was asked for."""
+        if not self.settings.get("use_megatron_lm"):
+            return None
+        return MegatronLMPlugin(**self._options("megatron_lm_"))
+
+    @property
+    def fp8_config(self) -> dict[str, Any]:
+        """The recipe for `"fp8"`, as keys of an `fp8_config`."""
+        return {name: value for name, value in self.settings.items() if name.startswith("fp8_")}
+
+    @property
+    def compilation(self) -> Compilation | None:
+        """How prepared models are compiled, if they shall be."""
+        options = self._options("dynamo_")
+        backend = options.get("backend", "no")
+        if backend == "no":
+            return None
+        return Compilation(
+            backend,
+            options.get("mode"),
+            bool(options.get("use_fullgraph")),
+            options.get("use_dynamic"),
+            bool(options.get("use_regional_compilation")),
+        )
+
+    @property
+    def grid_options(self) -> dict[str, Any]:
+        """Further arguments of `Parallel`."""
+        given = self.settings.get("parallelism_config_cp_comm_strategy")
+        return {} if given is None else {"cp_attention": _CP_ATTENTION[given]}
+
+    def strategy(self) -> Strategy | None:
+        """The strategy that was asked for; None leaves it open."""
+        if self._shards_nothing(self.fsdp) and self.parallelism is None:
+            return None
+        grid = self.parallelism
+        return strategy_of_plugins(
+            self.fsdp, self.deepspeed, grid, self.megatron, self.grid_options if grid is not None else None
+        )
+
+    def strategy_with(
+        self,
+        fsdp: Sharding,
+        deepspeed: DeepSpeedPlugin | Mapping[str, Any] | None,
+        parallelism: ParallelismConfig | None,
+        megatron: MegatronLMPlugin | Mapping[str, Any] | None,
+    ) -> Strategy | None:
+        """The strategy of the plugins that a script gives; what they leave open is as the launcher was asked.
+
+        Returns:
+            The strategy, or None where no plugin is given.
+        """
+        if parallelism is not None and fsdp is None:
+            fsdp = self.fsdp
+        elif fsdp is not None and parallelism is None:
+            parallelism = self.parallelism
+        return strategy_of_plugins(
+            _filled(fsdp, self.fsdp),
+            _filled(deepspeed, self.deepspeed),
+            parallelism,
+            _filled(megatron, self.megatron),
+        )
+
+    def _options(self, prefix: str) -> dict[str, Any]:
+        """The settings with a prefix, under the names of the plugins' fields."""
+        short = {name.removeprefix(prefix): value for name, value in self.settings.items() if name.startswith(prefix)}
+        return {_FIELDS.get(name, name): value for name, value in short.items()}
+
+    @staticmethod
+    def _shards_nothing(plugin: FullyShardedDataParallelPlugin | None) -> bool:
+        """Whether FSDP was asked for by the name of the strategy that is DDP."""
+        return plugin is not None and "NO_SHARD" in (plugin.sharding_strategy, plugin.reshard_after_forward)
+
+
+def _filled(plugin: Any, launched: Any) -> Any:
+    """A plugin whose open fields are as the launcher was asked; a mapping is taken as it is."""
+    if launched is None or plugin is None or isinstance(plugin, Mapping):
+        return plugin
+    open_fields = {each.name for each in fields(plugin) if getattr(plugin, each.name) is None}
+    # A subclass may have fields that no launcher sets.
+    asked = {each.name: getattr(launched, each.name) for each in fields(launched) if each.name in open_fields}
+    return replace(plugin, **asked)
+
+
+# The plugins that an engine was given
+
+
+@dataclass
+class Plugins:
+    """The plugins that an engine was given, each as an object or as the keys of its YAML."""
+
+    fsdp_plugin: FullyShardedDataParallelPlugin | Mapping[str, Any] | None = None
+    deepspeed_plugin: DeepSpeedPlugin | Mapping[str, Any] | None = None
+    deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None
+    parallelism_config: ParallelismConfig | None = None
+    megatron_lm_plugin: MegatronLMPlugin | Mapping[str, Any] | None = None
+    torch_tp_plugin: Any = None
+
+    @classmethod
+    def given(
+        cls,
+        fsdp: FullyShardedDataParallelPlugin | Mapping[str, Any] | None,
+        deepspeed: DeepSpeedPlugin | Mapping[str, Any] | None,
+        several: Mapping[str, DeepSpeedPlugin] | None,
+        parallelism: ParallelismConfig | Mapping[str, Any] | None,
+        megatron: MegatronLMPlugin | Mapping[str, Any] | None,
+        tensor: Any = None,
+    ) -> Plugins:
+        """Take the arguments of an `Accelerator`.
+
+        Raises:
+            ConfigurationError: Two of them are of one kind.
+        """
+        if isinstance(deepspeed, Mapping) and any(map(is_dataclass, deepspeed.values())):
+            several, deepspeed = deepspeed, None
+        if several and deepspeed is not None:
+            raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are given both; give one.", code="DT-004")
+        if several:
+            deepspeed = next(iter(several.values()))
+        if isinstance(parallelism, Mapping):
+            parallelism = ParallelismConfig(**parallelism)
+        if tensor is not None:
+            if parallelism is not None:
+                raise ConfigurationError(
+                    "torch_tp_plugin and parallelism_config are given both; give one.", code="DT-004"
+                )
+            parallelism = ParallelismConfig(tp_size=tensor.tp_size)
+        return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
+
+    def by_name(self) -> dict[str, Any]:
+        """Those that were given, by the names of their arguments."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def strategy(self, launched: Launched) -> Strategy | None:
+        """The strategy that they ask for, if any was given.
+
+        Args:
+            launched: What the launcher was asked for, for what they leave open.
+
+        Raises:
+            ConfigurationError: Two of them contradict each other.
+        """
+        return launched.strategy_with(
+            self.fsdp_plugin, self.deepspeed_plugin, self.parallelism_config, self.megatron_lm_plugin
+        )
+
+    def each_deepspeed(self, launched: Launched) -> dict[str, Strategy]:
+        """The strategies that several DeepSpeed plugins ask for, by their names.
+
+        Args:
+            launched: What the launcher was asked for, for what they leave open.
+
+        Raises:
+            ConfigurationError: One of them is no such plugin.
+        """
+        found = {}
+        for name, plugin in (self.deepspeed_plugins or {}).items():
+            strategy = launched.strategy_with(None, plugin, None, None)
+            if strategy is None:
+                raise ConfigurationError(f"deepspeed_plugins[{name!r}] is None; give a DeepSpeedPlugin.", code="DT-003")
+            found[name] = strategy
+        return found

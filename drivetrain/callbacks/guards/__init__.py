@@ -1,1 +1,0 @@
-"""What the callbacks that guard a run against bad steps share."""

@@ -1,0 +1,672 @@
+"""The page of one run: `report.html` in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import drivetrain
+from drivetrain.callbacks.report.charts import (
+    SPENT,
+    Chart,
+    Markup,
+    Sample,
+    charts_of,
+    element,
+    in_order,
+    is_higher_better,
+    joined,
+    json_within_script,
+    lane_charts,
+    read_lanes,
+    sampled_charts,
+    stage_of,
+)
+from drivetrain.callbacks.report.record import (
+    FAILED,
+    PAGE,
+    RUNNING,
+    UNREADABLE,
+    RunValues,
+    duration,
+    has_values,
+    moment,
+    number,
+    plain_text,
+    read_record,
+    read_values,
+    seconds_of,
+    write_whole,
+)
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.host import as_bytes
+from drivetrain.runtime.terminal import shown
+from drivetrain.trackers.index import DIRECTORY, NAME, read_runs
+
+# The HTML of all pages: what they have in common, and their parts in order
+
+
+Rows = list[tuple[str, str]]
+
+_HERE = Path(__file__).parent
+_HINT = (
+    "Drag across a chart to zoom all charts of the same axis, double-click to see everything; on a touch screen, pinch."
+)
+
+
+@dataclass
+class PageParts:
+    """What a page shows beside its charts. Everything is text, and escaped; what is empty has no heading.
+
+    Attributes:
+        title: The heading and the title of the window.
+        state: The state of the run.
+        lines: Lines under the heading.
+        figures: Names and values of key figures.
+        spent: The parts of the time: what each is called, its percentage, and its class of colour.
+        tables: Tables: `title`, `columns`, `rows` of a `name` and `cells`, and a `note`.
+        checkpoint: `facts` and `code` about the run's checkpoints.
+        ended: Why the run ended.
+        traceback: The traceback of the exception that ended it.
+        warnings: Time and text of each warning.
+        facts: What was run: a heading, and names with values.
+    """
+
+    title: str
+    state: str = ""
+    lines: Sequence[str] = ()
+    figures: Rows = field(default_factory=list)
+    spent: Sequence[tuple[str, str, str]] = ()
+    tables: Sequence[Mapping[str, Any]] = ()
+    checkpoint: Mapping[str, Any] | None = None
+    ended: str = ""
+    traceback: str = ""
+    warnings: Rows = field(default_factory=list)
+    facts: Sequence[tuple[str, Rows]] = ()
+
+
+def render(parts: PageParts, charts: Sequence[Chart] = ()) -> bytes:
+    """A page, whole.
+
+    Args:
+        parts: What it shows.
+        charts: The charts, in order.
+    """
+    before, after = _shell()
+    title = joined([element("title", parts.title), Markup('<link rel="icon" href="data:,">\n</head>\n<body>')], "\n")
+    main = element("main", "\n", joined(_main(parts, charts), "\n"), "\n")
+    text = joined([title, _header(parts), main, _footer(), _data(charts)], "\n")
+    return b"".join((before, text.encode("utf-8", "replace"), after))
+
+
+@cache
+def _shell() -> tuple[bytes, bytes]:
+    """What all pages begin with, and what all pages end with."""
+
+    def own(*names: str) -> str:
+        return "\n".join(_HERE.joinpath(name).read_text(encoding="utf-8").strip() for name in names)
+
+    before = f"{own('head.html')}\n<style>{own('vendor/uPlot.min.css', 'page.css')}</style>\n"
+    after = f"<script>{own('vendor/uPlot.iife.min.js')}</script>\n<script>{own('page.js')}</script>\n</body>\n</html>\n"
+    return before.encode(), f"\n{after}".encode()
+
+
+def _header(parts: PageParts) -> Markup:
+    state = element("span", parts.state, class_=f"state {parts.state}") if parts.state else ""
+    # Words are elements of their own: an option or a date is not broken at its hyphens.
+    lines = (
+        element("p", joined((element("span", word) for word in line.split()), " "), class_="under")
+        for line in parts.lines
+    )
+    top = element("div", element("h1", parts.title), state, class_="top")
+    figures = [_figure_boxes(parts.figures)] if parts.figures else []
+    return element("header", "\n", joined([top, *lines, *figures], "\n"), "\n")
+
+
+def _main(parts: PageParts, charts: Sequence[Chart]) -> Iterator[Markup]:
+    if parts.spent:
+        yield from _spent_bars(parts.spent)
+    yield from _charts(charts)
+    for table in parts.tables:
+        yield from _table(table)
+    if parts.checkpoint:
+        yield element("h2", "Checkpoint")
+        yield _figure_boxes(parts.checkpoint["facts"], "mono")
+        yield element("pre", parts.checkpoint["code"])
+    if parts.ended:
+        yield element("h2", "How it ended")
+        yield element("p", parts.ended)
+        if parts.traceback:
+            yield element("pre", parts.traceback)
+    if parts.warnings:
+        items = (element("li", element("span", when, class_="when"), text) for when, text in parts.warnings)
+        yield element("h2", "Warnings")
+        yield element("ol", joined(items, "\n"), class_="warnings")
+    if parts.facts:
+        sections = (element("section", element("h3", heading), _pairs(rows)) for heading, rows in parts.facts)
+        yield element("h2", "What was run")
+        yield element("div", joined(sections, "\n"), class_="facts")
+
+
+def _figure_boxes(rows: Rows, style: str = "") -> Markup:
+    boxes = (element("div", element("dt", name), element("dd", value, class_=style)) for name, value in rows)
+    return element("dl", joined(boxes, "\n"), class_="figures")
+
+
+def _pairs(rows: Rows) -> Markup:
+    return element("dl", joined((joined([element("dt", name), element("dd", value)]) for name, value in rows), "\n"))
+
+
+def _spent_bars(spent: Sequence[tuple[str, str, str]]) -> Iterator[Markup]:
+    label = ", ".join(f"{name} {share} %" for name, share, _ in spent)
+    bars = (element("span", class_=color, style=f"width:{share}%") for _, share, color in spent)
+    items = (element("li", element("i", class_=color), f"{name} {share} %") for name, share, color in spent)
+    yield element("h2", "Where the time went")
+    yield element("div", *bars, class_="spent", role="img", aria_label=label)
+    yield element("ul", joined(items, "\n"), class_="key")
+
+
+def _charts(charts: Sequence[Chart]) -> Iterator[Markup]:
+    """The places of charts, which the page's script draws."""
+    sections: dict[str, list[Markup]] = {}
+    for index, chart in enumerate(charts):
+        head = element("div", element("h3", chart.title), class_="head")
+        place = element("section", head, element("div", class_="plot", id=f"chart-{index}"), class_="chart")
+        sections.setdefault(chart.section, []).append(place)
+    for index, (heading, places) in enumerate(sections.items()):
+        yield element("h2", heading)
+        if index == 0:
+            yield element("p", _HINT, class_="hint")
+        yield element("div", joined(places, "\n"), class_="charts lanes" if heading == "Ranks" else "charts")
+
+
+def _table(table: Mapping[str, Any]) -> Iterator[Markup]:
+    head = element("tr", *(element("th", name, scope="col") for name in table["columns"]))
+    rows = (
+        element(
+            "tr",
+            element("th", row["name"], scope="row"),
+            *(element("td", cell["text"], class_=cell.get("style")) for cell in row["cells"]),
+            class_="differs" if row.get("differs") else "",
+        )
+        for row in table["rows"]
+    )
+    content = element("table", element("thead", head), element("tbody", joined(rows, "\n")), class_="data")
+    yield element("h2", table["title"])
+    yield element("div", content, class_="scroll")
+    if table["note"]:
+        yield element("p", table["note"], class_="under")
+
+
+def _footer() -> Markup:
+    written = f"Written {moment(time.time())} by drivetrain {drivetrain.__version__}."
+    return element("footer", f"{written} Charts by uPlot, MIT License, © 2022 Leon Sorokin.")
+
+
+def _data(charts: Sequence[Chart]) -> Markup:
+    """The values of the charts, as the page's script reads them."""
+    values = json.dumps([chart.as_data() for chart in charts], separators=(",", ":"))
+    return element("script", json_within_script(values), type="application/json", id="charts")
+
+
+_MOST_ROWS = 200
+
+
+@dataclass
+class RunPage:
+    """What a run has left in its folder.
+
+    Attributes:
+        folder: The folder, or a single file of values.
+        record: What `run.json` holds; empty where there is none.
+        values: What the trackers have written.
+        lanes: What each process measured of itself.
+    """
+
+    folder: Path
+    record: dict[str, Any] = field(default_factory=dict)
+    values: RunValues = field(default_factory=RunValues)
+    lanes: dict[int, tuple[str, list[Sample]]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, place: str | os.PathLike[str], record: Mapping[str, Any] | None = None) -> RunPage:
+        """Read a run.
+
+        Args:
+            place: Its folder, or a file of values.
+            record: Its record, where the caller holds a newer one than the folder.
+
+        Raises:
+            ConfigurationError: There is nothing of a run there.
+        """
+        path = Path(place)
+        known = dict(record) if record is not None else read_record(path) if path.is_dir() else {}
+        values = RunValues() if known and not has_values(path) else read_values(path)
+        return cls(path, known, values, read_lanes(path) if path.is_dir() else {})
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The samples of the first rank."""
+        return next((samples for _, samples in self.lanes.values()), [])
+
+    @property
+    def configuration(self) -> dict[str, str]:
+        """What the run was configured with, by name, as the page shows it."""
+        found: dict[str, str] = {}
+        for part in ("hyper_parameters", "trainer", "model", "data"):
+            found.update({name: plain_text(value) for name, value in self.record.get(part, {}).items()})
+        return found
+
+    def charts(self) -> list[Chart]:
+        """All charts, in order."""
+        logged = charts_of([self.values])
+        has_rate = any(chart.kind == "Learning rate" for chart in logged)
+        found = [*logged, *sampled_charts(self.lanes, has_rate)]
+        return [*in_order(found), *lane_charts(self.lanes)]
+
+
+def write_page(
+    place: str | os.PathLike[str], record: Mapping[str, Any] | None = None, with_values: bool = True
+) -> Path:
+    """Write the page of a run into its folder, whole, and return its path.
+
+    Args:
+        place: The folder.
+        record: The run's record, where the caller holds a newer one than the folder.
+        with_values: Whether to read what trackers and processes have written; without, the page has no curves.
+
+    Raises:
+        ConfigurationError: There is nothing of a run there.
+    """
+    target = Path(place, PAGE)
+    run = RunPage.read(place, record) if with_values else RunPage(Path(place), dict(record or {}))
+    write_whole(target, page_of(run))
+    return target
+
+
+def page_of(run: RunPage) -> bytes:
+    """The page of a run, as HTML.
+
+    Args:
+        run: The run.
+    """
+    record = run.record
+    reason = str(record.get("reason", ""))
+    state = str(record.get("state", ""))
+    parts = PageParts(
+        title=name_of(run.folder),
+        state=state,
+        lines=_lines(run),
+        figures=_figures(run),
+        spent=_spent(run.samples),
+        tables=_tables(run),
+        checkpoint=_checkpoint(record.get("best", {}), record.get("resume", "")),
+        ended=f"{state.capitalize()}: {reason}." if reason and state != RUNNING else "",
+        traceback=str(record.get("traceback", "")),
+        warnings=_warnings(record.get("warnings", ())),
+        facts=_facts(record),
+    )
+    return render(parts, run.charts())
+
+
+def name_of(place: Path) -> str:
+    """The name of a run: the last parts of its path that distinguish it from others."""
+    path = Path(os.path.abspath(place))
+    return path.name if path.parent.name in ("", "drivetrain_logs") else f"{path.parent.name}/{path.name}"
+
+
+# the parts of the page
+
+
+def _lines(run: RunPage) -> list[str]:
+    record, lines = run.record, []
+    if record.get("command"):
+        lines.append(str(record["command"]))
+    if record.get("started"):
+        first = next(iter(record.get("sessions") or [record]))
+        lines.append(f"Began {moment(first['started'])}, as of {moment(record.get('updated', first['started']))}")
+    return lines
+
+
+def _figures(run: RunPage) -> Rows:
+    """The numbers at the top."""
+    record, found = run.record, []
+    if record.get("started"):
+        found.append(("took" if record.get("state") != RUNNING else "so far", duration(seconds_of(record))))
+    progress = record.get("progress", {})
+    steps = progress.get("step", max((curve.steps[-1] for curve in run.values.curves.values()), default=None))
+    if steps is not None:
+        found.append(("steps", number(steps)))
+    if "epoch" in progress:
+        found.append(("epochs", number(progress["epoch"])))
+    best = record.get("best", {})
+    if best.get("monitor") and best.get("value") is not None:
+        found.append((f"best {best['monitor']}", number(best["value"])))
+    samples = run.samples
+    busy = [(each.samples_per_sec, each.seconds * each.busy) for each in samples if each.samples_per_sec > 0]
+    weight = sum(seconds for _, seconds in busy)
+    if weight > 0:
+        shards = record.get("data_shards", len(run.lanes))  # fewer than processes where several share a batch
+        rate = shards * sum(rate * seconds for rate, seconds in busy) / weight
+        found.append(("samples per second", number(float(f"{rate:.3g}"))))
+    used = [each.memory for _, lane in run.lanes.values() for each in lane if each.memory > 0]
+    if used:
+        found.append(("most memory seen", as_bytes(max(used))))
+    return found
+
+
+def _spent(samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
+    """The shares of the run's time, in percent, each with its colour."""
+    whole = sum(each.seconds for each in samples)
+    if whole <= 0:
+        return []
+    found = []
+    for column, label, color in SPENT:
+        share = 100 * sum(each.seconds * getattr(each, column) for each in samples) / whole
+        if share >= 0.05:
+            found.append((label, f"{share:.1f}", f"c{color}"))
+    return found
+
+
+def _tables(run: RunPage) -> list[dict[str, Any]]:
+    """The validations, a row each, and the results of tests."""
+    tables = []
+    curves = run.values.curves
+    names = [name for name in curves if stage_of(name) == "val"]
+    if names:
+        tables.append(_validations(run, names))
+    tested = [name for name in curves if stage_of(name) == "test" and len(curves[name]) == 1]
+    if tested:
+        rows = [{"name": name, "cells": [{"text": number(curves[name].last)}]} for name in tested]
+        tables.append({"title": "Test", "columns": ["", "value"], "rows": rows, "note": ""})
+    return tables
+
+
+def _validations(run: RunPage, names: Sequence[str]) -> dict[str, Any]:
+    curves, epochs = run.values.curves, run.values.epochs
+    monitor = run.record.get("best", {})
+    by_step: dict[float, dict[str, float]] = {}
+    best: dict[str, float] = {}
+    for name in names:
+        is_highest = is_higher_better(name)
+        if monitor.get("monitor") == name:
+            is_highest = monitor.get("mode") == "max"
+        best[name] = curves[name].best(is_highest)[1]
+        for step, value in zip(curves[name].steps, curves[name].values, strict=True):
+            by_step.setdefault(step, {})[name] = value
+    steps = sorted(by_step)
+    kept = [step for step in steps if step in steps[-_MOST_ROWS:] or step in best.values()]
+    rows = []
+    for step in kept:
+        cells = [{"text": number(step)}] if epochs else []
+        cells += [
+            {"text": number(by_step[step].get(name)), "style": "best" if best[name] == step else ""} for name in names
+        ]
+        rows.append({"name": number(epochs.get(step) if epochs else step), "cells": cells})
+    note = "" if len(kept) == len(steps) else f"The last {_MOST_ROWS} of {len(steps)} validations, and the best."
+    columns = ["epoch", "step", *names] if epochs else ["step", *names]
+    return {"title": "Validation", "columns": columns, "rows": rows, "note": note}
+
+
+def _checkpoint(best: Mapping[str, Any], resume: str) -> dict[str, Any] | None:
+    path, newest = best.get("path"), best.get("newest")
+    if not (path or newest):
+        return None
+    facts = []
+    if path:
+        facts.append((f"best by {best['monitor']}" if best.get("monitor") else "newest", path))
+    if newest and newest != path:
+        facts.append(("newest", newest))
+    task, module = best.get("task", "Task"), best.get("module", "")
+    lines = [f"from {module} import {task}", ""] if module and module != "__main__" else []
+    lines += [
+        "# the weights, to use them",
+        f"task = {task}.load_from_checkpoint({path or newest!r})",
+        "",
+        "# the whole run, to train further",
+        f"trainer.fit(task, ..., resume={newest or path!r})",
+    ]
+    if resume:
+        lines += ["", "# the same in a terminal", f"$ {resume}"]
+    return {"facts": facts, "code": "\n".join(lines)}
+
+
+def _warnings(recorded: Iterable[Sequence[Any]]) -> Rows:
+    found = []
+    for when, step, text, count in recorded:
+        times = f", {count} times" if count > 1 else ""
+        found.append((f"{moment(when)}, step {step}{times}", str(text)))
+    return found
+
+
+def _facts(record: Mapping[str, Any]) -> list[tuple[str, Rows]]:
+    """What was run, in parts."""
+    run = {"command": record.get("command"), "folder": record.get("cwd")}
+    commit = record.get("commit") or {}
+    if commit:
+        changes = ", with changes that are not committed" if commit.get("changed") else ""
+        run["commit"] = f"{commit.get('id', '')[:12]} on {commit.get('branch') or 'no branch'}{changes}"
+    process = record.get("process", {})
+    if process:
+        run["host"] = process.get("host")
+    parts = [
+        ("Run", run),
+        ("Hyper-parameters", record.get("hyper_parameters", {})),
+        ("Trainer", record.get("trainer", {})),
+        ("Model", record.get("model", {})),
+        ("Data", record.get("data", {})),
+        ("Environment", record.get("environment", {})),
+    ]
+    sessions = [*record.get("sessions", ()), record] if record.get("sessions") else []
+    found = [
+        (title, [(name, plain_text(value)) for name, value in rows.items() if value is not None])
+        for title, rows in parts
+        if rows
+    ]
+    parts_of_run = []
+    for number_of, each in enumerate(sessions, start=1):
+        state = FAILED if each.get("state") == RUNNING and each is not record else each.get("state")
+        parts_of_run.append((f"part {number_of}", f"{moment(each.get('started', 0))}, {state}: {each.get('reason')}"))
+    return [*found, ("Parts", parts_of_run)] if parts_of_run else found
+
+
+# Several runs on one page: curves over each other, results side by side, and what differs between them
+
+
+def comparison_of(runs: Sequence[RunPage]) -> bytes:
+    """The page that compares runs, as HTML.
+
+    Args:
+        runs: The runs, at least two.
+    """
+    names = distinct_names([run.folder for run in runs])
+    charts = charts_of([run.values for run in runs], names)
+    has_rate = any(chart.kind == "Learning rate" for chart in charts)
+    for index, run in enumerate(runs):
+        first = {rank: lane for rank, lane in run.lanes.items() if rank == 0}
+        for chart in sampled_charts(first, has_rate, index, names[index]):
+            same = next((each for each in charts if (each.title, each.x) == (chart.title, chart.x)), None)
+            if same is None:
+                charts.append(chart)
+            else:
+                same.series += chart.series
+    charts = in_order(charts)
+    tables = [_runs(runs, names), _results(runs, names), _configuration(runs, names)]
+    shown = [table for table in tables if table["rows"]]
+    return render(PageParts(f"{len(runs)} runs compared", tables=shown), charts)
+
+
+def distinct_names(places: Sequence[Path]) -> list[str]:
+    """For each path its last parts, as many as distinguish it from the others.
+
+    Args:
+        places: The paths.
+    """
+    paths = [Path(os.path.abspath(place)) for place in places]
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{path.name} ({index})" for index, path in enumerate(paths, start=1)]
+
+
+def _runs(runs: Sequence[RunPage], names: Sequence[str]) -> dict[str, Any]:
+    """When each run began, how it stands and with which command."""
+    rows = []
+    for run, name in zip(runs, names, strict=True):
+        record = run.record
+        if not record:
+            continue
+        began = moment(record["started"]) if record.get("started") else "-"
+        cells = [
+            {"text": began, "style": "text"},
+            {"text": record.get("state", "-"), "style": "text"},
+            {"text": duration(seconds_of(record))},
+            {"text": number(record.get("progress", {}).get("step"))},
+            {"text": record.get("command", ""), "style": "wide mono"},
+        ]
+        rows.append({"name": name, "cells": cells})
+    return {
+        "title": "Runs",
+        "columns": ["run", "began", "state", "took", "steps", "command"],
+        "rows": rows,
+        "note": "",
+    }
+
+
+def _results(runs: Sequence[RunPage], names: Sequence[str]) -> dict[str, Any]:
+    """The best and the last value of each metric; that of the best run is marked."""
+    metrics = dict.fromkeys(name for run in runs for name in run.values.curves)
+    rows = []
+    for metric in metrics:
+        if not stage_of(metric) and "loss" not in metric.lower():
+            continue
+        is_highest = is_higher_better(metric)
+        found = [run.values.curves.get(metric) for run in runs]
+        best = [None if curve is None else curve.best(is_highest)[0] for curve in found]
+        known = [value for value in best if value is not None and value == value]
+        top = (max if is_highest else min)(known) if known else None
+        cells = []
+        for curve, value in zip(found, best, strict=True):
+            text = number(value)
+            if curve is not None and len(curve) > 1:
+                text = f"{text}, last {number(curve.last)}"
+            cells.append({"text": text, "style": "best" if value is not None and value == top else ""})
+        rows.append({"name": f"{metric} ({'highest' if is_highest else 'lowest'})", "cells": cells})
+    return {"title": "Results", "columns": ["metric", *names], "rows": rows, "note": ""}
+
+
+def _configuration(runs: Sequence[RunPage], names: Sequence[str]) -> dict[str, Any]:
+    """What the runs were configured with: what differs first, and marked."""
+    configurations = [run.configuration for run in runs]
+    rows = []
+    for name in dict.fromkeys(name for each in configurations for name in each):
+        values = [each.get(name, "-") for each in configurations]
+        cells = [{"text": value, "style": "wide"} for value in values]
+        rows.append({"name": name, "cells": cells, "differs": len(set(values)) > 1})
+    rows.sort(key=lambda row: not row["differs"])
+    differing = sum(bool(row["differs"]) for row in rows)
+    note = f"{differing} of {len(rows)} differ." if rows else ""
+    return {"title": "Configuration", "columns": ["", *names], "rows": rows, "note": note}
+
+
+# The runs in a directory of runs, as its index lists them and as their own records describe them
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """A run.
+
+    Attributes:
+        when: When it began, as the index has it.
+        name: Its name in the index.
+        place: Its folder, its file or its address.
+        command: The command that began it.
+        record: What it has recorded of itself; empty where it has not.
+    """
+
+    when: str
+    name: str
+    place: str
+    command: str
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def state(self) -> str:
+        """`"running"`, `"finished"`, `"failed"`, `"interrupted"`, `"preempted"`, or an empty text if not known."""
+        return str(self.record.get("state", ""))
+
+    @property
+    def metric(self) -> str:
+        """The best value of the metric that its checkpoints are chosen by; where there is none, a loss, as the last.
+
+        Of a run whose record cannot be read, the reason.
+        """
+        if self.state == UNREADABLE:
+            return str(self.record.get("reason", ""))
+        best = self.record.get("best", {})
+        if best.get("monitor") and best.get("value") is not None:
+            return f"{best['monitor']} {number(best['value'])}"
+        metrics = self.record.get("metrics", {})
+        for name in ("val_loss", "train_loss", *metrics):
+            if name in metrics and "loss" in name:
+                return f"{name} {number(metrics[name])} (last)"
+        return ""
+
+
+def list_runs(directory: str | os.PathLike[str]) -> list[KnownRun]:
+    """The runs that a directory's index lists, newest first. A run that writes to several folders is there once.
+
+    Args:
+        directory: The directory of runs.
+    """
+    found = [
+        KnownRun(each.when, each.name, each.place, each.command, read_record(each.place))
+        for each in read_runs(directory)
+    ]
+    recorded = {(run.when, run.command) for run in found if run.record}
+    return [run for run in found if run.record or (run.when, run.command) not in recorded]
+
+
+def find_run(name: str, directory: str | os.PathLike[str] = ".") -> Path:
+    """The folder or file of a run.
+
+    Args:
+        name: Its path, or its name in the index.
+        directory: The directory of runs whose index is searched.
+
+    Raises:
+        ConfigurationError: There is no such run.
+    """
+    if os.path.exists(name):
+        return Path(name)
+    known = {each.name: each.place for each in read_runs(directory)}
+    if name in known and os.path.exists(known[name]):
+        return Path(known[name])
+    if name in known:
+        raise ConfigurationError(f"The run {name!r} is in the index, but {known[name]} is gone.", code="DT-121")
+    raise ConfigurationError(
+        f"There is no run {name!r}: it is neither a path nor a name in {Path(directory, DIRECTORY, NAME)}."
+        f"{nearest(name, known)} `drivetrain runs --dir {os.fspath(directory)}` lists those that are there.",
+        code="DT-121",
+    )
+
+
+def as_table(runs: Sequence[KnownRun], width: int) -> list[str]:
+    """Lines that list runs.
+
+    Args:
+        runs: The runs.
+        width: Columns of the terminal, which the commands are cut to.
+    """
+    rows: list[tuple[str, ...]] = [("began", "run", "state", "metric", "command")]
+    rows += [tuple(map(shown, (run.when, run.name, run.state or "-", run.metric or "-", run.command))) for run in runs]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4]]) for row in rows]
+    return [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines]

@@ -1,0 +1,544 @@
+"""`run.json`: what a run is and how it stands, written beside its metrics while it runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import operator
+import os
+import platform
+import stat
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from drivetrain.runtime.environment import COMMAND_VARIABLE, RESUME_VARIABLE
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.terminal import HIDDEN, shown
+
+# Files that appear complete or not at all
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file beside its name first: a reader, or a killed process, leaves the old one or the new one.
+
+    Args:
+        path: The file.
+        content: What it holds from then on.
+    """
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        beside.write_bytes(content.encode("utf-8", "replace") if isinstance(content, str) else content)
+        os.replace(beside, target)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+NAME = "run.json"
+PAGE = "report.html"
+VERSION = 1
+
+RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+INTERRUPTED, PREEMPTED = "interrupted", "preempted"
+UNREADABLE = "unreadable"
+STATES = (RUNNING, FINISHED, FAILED, INTERRUPTED, PREEMPTED)
+
+_LATE_SECONDS = 600.0
+"""How much later than announced a run on another machine may write before it counts as ended."""
+
+
+def write_record(folder: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
+    """Write the record of a run into its folder.
+
+    Args:
+        folder: The run's folder.
+        record: Names and values that JSON can hold; what it cannot hold becomes text.
+    """
+    text = json.dumps({"version": VERSION, **record}, ensure_ascii=False, default=str)
+    write_whole(Path(folder, NAME), text)
+
+
+def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the record in a run's folder, with the state that the run is in now.
+
+    Returns an empty dict if there is none. One that is damaged gives the state `"unreadable"` and the reason.
+
+    Args:
+        folder: The run's folder.
+    """
+    path = Path(folder, NAME)
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
+            return _unreadable("it is no file of a size that runs write")
+        record = json.loads(path.read_text(encoding="utf-8"), parse_int=_integer)
+    except OSError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        return _unreadable(f"it is no JSON ({type(error).__name__})")
+    if not isinstance(record, dict):
+        return _unreadable("it holds no names and values")
+    wrong = next(_wrong_entries(record), None)
+    if wrong is not None:
+        return _unreadable(f"{wrong!r} is of another type than runs write")
+    return with_present_state(record)
+
+
+def _integer(text: str) -> int:
+    """Return a whole number that a float can hold. Raises ValueError of a longer one."""
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _wrong_entries(record: Mapping[str, Any]) -> Iterator[str]:
+    """Find the entries that are of another type than a run writes them in."""
+    kinds = _KINDS | dict.fromkeys(_TIMES, float)
+    for name, kind in kinds.items():
+        if not _is_a(record.get(name), kind):
+            yield name
+            return  # the others look into it
+    for part, entries in _ENTRIES.items():
+        found = record.get(part) or {}
+        yield from (f"{part}.{name}" for name, kind in entries.items() if not _is_a(found.get(name), kind))
+    yield from (f"metrics.{name}" for name, value in (record.get("metrics") or {}).items() if not _is_a(value, float))
+    for each in record.get("sessions") or ():
+        if not (isinstance(each, dict) and all(_is_a(each.get(name), float) for name in _TIMES)):
+            yield "sessions"
+    for each in record.get("warnings") or ():
+        kinds_of_warning = (float, float, str, float)
+        if not (isinstance(each, list) and len(each) == len(kinds_of_warning)) or not all(
+            value is not None and _is_a(value, kind) for value, kind in zip(each, kinds_of_warning, strict=True)
+        ):
+            yield "warnings"
+    if not all(isinstance(word, str) for word in record.get("argv") or ()):
+        yield "argv"
+    spans = [record, *(record.get("sessions") or ())]
+    yield from (name for each in spans for name in _TIMES if not 0 <= (each.get(name) or 0) <= _LATEST)
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    """Whether a value is of a type, or None; a float may be a whole number."""
+    if value is None:
+        return True
+    return isinstance(value, int | float) if kind is float else isinstance(value, kind)
+
+
+# The types of the parts that are looked into.
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("best", "metrics", "progress", "hyper_parameters", "trainer", "model", "data"), dict),
+    **dict.fromkeys(("environment", "process", "commit"), dict),
+    **dict.fromkeys(("sessions", "warnings", "argv"), list),
+    "data_shards": float,
+    **dict.fromkeys(("state", "reason", "command", "cwd", "traceback", "resume"), str),
+}
+_TIMES = ("started", "updated", "due")
+_ENTRIES: dict[str, dict[str, type]] = {
+    "best": {**dict.fromkeys(("monitor", "mode", "path", "newest", "task", "module"), str), "value": float},
+    "progress": {"step": float, "epoch": float},
+    "commit": {"id": str, "branch": str, "changed": bool},
+    "process": {"host": str, "id": int, "started": float, "since_boot": float, "boot": str},
+}
+_LATEST = 1e12
+"""Seconds since 1970 that no clock shows."""
+_MOST_DIGITS = 300
+_LARGEST = 64 * 2**20
+"""Bytes of a file; the longest that runs write have some hundred thousand."""
+
+
+def _unreadable(reason: str) -> dict[str, Any]:
+    return {"state": UNREADABLE, "reason": f"{NAME} cannot be read: {reason}"}
+
+
+def with_present_state(record: dict[str, Any]) -> dict[str, Any]:
+    """A record whose state is that of a run which ended without recording it, where its process is gone.
+
+    Args:
+        record: As `write_record` was given it.
+    """
+    if record.get("state") != RUNNING or _is_alive(record):
+        return record
+    return {
+        **record,
+        "state": FAILED,
+        "reason": "its process ended without recording why, as a process does that is killed",
+    }
+
+
+def seconds_of(record: Mapping[str, Any]) -> float:
+    """How long a run has taken, without the time between its parts where it was resumed."""
+    spans = [*record.get("sessions", ()), record]
+    return sum(float(each.get("updated", 0)) - float(each.get("started", 0)) for each in spans)
+
+
+def _is_alive(record: Mapping[str, Any]) -> bool:
+    """Whether the process that wrote a record still runs; on another machine, whether it writes as announced."""
+    process = record.get("process")
+    process = process if isinstance(process, dict) else {}
+    if process.get("host") != platform.node():
+        return time.time() < float(record.get("due", 0)) + _LATE_SECONDS
+    from drivetrain.runtime.host import boot_id, is_alive
+
+    if process.get("boot") and process["boot"] != boot_id():
+        return False
+    since_boot = process.get("since_boot")
+    try:
+        started = float(process.get("started", 0) if since_boot is None else since_boot)
+        return is_alive(int(process.get("id", -1)), started)
+    except (ValueError, TypeError, OverflowError):
+        return False
+
+
+# The values of a run, read from what its trackers have written: a CSV table or TensorBoard's event files
+
+
+TABLE = "metrics.csv"
+EVENTS = "*tfevents*"
+
+_STEPS = ("step", "global_step", "_step", "steps", "iteration")
+_NOT_VALUES = {*_STEPS, "epoch", "time", "wall_time", "_timestamp", "_runtime", "created_at"}
+_MOST_POINTS = 1500
+"""Points of a curve beyond which only the extremes of each stretch are kept."""
+
+
+@dataclass
+class Curve:
+    """The values of one name.
+
+    Attributes:
+        steps: The step of each.
+        values: The values, finite or not.
+    """
+
+    steps: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def last(self) -> float:
+        """The last value."""
+        return self.values[-1]
+
+    def best(self, highest: bool) -> tuple[float, float]:
+        """The best finite value and its step; of several the first.
+
+        Args:
+            highest: Whether a higher value is better.
+        """
+        pairs = [(value, step) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
+        if not pairs:
+            return math.nan, math.nan
+        value = (max if highest else min)(value for value, _ in pairs)
+        return value, next(step for each, step in pairs if each == value)
+
+    def thinned(self, most: int = _MOST_POINTS) -> Curve:
+        """The curve with at most about so many points: of each stretch the lowest and the highest value.
+
+        Args:
+            most: How many.
+        """
+        if len(self) <= most:
+            return self
+        width = len(self) / (most // 2)
+        kept = {0, len(self) - 1}
+        for part in range(most // 2):
+            first = int(part * width)
+            stretch = self.values[first : int((part + 1) * width)]
+            kept |= {first + stretch.index(min(stretch)), first + stretch.index(max(stretch))}
+        indices = sorted(kept)
+        return Curve([self.steps[index] for index in indices], [self.values[index] for index in indices])
+
+
+@dataclass
+class RunValues:
+    """All values of a run.
+
+    Attributes:
+        curves: The curves by name, in the order in which they first appeared.
+        epochs: The epoch of each step of which it is known.
+    """
+
+    curves: dict[str, Curve] = field(default_factory=dict)
+    epochs: dict[float, float] = field(default_factory=dict)
+
+    def add(self, name: str, step: float, value: float) -> None:
+        """Add one value; one of the same step as the last takes its place."""
+        curve = self.curves.setdefault(name, Curve())
+        if curve.steps and curve.steps[-1] == step:
+            curve.values[-1] = value
+        else:
+            curve.steps.append(step)
+            curve.values.append(value)
+
+    def put_in_order(self) -> RunValues:
+        """Put every curve into the order of its steps, each of which it has once: of several values the last counts."""
+        for curve in self.curves.values():
+            if any(map(operator.ge, curve.steps, curve.steps[1:])):
+                pairs = sorted(dict(zip(curve.steps, curve.values, strict=True)).items())
+                curve.steps, curve.values = [step for step, _ in pairs], [value for _, value in pairs]
+        return self
+
+
+def read_values(place: str | os.PathLike[str]) -> RunValues:
+    """The values in a run's folder, or in one file: those of its table, else those of TensorBoard's event files.
+
+    Args:
+        place: The folder, a table or an event file.
+
+    Raises:
+        ConfigurationError: There is neither, or TensorBoard is not installed and only event files are there.
+    """
+    path = Path(place)
+    if path.is_file():
+        return read_table(path) if "tfevents" not in path.name else read_events(path)
+    if (path / TABLE).is_file():
+        return read_table(path / TABLE)
+    if any(path.glob(EVENTS)):
+        return read_events(path)
+    tables = sorted(path.glob("*.csv"))
+    if len(tables) == 1:
+        return read_table(tables[0])
+    raise ConfigurationError(
+        f"{os.fspath(place)!r} holds no values of a run. Give the folder of a run, with a {TABLE} or TensorBoard's "
+        "event files in it, or one such file.",
+        code="DT-121",
+    )
+
+
+def has_values(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds what `read_values` reads."""
+    path = Path(folder)
+    return (path / TABLE).is_file() or any(path.glob(EVENTS))
+
+
+def read_table(path: str | os.PathLike[str]) -> RunValues:
+    """The values of a CSV table with a row for each step, as `CSVLogger` and others write them.
+
+    The step of a row is in its column `step`, else it is the row's number. Cells that are no numbers are left out.
+
+    Args:
+        path: The table.
+    """
+    with open(path, newline="", encoding="utf-8", errors="replace") as file:
+        rows = csv.reader(file)
+        header = next(rows, [])
+        columns = list(zip_longest(*rows, fillvalue=""))  # by column, which takes less time than row by row
+    cells = dict(zip(header, columns, strict=False))
+    named = next((name for name in _STEPS if name in cells), None)
+    count = len(columns[0]) if columns else 0
+    steps: list[float | None] = [float(row) for row in range(count)] if named is None else _numbers(cells[named])
+    found, first = RunValues(), {}
+    if "epoch" in cells:
+        epochs = _curve(steps, _numbers(cells["epoch"]))
+        for step, epoch in zip(epochs.steps, epochs.values, strict=True):
+            found.epochs.setdefault(step, epoch)
+    for name in cells.keys() - _NOT_VALUES - {""}:
+        curve = _curve(steps, _numbers(cells[name]))
+        if len(curve):
+            found.curves[name] = curve
+            first[name] = next(row for row, cell in enumerate(cells[name]) if cell)
+    names = sorted(found.curves, key=lambda name: (first[name], header.index(name)))
+    found.curves = {name: found.curves[name] for name in names}
+    return found.put_in_order()
+
+
+def _curve(steps: Sequence[float | None], values: Sequence[float | None]) -> Curve:
+    """The values that are there, at steps that are there."""
+    pairs = zip(steps, values, strict=True)
+    kept = [(step, value) for step, value in pairs if step is not None and value is not None]
+    return Curve([step for step, _ in kept], [value for _, value in kept])
+
+
+def _numbers(cells: Sequence[str]) -> list[float | None]:
+    """The numbers of a column, None where there is none; a killed run may leave a row cut short."""
+    try:
+        return [float(cell) if cell else None for cell in cells]
+    except ValueError:
+        return [_number(cell) for cell in cells]
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell)
+    except ValueError:
+        return None
+
+
+def read_events(place: str | os.PathLike[str]) -> RunValues:
+    """The scalars in TensorBoard's event files.
+
+    Args:
+        place: One file, or a folder of them.
+
+    Raises:
+        ConfigurationError: TensorBoard is not installed.
+    """
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{os.fspath(place)!r} holds TensorBoard's event files, and TensorBoard is not installed. Install it with "
+            '`pip install "drivetrain[tensorboard]"`.',
+            code="DT-013",
+        ) from error
+    events = EventAccumulator(os.fspath(place), size_guidance={SCALARS: 0})
+    events.Reload()
+    found = RunValues()
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            if name == "epoch":
+                found.epochs.setdefault(float(event.step), event.value)
+            elif name not in _NOT_VALUES:
+                found.add(name, float(event.step), event.value)
+    return found.put_in_order()
+
+
+# Numbers, times and sizes as the pages show them
+
+
+def number(value: Any) -> str:
+    """Format a number with as many digits as a reader takes in; anything else as text."""
+    if not isinstance(value, int | float | None):
+        return str(value)
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:.2e}" if abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:.5g}"
+
+
+def duration(seconds: float) -> str:
+    """A time in the units that it is long in."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
+
+
+def moment(seconds: float) -> str:
+    """A moment in local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def plain_text(value: Any) -> str:
+    """A value of a configuration."""
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(plain_text, value)) or "none"
+    return str(value)
+
+
+# A run in a few lines, and what starts it again
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What starts a run again.
+
+    Attributes:
+        words: The command.
+        folder: Where it was started.
+        checkpoint: The checkpoint that it resumes.
+    """
+
+    words: list[str]
+    folder: str
+    checkpoint: str
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables of the command."""
+        kept = {name: value for name, value in os.environ.items() if name != COMMAND_VARIABLE}
+        return {**kept, RESUME_VARIABLE: self.checkpoint}
+
+
+def resumption_of(place: Path) -> Resumption:
+    """What starts a run again from its newest checkpoint.
+
+    Args:
+        place: The run's folder.
+
+    Raises:
+        ConfigurationError: The run runs, has no checkpoint, or its command is not known as a whole.
+    """
+    record = read_record(place)
+    if not record:
+        raise ConfigurationError(f"{place} has no {NAME}, so it is not known how the run was started.", code="DT-121")
+    if record.get("state") == RUNNING:
+        process = record.get("process", {})
+        raise ConfigurationError(
+            f"The run in {place} is running, as process {process.get('id')} on {process.get('host')}. Stop it first.",
+            code="DT-121",
+        )
+    best = record.get("best", {})
+    checkpoint = best.get("newest") or best.get("path")
+    if not checkpoint:
+        raise ConfigurationError(
+            f"The run in {place} has no checkpoint to resume. Start it again: {record.get('command')}", code="DT-121"
+        )
+    if HIDDEN in str(checkpoint):
+        raise ConfigurationError(
+            f"The checkpoint of the run in {place} is at an address with credentials, which are not recorded: "
+            f"{checkpoint}. Start it again with {RESUME_VARIABLE} set to the whole address: {record.get('command')}",
+            code="DT-121",
+        )
+    if not record.get("argv"):
+        raise ConfigurationError(
+            f"The command of the run in {place} is not known as a whole: it holds a secret, or another launcher has "
+            f"started the run. Start it again with {RESUME_VARIABLE}={checkpoint} in its environment: "
+            f"{record.get('command')}",
+            code="DT-121",
+        )
+    return Resumption(list(record["argv"]), str(record.get("cwd", ".")), str(checkpoint))
+
+
+def summary_of(place: Path, record: Mapping[str, Any]) -> list[str]:
+    """Lines that describe a run.
+
+    Args:
+        place: Its folder.
+        record: Its record.
+    """
+    if not record:
+        return [shown(str(place)), f"There is no {NAME}: the run was recorded by its trackers only."]
+    rows: dict[str, str] = {"state": str(record.get("state", "-"))}
+    if record.get("reason"):
+        rows["state"] += f": {record['reason']}"
+    rows["began"] = moment(record.get("started", 0))
+    rows["took"] = duration(seconds_of(record))
+    progress = record.get("progress", {})
+    rows["progress"] = f"{number(progress.get('step'))} steps, {number(progress.get('epoch'))} epochs"
+    rows["command"] = str(record.get("command", ""))
+    rows["in"] = str(record.get("cwd", ""))
+    for part in ("hyper_parameters", "trainer", "model", "data", "environment"):
+        rows |= {name: plain_text(value) for name, value in record.get(part, {}).items()}
+    rows |= {name: number(value) for name, value in record.get("metrics", {}).items()}
+    best = record.get("best", {})
+    if best.get("monitor"):
+        rows[f"best {best['monitor']}"] = number(best.get("value"))
+    for name, key in (("best checkpoint", "path"), ("newest checkpoint", "newest")):
+        if best.get(key):
+            rows[name] = str(best[key])
+    if record.get("warnings"):
+        rows["warnings"] = str(len(record["warnings"]))
+    if (place / PAGE).is_file():
+        rows["page"] = str(place / PAGE)
+    if record.get("resume"):
+        rows["to resume"] = str(record["resume"])
+    width = max(map(len, rows))
+    return [shown(line) for line in (str(place), *(f"  {name:<{width}}  {value}" for name, value in rows.items()))]

@@ -1,0 +1,573 @@
+"""Leave a page in the folder of each run that shows what was run and how it went."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+import shlex
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.callbacks.base import Callback, Stage
+from drivetrain.callbacks.report.charts import Lane, Sample
+from drivetrain.callbacks.report.page import write_page
+from drivetrain.callbacks.report.record import (
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    PREEMPTED,
+    RUNNING,
+    read_record,
+    write_record,
+)
+from drivetrain.callbacks.report.run_facts import facts_of, is_changed
+from drivetrain.runtime.collectives import broadcast_object_list
+from drivetrain.runtime.devices import get_device_kind
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.memory import MemoryUse
+from drivetrain.runtime.terminal import without_credentials
+from drivetrain.trackers.base import first_line
+from drivetrain.trackers.csv import CSVLogger
+from drivetrain.trackers.directory import DirectoryTracker
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.task import Task
+    from drivetrain.trainer.trainer import Trainer
+
+
+# Writes the record and the page of a run while it runs, seldom enough to cost nothing
+
+
+_STATES = {"failed": FAILED, "interrupted": INTERRUPTED, "preempted": PREEMPTED}
+_SHARE = 8e-4
+"""The part of the time that pages may take; samples take two ten-thousandths."""
+_FIRST_SECONDS = 15.0
+"""So that a first page and a last one, 8 ms of processor time, are within the share of every run that has both."""
+_MOST_LINES = 60
+"""Of a traceback, from its end."""
+
+
+class ReportWriter:
+    """Writes `run.json` and `report.html`.
+
+    Args:
+        trainer: The trainer.
+        task: The task.
+        folder: The run's folder.
+        seconds: The time between two pages at least.
+        warnings: Time, step, text and count of the warnings so far; the list grows.
+    """
+
+    def __init__(
+        self, trainer: Trainer, task: Task, folder: str, seconds: float, warnings: Sequence[Sequence[Any]]
+    ) -> None:
+        self._trainer, self._task, self._folder = trainer, task, folder
+        self._seconds, self._warnings = seconds, warnings
+        self._started = time.time()
+        self._begun = time.monotonic()
+        self._due = self._begun + _FIRST_SECONDS
+        self._spent = 0.0
+        self._error = self._traceback = ""
+        self._facts: dict[str, Any] | None = None
+        self._has_page = False
+        before = read_record(folder)
+        self._sessions, self._before = _sessions_before(before), before.get("warnings", [])
+
+    @property
+    def due_in(self) -> float:
+        """The seconds until it is time for a page; 0 or less where it is."""
+        return self._due - time.monotonic()
+
+    def write(self) -> None:
+        """Write the record and the page of a run that runs; the first page has no curves yet."""
+        is_first, self._has_page = not self._has_page, True
+        began = time.thread_time()
+        self._due = time.monotonic() + self._seconds  # also where this attempt fails
+        record = self._record(RUNNING, "")
+        waited = 0.0 if is_first else self._ask_for_changes(record)
+        write_record(self._folder, record)
+        write_page(self._folder, record, with_values=not is_first)
+        cost = time.thread_time() - began + waited
+        self._spent += cost
+        # The next page costs about as much as this one.
+        self._due = max(time.monotonic() + self._seconds, self._begun + (self._spent + cost) / _SHARE)
+
+    def write_beginning(self) -> None:
+        """Write the record alone, so that a run is known whose processes are killed before its first page."""
+        write_record(self._folder, self._record(RUNNING, ""))
+        self._facts = None  # the validation data are known only later
+
+    @staticmethod
+    def _ask_for_changes(record: dict[str, Any]) -> float:
+        """Ask git, once, whether files differ from the commit; returns the seconds that this took."""
+        commit = record.get("commit")
+        if commit is None or commit["changed"] is not None:
+            return 0.0
+        began = time.monotonic()
+        commit["changed"] = is_changed(record["cwd"])
+        return time.monotonic() - began
+
+    @property
+    def has_error(self) -> bool:
+        """Whether an exception has ended the run."""
+        return bool(self._error)
+
+    def record_error(self, error: BaseException) -> None:
+        """Keep what ended the run, for the last page.
+
+        Args:
+            error: The exception.
+        """
+        self._error = first_line(error)
+        lines = "".join(traceback.format_exception(error)).splitlines()
+        self._traceback = "\n".join(lines[-_MOST_LINES:])
+
+    def finish(self) -> None:
+        """Write them for the last time."""
+        reason = self._trainer.stop_reason
+        state = FINISHED if reason is None else _STATES.get(str(reason), FINISHED)
+        has_failed = state == FAILED and bool(self._error)
+        record = self._record(state, self._error if has_failed else self._trainer.control.details)
+        if has_failed:
+            record["traceback"] = self._trainer.tracker_group.secrets.in_text(self._traceback)
+        write_record(self._folder, record)
+        write_page(self._folder, record)
+
+    def _record(self, state: str, reason: str) -> dict[str, Any]:
+        if self._facts is None:
+            self._facts = facts_of(self._trainer, self._task)
+        trainer, now = self._trainer, time.time()
+        secrets = trainer.tracker_group.secrets
+        record = {
+            **self._facts,
+            "state": state,
+            "reason": secrets.in_text(reason),
+            "started": self._started,
+            "updated": now,
+            "due": now + max(self._seconds, self._due - time.monotonic()),
+            "data_shards": trainer.strategy.topology.data_shard.count,
+            "progress": {"step": trainer.global_step, "epoch": trainer.current_epoch},
+            "best": self._best(),
+            "metrics": dict(list(trainer.tracker_log.written.items())[:100]),
+            "warnings": [list(each) for each in (*self._before, *self._warnings)],
+            "sessions": self._sessions,
+        }
+        if record["argv"] is not None and record["best"].get("newest"):
+            place = os.path.relpath(self._folder, record["cwd"])
+            record["resume"] = shlex.join(["drivetrain", "runs", "resume", place])
+        return record
+
+    def _best(self) -> dict[str, Any]:
+        """The best checkpoint and the newest."""
+        found: dict[str, Any] = {"task": type(self._task).__name__, "module": type(self._task).__module__}
+        for callback in self._trainer.checkpoint_callbacks[:1]:
+            score = callback.best_model_score
+            found |= {
+                "monitor": callback.monitor,
+                "mode": callback.mode,
+                "value": None if score is None else float(score),
+                "path": without_credentials(callback.best_model_path),
+                "newest": without_credentials(callback.newest_model_path),
+            }
+        return found
+
+
+def _sessions_before(before: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of the run before this one, where it was resumed in the same folder."""
+    if not before.get("started"):
+        return []
+    part = {name: before.get(name) for name in ("started", "updated", "state", "reason")}
+    return [*before.get("sessions", ()), part]
+
+
+# How a process is doing, read from another thread
+
+
+_SOON = 0.1
+_SHORTEST = 2.0
+"""A sample takes 0.4 ms of the processor: two ten-thousandths of the time."""
+_PER_RUN = 200
+"""A sample covers at least this part of the run before it, so that long runs have a few thousand in all."""
+
+
+class RunSampler:
+    """Reads on a clock what a trainer's `timing` has measured, and how far the trainer is.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._device = trainer.strategy.topology.device
+        self._kind = get_device_kind(self._device.type)
+        self._begun = self._since = time.monotonic()
+        self._rows: int | None = None  # of a batch that was trained on
+        self._at = self._counters()
+        self._spent = trainer.timing.seconds
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since it began."""
+        return time.monotonic() - self._begun
+
+    def observe(self) -> None:
+        """See how many rows a batch has."""
+        info = self._trainer.batch_info
+        if self._trainer.stage is Stage.TRAIN and info is not None:
+            self._rows = info.real_rows
+
+    @property
+    def due_in(self) -> float:
+        """The seconds until it is time for a sample; 0 or less where it is."""
+        now = time.monotonic()
+        return self._since + max(_SHORTEST, (now - self._begun) / _PER_RUN) - now
+
+    def take(self) -> Sample:
+        """What the process did since the last sample."""
+        now, counters, spent = time.monotonic(), self._counters(), self._trainer.timing.seconds
+        seconds = max(now - self._since, 1e-9)
+        steps, batches = (after - before for before, after in zip(self._at, counters, strict=True))
+        # What steps without marks are split by changes a little with each that has some.
+        own = {name: max(0.0, value - self._spent[name]) for name, value in spent.items()}
+        total = sum(own.values())
+        shares = {name: value / total if total > 0 else float(name == "idle") for name, value in own.items()}
+        training = seconds * (1.0 - shares["evaluation"] - shares["checkpoint"])
+        is_training = training > 0 and batches > 0
+        rows = self._rows
+        self._since, self._at, self._spent = now, counters, spent
+        return Sample(
+            time=time.time(),
+            seconds=seconds,
+            step=counters[0],
+            steps_per_sec=steps / training if is_training else math.nan,
+            samples_per_sec=batches * rows / training if is_training and rows else math.nan,
+            **shares,
+            memory=float(MemoryUse.read(self._kind, self._device).current),
+            lr=self._rate(),
+        )
+
+    def _counters(self) -> tuple[int, int]:
+        progress = self._trainer.progress
+        return progress.global_step, progress.total_batches
+
+    def _rate(self) -> float:
+        """The learning rate, unless reading it would wait for the device."""
+        optimizers = self._trainer.optimizers
+        groups = optimizers[0].param_groups if optimizers else []
+        rate: Any = groups[0].get("lr", math.nan) if groups else math.nan
+        device = getattr(rate, "device", None)
+        return float(rate) if device is None or device.type == "cpu" else math.nan
+
+
+class Clock:
+    """A thread that calls a function whenever it asks for it, until it is stopped.
+
+    Args:
+        call: The function, which returns in how many seconds it is to be called again; the thread ends where it raises.
+        name: The thread's name.
+    """
+
+    def __init__(self, call: Callable[[], float], name: str) -> None:
+        self._call = call
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self, seconds: float = 60.0) -> None:
+        """End, and wait until a call that is under way has returned.
+
+        Args:
+            seconds: How long to wait at most.
+        """
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        pause = _SOON
+        while not self._ended.wait(pause):
+            pause = max(_SOON, self._call())
+
+
+# The warnings of a run, in order
+
+
+_MOST = 200
+_LONGEST = 2000
+
+
+class WarningLog(logging.Handler):
+    """Records what Python's `warnings` and drivetrain's loggers warn of; both are shown as they were without it.
+
+    Args:
+        step: Returns the optimizer step that a warning belongs to.
+        clean: Returns a text without secrets.
+
+    Attributes:
+        found: Time, step and text of each warning, and how often it came.
+    """
+
+    def __init__(self, step: Callable[[], int], clean: Callable[[str], str]) -> None:
+        super().__init__(logging.WARNING)
+        self._step, self._clean = step, clean
+        self._logger = logging.getLogger("drivetrain")
+        self._before: Callable[..., Any] | None = None
+        self.found: list[list[Any]] = []
+        self._known: dict[str, list[Any]] = {}
+
+    def open(self) -> None:
+        """Record from now on."""
+        self._logger.addHandler(self)
+        self._before, warnings.showwarning = warnings.showwarning, self._show
+
+    def close(self) -> None:
+        """Record no longer."""
+        self._logger.removeHandler(self)
+        if self._before is not None and warnings.showwarning == self._show:
+            warnings.showwarning = self._before
+        self._before = None
+        super().close()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Record a line of a logger."""
+        self._add(record.getMessage())
+        # Python prints warnings for which no handler is there; this one shows nothing.
+        if not self._has_other_handlers(record) and logging.lastResort is not None:
+            logging.lastResort.handle(record)
+
+    def _has_other_handlers(self, record: logging.LogRecord) -> bool:
+        logger: logging.Logger | None = logging.getLogger(record.name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return True
+            logger = logger.parent if logger.propagate else None
+        return False
+
+    def _show(self, message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
+        self._add(f"{category.__name__}: {message}")
+        if self._before is not None:
+            self._before(message, category, *rest, **options)
+
+    def _add(self, text: str) -> None:
+        known = self._known.get(text)
+        if known is not None:
+            known[3] += 1
+        elif len(self.found) < _MOST:
+            shown = self._clean(text[:_LONGEST])
+            self._known[text] = entry = [time.time(), self._step(), shown, 1]
+            self.found.append(entry)
+
+
+logger = get_logger(__name__)
+
+_NOTHING_TO_DO = 60.0
+"""Seconds until a process without samples or pages to write looks again."""
+
+
+class RunReport(Callback):
+    """Writes `report.html` into the folder of a run: one file that shows in any browser how the run went.
+
+    The page has the curves of everything that was logged, with zoom; learning rate, throughput, memory and the share
+    of the time that waits for data, which the callback measures itself; validations, the best checkpoint and how to
+    load it; warnings; why the run ended; the configuration, the environment and the commit; and, of several processes,
+    what each of them spent its time with.
+
+    A Trainer adds it by itself where there is a tracker, or where checkpoints are saved, see `enable_run_report`. Where
+    no tracker writes files it keeps the values itself, as a `CSVLogger` would, in a folder of its own below
+    `default_root_dir`. A trial run (`fast_dev_run`, `barebones`) leaves none. It works in a thread of its own,
+    in which it also reads `trainer.timing`. A first page, without curves, is written fifteen seconds after training has
+    begun; each later one waits until all that the report does is at most a thousandth of the time. The last one is
+    written when the run ends, however short it was. Steps are not touched. A run that is killed leaves its last page,
+    which is always whole.
+
+    Args:
+        seconds: The time between two pages at least.
+
+    Raises:
+        ConfigurationError: If `seconds` is not above 0.
+
+    Example:
+        ```python
+        from drivetrain import RunReport, Trainer
+
+        trainer = Trainer(callbacks=[RunReport(seconds=60)])
+        ```
+    """
+
+    saves_within_steps = False
+
+    def __init__(self, seconds: float = 10.0) -> None:
+        if not seconds > 0:
+            raise ConfigurationError(f"RunReport(seconds={seconds}): give a time above 0, such as 10.", code="DT-002")
+        self.seconds = seconds
+        self._clock: Clock | None = None
+        self._sampler: RunSampler | None = None
+        self._lane: Lane | None = None
+        self._warnings: WarningLog | None = None
+        self._writer: ReportWriter | None = None
+        self._folder: str | None = None
+
+    def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
+        if stage != "fit":
+            return
+        _record_where_nothing_does(trainer)
+        if _tracker_of(trainer) is None:
+            return
+        self._stop()
+        if trainer.is_global_zero:
+            group = trainer.tracker_group
+            self._warnings = WarningLog(lambda: trainer.global_step, lambda text: group.secrets.in_text(text))
+            self._warnings.open()
+
+    def on_sanity_check_start(self, trainer: Trainer, task: Task) -> None:
+        self._list_run(trainer, task)
+
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        tracker = _tracker_of(trainer)
+        if tracker is None:
+            return
+        folder = os.path.abspath(tracker.run_directory.path) if trainer.is_global_zero else None
+        if trainer.world_size > 1:
+            [folder] = broadcast_object_list([folder])
+        assert folder is not None
+        self._folder = folder
+        about = {"host": platform.node(), "device": str(trainer.strategy.topology.device)}
+        self._lane = Lane(folder, trainer.global_rank, about)
+        self._sampler = RunSampler(trainer)
+        self._list_run(trainer, task)
+        self._clock = Clock(self._tick, "drivetrain-report")
+        self._clock.start()
+
+    def _list_run(self, trainer: Trainer, task: Task) -> None:
+        """List the run and write its record, so that it is known if its processes are killed."""
+        tracker, writer = _tracker_of(trainer), self._make_writer(trainer, task)
+        if tracker is None or writer is None:
+            return
+        try:
+            tracker.run_directory.create()
+            writer.write_beginning()
+        except Exception as error:
+            _warn(error)
+
+    def _make_writer(self, trainer: Trainer, task: Task) -> ReportWriter | None:
+        """Return what writes the pages of this run, on the main process."""
+        tracker = _tracker_of(trainer)
+        if self._writer is None and trainer.is_global_zero and tracker is not None:
+            self._folder = os.path.abspath(tracker.run_directory.path)
+            found = [] if self._warnings is None else self._warnings.found
+            self._writer = ReportWriter(trainer, task, self._folder, self.seconds, found)
+        return self._writer
+
+    def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
+        if self._writer is None and trainer.task_run.stage is Stage.TRAIN:
+            _record_where_nothing_does(trainer)  # it may end before `setup`
+            self._make_writer(trainer, task)
+        if self._writer is not None:
+            self._writer.record_error(exception)
+
+    def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
+        if stage == "fit":
+            self._finish(trainer)
+            self._stop()
+        elif stage == "test" and trainer.is_global_zero and self._folder is not None:
+            self._write_again(trainer)
+
+    def _tick(self) -> float:
+        """Called on the clock, in its thread. Returns the seconds until there is something to do."""
+        sampler, lane, folder, writer = self._sampler, self._lane, self._folder, self._writer
+        if sampler is None or lane is None or folder is None:
+            return _NOTHING_TO_DO
+        try:
+            sampler.observe()
+            if sampler.due_in <= 0:
+                sample = sampler.take()
+                if writer is not None and not lane.is_open:
+                    Path(folder).mkdir(parents=True, exist_ok=True)
+                if lane.is_open or os.path.isdir(folder):  # not on a machine without the disk of the main process
+                    lane.write(sample)
+            if writer is not None and writer.due_in <= 0:
+                writer.write()
+        except Exception as error:
+            _warn(error)
+        return min(sampler.due_in, _NOTHING_TO_DO if writer is None else writer.due_in)
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Write the last sample and the last page, on the thread that trains."""
+        if self._clock is not None:
+            self._clock.stop()
+        tracker, sampler, writer = _tracker_of(trainer), self._sampler, self._writer
+        if tracker is None or self._folder is None:
+            return
+        seconds = 0.0 if sampler is None else sampler.seconds
+        try:
+            if writer is not None:
+                tracker.save()
+                tracker.run_directory.create()
+            if os.path.isdir(self._folder):
+                if sampler is not None and self._lane is not None and seconds > 0.2:
+                    self._lane.write(sampler.take())
+                if writer is not None:
+                    writer.finish()
+        except Exception as error:
+            logger.warning(
+                f"The report of this run in {self._folder} lacks what came last: {type(error).__name__}: {error}."
+            )
+
+    def _write_again(self, trainer: Trainer) -> None:
+        """Add the results of a test to the page of the fit before it."""
+        from drivetrain.callbacks.report.page import write_page
+        from drivetrain.callbacks.report.record import read_record
+
+        tracker = _tracker_of(trainer)
+        try:
+            if tracker is not None and self._folder is not None and read_record(self._folder):
+                tracker.save()
+                write_page(self._folder)
+        except Exception as error:
+            _warn(error)
+
+    def _stop(self) -> None:
+        if self._clock is not None:
+            self._clock.stop()
+        if self._lane is not None:
+            self._lane.close()
+        if self._warnings is not None:
+            self._warnings.close()
+        self._clock = self._sampler = self._lane = self._warnings = self._writer = None
+
+
+def _tracker_of(trainer: Trainer) -> DirectoryTracker | None:
+    """The tracker whose folder is the run's: a table, else the first one that writes files."""
+    recorder = trainer.tracker_group.recorder
+    found = _writing_files(trainer) or ([recorder] if isinstance(recorder, DirectoryTracker) else [])
+    return next((each for each in found if isinstance(each, CSVLogger)), found[0] if found else None)
+
+
+def _writing_files(trainer: Trainer) -> list[DirectoryTracker]:
+    """The trackers that were given and write files."""
+    return [each for each in trainer.loggers if isinstance(each, DirectoryTracker)]
+
+
+def _record_where_nothing_does(trainer: Trainer) -> None:
+    """Keep a table of the values, where no tracker that was given writes files."""
+    group, root = trainer.tracker_group, trainer.default_root_dir
+    if _writing_files(trainer) or trainer.fast_dev_run or trainer.barebones or "://" in root:
+        group.record_with(None)
+    elif group.recorder is None:
+        group.record_with(CSVLogger(root))
+
+
+def _warn(error: Exception) -> None:
+    logger.warning_once(f"The run's report could not be written: {type(error).__name__}: {error}. Training continues.")

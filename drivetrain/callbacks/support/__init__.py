@@ -1,1 +1,0 @@
-"""Parts that several callbacks are made of, or that one of them would be too long with."""

@@ -1,0 +1,358 @@
+"""Folders that `torch.distributed.checkpoint` has written (`.metadata`, `*.distcp`), read without executing anything.
+
+Torch's own reader unpickles `.metadata`, which would run whatever code it holds. Here an unpickler reads it that makes
+torch's own records only, and each entry of a `.distcp` file is read with `weights_only`.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import pathlib
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError
+
+# Pickles that other tools wrote, read without executing anything in them
+
+
+def read_pickled(
+    path: str | os.PathLike[str],
+    allowed: list[Any] | None = None,
+    data: BinaryIO | None = None,
+    mapped: bool = False,
+) -> Any:
+    """Read what `torch.save` wrote, of tensors and plain values only; nothing in the file is executed.
+
+    Args:
+        path: The file.
+        allowed: Further classes and functions that may be in it, as `torch.serialization.safe_globals` takes them.
+        data: The part of the file to read; all of it if None.
+        mapped: Whether tensors are read only as they are used, where the file's layout allows it.
+
+    Raises:
+        CheckpointError: The file cannot be read, or holds anything else.
+    """
+    mapped = mapped and data is None and zipfile.is_zipfile(path)
+    try:
+        with torch.serialization.safe_globals(allowed or []):
+            return torch.load(path if data is None else data, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{os.fspath(path)} holds more than tensors and plain values, which is not read since that could run code: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{os.fspath(path)} cannot be read: {error}") from error
+
+
+def read_objects(path: str | os.PathLike[str], data: BinaryIO | None = None) -> Any:
+    """Read what `torch.save` wrote, objects too. That runs whatever code the file holds.
+
+    Args:
+        path: The file.
+        data: The opened file; `path` then only names it.
+
+    Raises:
+        CheckpointError: It cannot be read, or a class in it cannot be imported.
+    """
+    try:
+        return torch.load(path if data is None else data, map_location="cpu", weights_only=False)
+    except Exception as error:  # whatever a class raises as it is made
+        raise CheckpointError(f"{os.fspath(path)} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def check_parts(path: str | os.PathLike[str]) -> None:
+    """Compare every part of a file that `torch.save` wrote with its checksum, which `torch.load` does not.
+
+    Raises:
+        CheckpointError: A part is damaged.
+    """
+    name = os.fspath(path)
+    try:
+        with zipfile.ZipFile(name) as archive:
+            damaged = archive.testzip()
+    except (OSError, zipfile.BadZipFile, EOFError) as error:
+        raise DamagedCheckpointError(f"{name} is damaged: {error}.") from error
+    if damaged is not None:
+        raise DamagedCheckpointError(f"{name} is damaged: {damaged} in it does not match its checksum.")
+
+
+def plain_classes() -> list[Any]:
+    """Classes and functions that only make plain values: NumPy's, Python's containers, and paths."""
+    reconstruct = np.zeros(0).__reduce__()[0]
+    scalar = np.float64(0).__reduce__()[0]
+    return [
+        *((reconstruct, f"{package}.multiarray._reconstruct") for package in ("numpy._core", "numpy.core")),
+        *((scalar, f"{package}.multiarray.scalar") for package in ("numpy._core", "numpy.core")),
+        np.ndarray,
+        np.dtype,
+        *(type(np.dtype(kind)) for kind in (np.uint32, np.float32, np.float64, np.int32, np.int64, np.bool_)),
+        collections.Counter,
+        collections.defaultdict,
+        collections.deque,
+        dict,
+        pathlib.PosixPath,
+        # the name since Python 3.13
+        (pathlib.PosixPath, "pathlib._local.PosixPath"),
+    ]
+
+
+def refused_classes(source: str | os.PathLike[str] | BinaryIO) -> list[str]:
+    """The classes and functions that a file needs and `read_pickled` with `plain_classes` does not make.
+
+    Args:
+        source: The file, opened or not. One that is not in torch's present form has none; `read_pickled` refuses it.
+    """
+    try:
+        with torch.serialization.safe_globals(plain_classes()):
+            found = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+    except (ValueError, RuntimeError, OSError, EOFError, pickle.UnpicklingError):
+        found = []
+    if not isinstance(source, str | os.PathLike):
+        source.seek(0)
+    return sorted(found)
+
+
+METADATA = ".metadata"
+
+_RECORDS = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    *((_RECORDS, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex")),
+    *((_RECORDS, name) for name in ("StorageMeta", "TensorProperties", "TensorStorageMetadata")),
+    (_RECORDS, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+}
+
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without those of the modules that FSDP, recomputation and compilation put around its own."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+class TorchShards:
+    """One such folder.
+
+    Args:
+        directory: The local folder.
+
+    Attributes:
+        directory: The same.
+        tensors: Shapes and dtypes of its tensors by name, as `torch.distributed.checkpoint` describes them.
+
+    Raises:
+        CheckpointError: There is none, or it holds anything that is not torch's.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        found = _read_metadata(self.directory / METADATA)
+        described = found.state_dict_metadata
+        self.tensors: dict[str, Any] = {name: one for name, one in described.items() if hasattr(one, "chunks")}
+        self._values = [name for name in described if name not in self.tensors]
+        self._paths: Mapping[str, tuple[Any, ...]] = found.planner_data or {}
+        self._places: dict[str, dict[tuple[int, ...], Any]] = {}
+        for index, place in (found.storage_data or {}).items():
+            self._places.setdefault(index.fqn, {})[tuple(index.offset or ())] = place
+
+    @staticmethod
+    def is_here(directory: str | os.PathLike[str]) -> bool:
+        """Whether a local folder is such a one."""
+        return (Path(directory) / METADATA).is_file()
+
+    def names_below(self, part: str) -> dict[str, str]:
+        """The names of tensors in one part of what was saved, such as `"model"`, and what they are called there."""
+        paths = {name: self._path_of(name) for name in self.tensors}
+        return {name: ".".join(map(str, path[1:])) for name, path in paths.items() if path[0] == part}
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one whole tensor.
+
+        Raises:
+            CheckpointError: A part of it is missing or damaged.
+        """
+        described = self.tensors[name]
+        whole = torch.empty(described.size, dtype=described.properties.dtype)
+        filled = 0
+        for chunk in described.chunks:
+            part = self._read(name, tuple(chunk.offsets))
+            if not isinstance(part, Tensor) or part.shape != chunk.sizes:
+                raise CheckpointError(f"{self.directory} holds no part of {name} of shape {tuple(chunk.sizes)}.")
+            ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+            whole[tuple(map(slice, chunk.offsets, ends))].copy_(part.detach())
+            filled += part.numel()
+        if filled != whole.numel():
+            raise CheckpointError(f"{self.directory} holds {filled} of the {whole.numel()} elements of {name}.")
+        return whole
+
+    def whole(self) -> dict[str, Any]:
+        """Read all that was saved, in the nesting that it was saved in."""
+        nested: dict[Any, Any] = {}
+        for name in self.tensors:
+            _put(nested, self._path_of(name), self.tensor(name))
+        for name in self._values:
+            _put(nested, self._path_of(name), self._read(name, ()))
+        return _with_lists(nested)  # type: ignore[no-any-return]
+
+    def _path_of(self, name: str) -> tuple[Any, ...]:
+        return tuple(self._paths.get(name, (name,)))
+
+    def _read(self, name: str, offsets: tuple[int, ...]) -> Any:
+        """One stored entry: a part of a tensor, or a value."""
+        place = self._places.get(name, {}).get(offsets)
+        if place is None:
+            raise CheckpointError(f"{self.directory} does not say where {name} is.")
+        path = self.directory / str(place.relative_path)
+        if path.parent != self.directory or getattr(place, "transform_descriptors", None):
+            raise CheckpointError(f"{self.directory} keeps {name} in a form that is not read here.")
+        try:
+            with path.open("rb") as file:
+                file.seek(place.offset)
+                stored = file.read(place.length)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+        return read_pickled(path, data=io.BytesIO(stored))
+
+
+class _UnknownRecord(pickle.UnpicklingError):
+    """A class or function that is not one of torch's records."""
+
+
+class _Records(pickle.Unpickler):
+    """An unpickler of torch's records, which hold no code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """One of them, or a dtype.
+
+        Raises:
+            _UnknownRecord: It is anything else.
+        """
+        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise _UnknownRecord(f"{module}.{name}")
+
+
+def _read_metadata(path: Path) -> Any:
+    import torch.distributed.checkpoint.metadata as records
+
+    try:
+        with path.open("rb") as file:
+            found = _Records(file).load()
+    except _UnknownRecord as error:
+        raise CheckpointError(
+            f"{path} holds more than torch's description of a checkpoint, which is not read since that could run code: "
+            f"{error}"
+        ) from error
+    except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, records.Metadata):
+        raise CheckpointError(f"{path} is no description of a checkpoint by torch.distributed.checkpoint.")
+    return found
+
+
+def _put(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    for part in path[:-1]:
+        nested = nested.setdefault(part, {})
+    nested[path[-1]] = value
+
+
+def _with_lists(nested: Any) -> Any:
+    """Dicts whose keys are positions as the lists that they were."""
+    if not isinstance(nested, dict):
+        return nested
+    if nested and all(isinstance(key, int) for key in nested):
+        return [_with_lists(nested[key]) for key in sorted(nested)]
+    return {key: _with_lists(value) for key, value in nested.items()}
+
+
+# The states of optimizers in other tools' files, which name parameters by their position
+
+
+BY_POSITION = "#"
+"""What a parameter's name begins with in an optimizer's state that knows its position only."""
+
+
+def by_name_or_position(state: Any, source: str | os.PathLike[str]) -> dict[str, Any]:
+    """An optimizer's state by parameter: FSDP's is by names, any other by positions.
+
+    Args:
+        state: As `torch.optim.Optimizer.state_dict` gives it, or FSDP.
+        source: Where it is from.
+
+    Raises:
+        CheckpointError: It is no such state.
+    """
+
+    def key(parameter: Any) -> str:
+        return bare_name(parameter) if isinstance(parameter, str) else f"{BY_POSITION}{parameter}"
+
+    try:
+        return {
+            "state": {key(parameter): dict(value) for parameter, value in state.get("state", {}).items()},
+            "param_groups": [{**group, "params": list(map(key, group["params"]))} for group in state["param_groups"]],
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{os.fspath(source)} is not the state of an optimizer.") from error
+
+
+def with_positions(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state by names in the form of `torch.optim.Optimizer.state_dict`, by positions."""
+    positions: dict[str, int] = {}
+    groups = []
+    for group in state["param_groups"]:
+        numbers = [positions.setdefault(name, len(positions)) for name in group["params"]]
+        groups.append({**group, "params": numbers})
+    return {
+        "state": {positions[name]: dict(value) for name, value in state["state"].items() if name in positions},
+        "param_groups": groups,
+    }
+
+
+def named_by_position(saved: Mapping[str, Any], groups: list[list[str]]) -> dict[str, Any]:
+    """An optimizer's state with names in place of positions.
+
+    Args:
+        saved: Its state, as this module reads it, or as any other checkpoint has it, which stays as it is.
+        groups: The names of the parameters of the optimizer that it is for, by group.
+    """
+    if not holds_positions(saved):
+        return dict(saved)
+    names = [name for group in groups for name in group]
+    positions = [position for group in saved["param_groups"] for position in group["params"]]
+    if len(names) != len(positions):
+        raise CheckpointError(
+            f"The checkpoint holds an optimizer over {len(positions)} parameters, but here it is over {len(names)}. "
+            "Build it as in the run that wrote it."
+        )
+    named = dict(zip(positions, names, strict=True))
+    return {
+        "state": {named[position]: value for position, value in saved["state"].items()},
+        "param_groups": [
+            {**group, "params": [named[position] for position in group["params"]]} for group in saved["param_groups"]
+        ],
+    }
+
+
+def holds_positions(saved: Any) -> bool:
+    """Whether an optimizer's state names parameters by their position."""
+    groups = saved.get("param_groups", ()) if isinstance(saved, Mapping) else ()
+    return any(str(name).startswith(BY_POSITION) for group in groups for name in group["params"])

@@ -1,0 +1,154 @@
+"""Numbers of bytes as text, such as `"24GB"` and `1.24 GiB`, and those of this machine's memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+from drivetrain.runtime.errors import ConfigurationError
+
+_DECIMAL = {name: 1000**power for power, name in enumerate(("", "K", "M", "G", "T"))}
+_BINARY = {f"{name}I": 1024**power for power, name in enumerate(("", "K", "M", "G", "T")) if name}
+_NAMES = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes, from a number or from text such as `"5GB"` or `"5G"` (of 1000 MB) or `"500MiB"` (of 1024 KiB).
+
+    The case of letters has no meaning, but for `"Gb"` and its like: these are bits.
+
+    Raises:
+        ConfigurationError: It is no size.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([KMGT]?I?)B?\s*", str(size), re.IGNORECASE)
+    units = _DECIMAL | _BINARY
+    if match is None or match[2].upper() not in units:
+        raise ConfigurationError(f"{size!r} is no size; give bytes, or text such as '5GB' or '500MiB'.", code="DT-007")
+    bits = re.search(r"[KMGT]i?b\s*$", str(size)) is not None  # as Accelerate reads "5Gb"
+    return int(float(match[1]) * units[match[2].upper()]) // (8 if bits else 1)
+
+
+def as_bytes(count: float) -> str:
+    """A number of bytes with three digits or so, such as `1.24 GiB` (of 1024 MiB); `parse_bytes` reads it."""
+    for unit in _NAMES[:-1]:
+        if abs(count) < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} {_NAMES[-1]}"
+
+
+_GROUP = Path("/sys/fs/cgroup")
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of memory that this process can still take and of all there is: the machine's, or its container's."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    free, total = int(memory.available), int(memory.total)
+    try:
+        limit = int((_GROUP / "memory.max").read_text())
+        used = int((_GROUP / "memory.current").read_text())
+    except (OSError, ValueError):  # no container, no limit ("max"), or another system
+        return free, total
+    return min(free, max(0, limit - used)), min(total, limit)
+
+
+# This process as the system sees it: what memory it takes, and when it was started
+
+
+def resident_bytes() -> int:
+    """The resident memory of this process.
+
+    On Linux it is read from a file. Elsewhere it is from psutil, whose import alone takes 20 ms.
+    """
+    found = _read("/proc/self/statm")
+    if found:
+        return int(found.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def started_at() -> float:
+    """When this process was started, in seconds since 1970, to a second of what psutil has for it."""
+    found = _read("/proc/self/stat")
+    if found:
+        ticks = int(found.rpartition(b")")[2].split()[19])  # since the machine was started; names hold any character
+        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        return round(booted + ticks / os.sysconf("SC_CLK_TCK"), 2)  # a tick is a hundredth
+    import psutil
+
+    return float(psutil.Process().create_time())
+
+
+def started_since_boot(pid: int | str = "self") -> float | None:
+    """Return when a process was started, in seconds since the machine was; None if that is not known.
+
+    Unlike a time of day it stays the same when the clock is set.
+
+    Args:
+        pid: The number of the process; this one if it is `"self"`.
+    """
+    found = _read(f"/proc/{pid}/stat")
+    return int(found.rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK") if found else None
+
+
+def boot_id() -> str:
+    """Return what the kernel names this run of the machine by; empty if it has no such name."""
+    return _read("/proc/sys/kernel/random/boot_id").decode().strip()
+
+
+def is_alive(pid: int, started: float) -> bool:
+    """Return whether the process with a number is the one that was started then, and has not ended.
+
+    Args:
+        pid: The number.
+        started: What `started_since_boot` returned in it; or its start in seconds since 1970, as psutil has it.
+    """
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        if started < _TIMES_OF_DAY:
+            same = started_since_boot(pid) == started
+        else:
+            same = abs(process.create_time() - started) < 2.0  # clocks are adjusted
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.AccessDenied:
+        return True  # somebody else's, which is there
+    except (psutil.NoSuchProcess, ValueError, OverflowError):
+        return False
+
+
+_TIMES_OF_DAY = 1e9
+"""Seconds since 1970 are more than this, and no machine has run for 30 years."""
+
+
+def _read(path: str) -> bytes:
+    """What a small file of the kernel's holds; nothing where there is none."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return b""
+    try:
+        return os.read(file, 4096)
+    finally:
+        os.close(file)
+
+
+# How many cores of the processor a process has
+
+
+def cores_of_process(processes_here: int = 1) -> int:
+    """The processor's cores for each process of this machine.
+
+    Args:
+        processes_here: Processes of the run on this machine.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // processes_here)

@@ -1,0 +1,167 @@
+"""Finding out whether all processes came to the same place, without hanging where some did not."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
+
+from drivetrain.runtime.errors import CollectiveError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.process_group import DEFAULT_TIMEOUT, group_store, group_timeout
+from drivetrain.runtime.state import PartialState
+
+_POLL_SECONDS = 0.02
+
+
+def all_arrive(name: str, patience: timedelta) -> bool:
+    """Whether every process calls this with the same name, within a time of each other.
+
+    No collective is used: it may be called where peers are gone or busy elsewhere. All that call it get the same
+    answer, unless the process that holds the store is gone.
+
+    Args:
+        name: The place; each may be asked about once.
+        patience: How long to wait for the others.
+    """
+    state = PartialState()
+    if not state.use_distributed:
+        return True
+    store = state.store
+    if store is None:
+        return False
+    count, verdict = f"assembly/{name}/count", f"assembly/{name}/verdict"
+    deadline = time.monotonic() + patience.total_seconds()
+    try:
+        arrived = store.add(count, 1)
+        while arrived < state.num_processes and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            arrived = store.add(count, 0)
+        # Who gives up and who sees the last one arrive may be different processes: the first verdict holds for all.
+        mine = "here" if arrived >= state.num_processes else "missing"
+        return bool(store.compare_set(verdict, "", mine) == b"here")
+    except (DistStoreError, DistNetworkError, RuntimeError):
+        return False  # the process that holds the store is gone
+
+
+def exchange_if_all_arrive(name: str, own: str, patience: timedelta) -> list[str] | None:
+    """A text of every process, in the order of their ranks; None where not all arrive, as for `all_arrive`.
+
+    Args:
+        name: The place; each may be asked about once.
+        own: This process's text.
+        patience: How long to wait for the others.
+    """
+    state = PartialState()
+    if not state.use_distributed:
+        return [own]
+    store = state.store
+    if store is None:
+        return None
+    try:
+        store.set(f"assembly/{name}/text/{state.process_index}", own)
+        if not all_arrive(name, patience):
+            return None
+        return [store.get(f"assembly/{name}/text/{rank}").decode() for rank in range(state.num_processes)]
+    except (DistStoreError, DistNetworkError, RuntimeError):
+        return None
+
+
+# Attempts that succeed or fail on all processes together: what each came to goes through the store that they met at
+
+
+logger = get_logger(__name__)
+
+_PREFIX = "drivetrain/attempts"
+_STARTED, _DONE, _NO_MEMORY, _FAILED = "started", "done", "memory", "failed: "
+_SHORTEST, _INTERVAL = 0.0005, 0.02  # seconds between two readings of the store
+_KEPT = 2  # attempts whose outcomes stay in the store
+
+
+class SharedAttempt:
+    """One attempt of a call that every process makes.
+
+    Args:
+        state: This process among its peers.
+        what: The name of what is called, for messages.
+        patience: Seconds that a process without memory waits for the others to end their attempt, and any process for
+            others to begin it.
+    """
+
+    def __init__(self, state: PartialState, what: str, patience: float) -> None:
+        self._store: Store = state.store or group_store()
+        self._rank, self._ranks = state.process_index, range(state.num_processes)
+        self._what, self._patience = what, patience
+        self._limit = (group_timeout() or DEFAULT_TIMEOUT).total_seconds()
+        # Each process counts its own attempts: as many on all, where all make the same calls.
+        self._number = self._store.add(f"{_PREFIX}/{self._rank}", 1)
+        if self._number > _KEPT:  # that one was read by all before the last one ended
+            self._store.delete_key(f"{_PREFIX}/{self._number - _KEPT}/{self._rank}")
+        self._write(_STARTED)
+
+    @classmethod
+    def begin(cls, what: str, patience: float) -> SharedAttempt | None:
+        """Begin one; None where this process is alone, or is not among its peers yet."""
+        state = PartialState.existing()
+        return cls(state, what, patience) if state is not None and state.use_distributed else None
+
+    def fail(self, error: BaseException) -> None:
+        """Record that this process has failed for another reason than memory, so that the others fail too."""
+        self._write(f"{_FAILED}{type(error).__name__}: {error}")
+
+    def all_had_memory(self, *, here: bool) -> bool:
+        """Wait for the others; whether memory was enough on all processes.
+
+        Args:
+            here: Whether it was on this one.
+
+        Raises:
+            CollectiveError: Another process has failed, or does not end its attempt: it waits for this one.
+        """
+        self._write(_DONE if here else _NO_MEMORY)
+        begin, pause = time.monotonic(), _SHORTEST
+        while True:
+            outcomes = {rank: self._read(rank) for rank in self._ranks}
+            for rank, outcome in outcomes.items():
+                if outcome is not None and outcome.startswith(_FAILED):
+                    raise CollectiveError(
+                        f"Rank {rank} has failed in {self._what}: {outcome.removeprefix(_FAILED)}. The processes of a "
+                        "run call it together."
+                    )
+            running = [rank for rank, outcome in outcomes.items() if outcome == _STARTED]
+            absent = [rank for rank, outcome in outcomes.items() if outcome is None]
+            waited = time.monotonic() - begin
+            if not running and (not absent or waited >= self._patience):
+                break
+            if running and waited >= (self._limit if here else self._patience):
+                raise CollectiveError(self._stuck(running, here, waited))
+            time.sleep(pause)
+            pause = min(2 * pause, _INTERVAL)
+        if absent:
+            logger.warning("Rank %s has not called %s, so the others decide without it.", _listed(absent), self._what)
+        return _NO_MEMORY not in outcomes.values()
+
+    def _stuck(self, running: list[int], here: bool, waited: float) -> str:
+        if here:
+            return f"Rank {_listed(running)} has not ended its attempt at {self._what} within {waited:.0f} s."
+        return (
+            f"Rank {self._rank} has no memory for {self._what} with this batch size, and rank {_listed(running)} has "
+            f"not ended the same attempt within {waited:.0f} s: it waits in a collective for rank {self._rank}, where "
+            "it cannot be called back. Give a smaller starting_batch_size, at which memory is enough on all, or let "
+            "what lacks memory come before the first collective; patience is the time to wait."
+        )
+
+    def _write(self, outcome: str) -> None:
+        self._store.set(self._key(self._rank), outcome)
+
+    def _read(self, rank: int) -> str | None:
+        key = self._key(rank)
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _key(self, rank: int) -> str:
+        return f"{_PREFIX}/{self._number}/{rank}"
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)

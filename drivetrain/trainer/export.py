@@ -1,0 +1,273 @@
+"""What a task reads and writes as files: checkpoints, and its forward in other tools' formats."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
+
+import torch
+from torch import nn
+
+from drivetrain import checkpoint
+from drivetrain.checkpoint.manifest import EVERY_PLACE_OF_MODELS
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.trainer.data_module import for_hooks, take_back
+from drivetrain.trainer.hyper_parameters import build
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+logger = get_logger(__name__)
+
+
+class TaskFiles(nn.Module):
+    """The part of `Task` that reads checkpoints and exports the forward."""
+
+    __jit_unused_properties__: ClassVar[list[str]] = []
+    example_input_array: Any = None
+    """What the forward can be called with: exports, summaries and graphs use it unless they are given something."""
+
+    @property
+    def strict_loading(self) -> bool:
+        """Whether a checkpoint must have all of the task's weights and no others; else the differences are listed."""
+        found = self.__dict__.get("_strict_loading")
+        return True if found is None else bool(found)
+
+    @strict_loading.setter
+    def strict_loading(self, strict: bool | None) -> None:
+        self.__dict__["_strict_loading"] = strict
+
+    @classmethod
+    def unpickles(cls, weights_only: bool | None) -> bool:
+        """Whether `load_from_checkpoint` unpickles the objects in a file: never.
+
+        Args:
+            weights_only: What it was given.
+        """
+        return False
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path | BinaryIO,
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        *,
+        instantiate: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Build a task from a checkpoint: its hyper-parameters and its weights.
+
+        Args:
+            checkpoint_path: The checkpoint's directory, or a `.ckpt` file of Lightning's.
+            map_location: The device to put it on; the CPU if None.
+            hparams_file: A YAML or CSV file of hyper-parameters to take instead of the saved ones.
+            strict: Whether missing and left-over weights are an error; `strict_loading` of the task if None.
+            weights_only: Taken for Lightning's sake: nothing in a checkpoint is ever unpickled into objects.
+            instantiate: Whether classes that the hyper-parameters name, as a command line leaves them, are imported
+                and called; only for files that you trust. Else a checkpoint that names one is refused.
+            **kwargs: Arguments of the constructor that win over the saved ones.
+
+        Returns:
+            The task.
+
+        Raises:
+            CheckpointError: There is no complete checkpoint, or it holds another number of models than one.
+            ConfigurationError: The task has set `strict_loading`, and `strict` is the opposite.
+        """
+        entries = ("progress", "callbacks", "hyper_parameters", "hparams_name", "hparams_constructor", "hooks")
+        parts = (*EVERY_PLACE_OF_MODELS, *(f"driver/{name}" for name in entries), "hyper_parameters", "hparams_name")
+        unpickles, given = cls.unpickles(weights_only), kwargs if hparams_file is None else None
+        shared = checkpoint.read_shared(checkpoint_path, parts, unpickles, given)
+        engine, driver = shared["engine"], shared["driver"]
+        if len(engine.get("models", [])) != 1:
+            count = len(engine.get("models", []))
+            raise CheckpointError(f"{checkpoint_path} holds {count} models, so none of them is that of a task.")
+        task = build(cls, driver, "hyper_parameters", hparams_file, kwargs, instantiate or unpickles)
+        set_strict = task.__dict__.get("_strict_loading")
+        if None not in (strict, set_strict) and strict != set_strict:
+            raise ConfigurationError(
+                f"load_from_checkpoint(strict={strict}) is in conflict with "
+                f"{cls.__name__}.strict_loading={set_strict}: leave strict out.",
+                code="DT-004",
+            )
+        task.configure_model()
+        state = for_hooks(engine, 0, driver)
+        task.on_load_checkpoint(state)
+        take_back(state, engine, 0)
+        task._load_weights(engine["models"][0], task.strict_loading if strict is None else strict, checkpoint_path)
+        is_device = isinstance(map_location, str | int | torch.device)
+        return task.to(map_location) if is_device else task
+
+    @classmethod
+    def saved_hyper_parameters(cls, checkpoint_path: str | Path | BinaryIO) -> dict[str, Any]:
+        """The hyper-parameters in a checkpoint.
+
+        Args:
+            checkpoint_path: The checkpoint's directory, or a `.ckpt` file of Lightning's.
+
+        Raises:
+            CheckpointError: There is no complete checkpoint.
+        """
+        parts = ("engine/precision", "driver/hyper_parameters", "hyper_parameters")
+        return dict(checkpoint.read_shared(checkpoint_path, parts)["driver"].get("hyper_parameters", {}))
+
+    def _load_weights(self, weights: Mapping[str, Any], strict: bool, source: Any) -> None:
+        found = self.load_state_dict(weights, strict=strict)
+        if found is not None and (found.missing_keys or found.unexpected_keys):  # None from an override
+            logger.warning(
+                f"{source} has other weights than {type(self).__name__}. Not in it: {found.missing_keys or 'none'}. "
+                f"Only in it: {found.unexpected_keys or 'none'}."
+            )
+        if not weights:
+            logger.warning(f"The state dict in {source} contains no parameters for {type(self).__name__}.")
+
+    # the forward in other tools' formats
+
+    def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
+        """Export the forward to ONNX.
+
+        Args:
+            file_path: A path or an opened file to write to; if None, nothing is written.
+            input_sample: What to call the task with; `example_input_array` if None.
+            **kwargs: For `torch.onnx.export`.
+
+        Returns:
+            What `torch.onnx.export` returns.
+
+        Raises:
+            ConfigurationError: There is no sample, or `onnx` is not installed (or `onnxscript`, unless `dynamo=False`).
+        """
+        sample = self._sample("to_onnx", "input_sample", input_sample)
+        needed = ("onnx", "onnxscript") if kwargs.get("dynamo", True) else ("onnx",)
+        for name in needed:
+            if find_spec(name) is None:
+                raise ConfigurationError(f'to_onnx needs {name}: pip install "drivetrain[onnx]".', code="DT-013")
+        if isinstance(file_path, Path):
+            file_path = os.fspath(file_path)
+        with Exporting(self):
+            args = sample if isinstance(sample, tuple) else (sample,)
+            return torch.onnx.export(self, args, file_path, **kwargs)
+
+    @torch.no_grad()
+    def to_torchscript(
+        self,
+        file_path: str | os.PathLike[str] | None = None,
+        method: str = "script",
+        example_inputs: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Export the forward to TorchScript.
+
+        Args:
+            file_path: Where to write it to, if anywhere; also a URL of a file system of fsspec.
+            method: `"script"` to compile the source of `forward`, `"trace"` to record one call of it.
+            example_inputs: What to call the task with to trace it; `example_input_array` if None.
+            **kwargs: For `torch.jit.script` or `torch.jit.trace`.
+
+        Returns:
+            The script module.
+
+        Raises:
+            ConfigurationError: The method is another one, or there is nothing to trace with.
+        """
+        if method not in ("script", "trace"):
+            raise ConfigurationError(
+                f"to_torchscript(method={method!r}): it only supports 'script' or 'trace'.", code="DT-001"
+            )
+        inputs = None
+        if method == "trace":
+            inputs = self._sample("to_torchscript(method='trace')", "example_inputs", example_inputs)
+        with Exporting(self):
+            if method == "script":
+                made = torch.jit.script(self, **kwargs)
+            else:
+                made = torch.jit.trace(self, example_inputs=inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if file_path is not None:
+            _write_script(made, os.fspath(file_path))
+        return made
+
+    @torch.no_grad()
+    def to_exported_program(
+        self, file_path: str | os.PathLike[str] | None = None, example_inputs: Any = None, **kwargs: Any
+    ) -> ExportedProgram:
+        """Export the forward with `torch.export`.
+
+        Args:
+            file_path: Where to write it to (`.pt2`), if anywhere.
+            example_inputs: What to call the task with; `example_input_array` if None. A tuple is several arguments.
+            **kwargs: For `torch.export.export`, such as `dynamic_shapes`.
+
+        Returns:
+            The program; `torch.export.load` reads the file.
+
+        Raises:
+            ConfigurationError: There is nothing to call the task with.
+
+        Example:
+            ```text
+            program = task.to_exported_program("net.pt2", (torch.randn(8, 32),))
+            ```
+        """
+        inputs = self._sample("to_exported_program", "example_inputs", example_inputs)
+        with Exporting(self):
+            program = torch.export.export(self, inputs if isinstance(inputs, tuple) else (inputs,), **kwargs)
+        if file_path is not None:
+            torch.export.save(program, file_path)
+        return program
+
+    def _sample(self, method: str, argument: str, given: Any) -> Any:
+        sample = self.example_input_array if given is None else given
+        if sample is None:
+            raise ConfigurationError(
+                f"{method} requires either `{argument}` or `model.example_input_array`, to call {type(self).__name__} "
+                "with. Give one of the two.",
+                code="DT-005",
+            )
+        task: Any = self
+        prepared = task.on_before_batch_transfer(sample, 0)
+        prepared = task.transfer_batch_to_device(prepared, task.device, 0)
+        return task.on_after_batch_transfer(prepared, 0)
+
+
+class Exporting:
+    """A context in which a task is in evaluation mode and holds no Trainer, which no exporter can read.
+
+    Exporters ask for every attribute, so `task.trainer` must be something.
+
+    Args:
+        task: The task.
+    """
+
+    def __init__(self, task: Any) -> None:
+        self._task = task
+
+    def __enter__(self) -> None:
+        task = self._task
+        self._modes = {module: module.training for module in task.modules()}
+        self._trainer, self._paths = task.__dict__["_trainer"], task.__dict__["_metric_paths"]
+        place = SimpleNamespace(strategy=SimpleNamespace(topology=SimpleNamespace(device=task.device)))
+        task.__dict__["_trainer"], task.__dict__["_metric_paths"] = place, {}
+        task.eval()
+
+    def __exit__(self, *_: Any) -> None:
+        self._task.__dict__["_trainer"], self._task.__dict__["_metric_paths"] = self._trainer, self._paths
+        for module, mode in self._modes.items():
+            module.training = mode
+
+
+def _write_script(module: Any, path: str) -> None:
+    if "://" not in path:
+        module.save(path)
+        return
+    import fsspec
+
+    with fsspec.open(path, "wb") as file:
+        torch.jit.save(module, file)

@@ -1,0 +1,627 @@
+"""The training batches of an epoch: one window for each optimizer step, and where in the data a run is."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from drivetrain.callbacks import GradientAccumulationScheduler
+from drivetrain.callbacks.base import Stage
+from drivetrain.data import BatchInfo, CombinedLoader, PendingBatch, PreparedLoader, TailPolicy
+from drivetrain.data.seeding import kept_generators
+from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.errors import ConfigurationError, DataError, InvalidLoaderError
+from drivetrain.runtime.nested import honor_type
+from drivetrain.runtime.seeds import isolated_random_state, seed_all_generators
+from drivetrain.runtime.timing import DATA, IDLE
+from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.hooks import is_overridden, is_redefined
+from drivetrain.trainer.metrics.logged_values import TRANSFER
+from drivetrain.trainer.state.saved_run import Committed, at_start_of, saves_within_steps
+from drivetrain.trainer.task import Task
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.state.saved_run import SavedRun
+    from drivetrain.trainer.trainer import Trainer
+
+
+# Finding a run's loaders and preparing them
+
+
+Prepared: TypeAlias = PreparedLoader | CombinedLoader
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class LoaderSource:
+    """Where the loaders of one kind come from: an argument, the data module, or the task.
+
+    Args:
+        trainer: The trainer.
+        task: Its task.
+        stage: What they are for.
+        given: What was given as an argument, if anything.
+        data: The data module, if there is one.
+
+    Attributes:
+        is_stale: Whether what was prepared is to be made again, since its method now makes something else.
+    """
+
+    def __init__(self, trainer: Trainer, task: Task, stage: Stage, given: Any, data: DataModule | None) -> None:
+        self._trainer, self._task, self._stage = trainer, task, stage
+        self._given, self._data = given, data
+        self._prepared: Prepared | None = None
+        self.is_stale = False
+
+    def is_defined(self) -> bool:
+        """Whether there is anything to load."""
+        method = self._stage.loader_name
+        return (
+            self._given is not None
+            or (self._data is not None and is_overridden(self._data, DataModule, method))
+            or is_overridden(self._task, Task, method)
+        )
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the loaders were given, so that no method makes them again."""
+        return self._given is not None
+
+    def again(self) -> LoaderSource:
+        """The same source, of which nothing is prepared yet."""
+        return LoaderSource(self._trainer, self._task, self._stage, self._given, self._data)
+
+    def raw(self) -> Any:
+        """The user's loader or loaders, made again where a method makes them."""
+        if self._given is not None:
+            return self._given
+        method = self._stage.loader_name
+        owns = self._data is not None and is_overridden(self._data, DataModule, method)
+        owner: Any = self._data if owns else self._task
+        if not owns and not is_overridden(self._task, Task, method):
+            return None
+        actions = self._trainer.actions
+        return actions.watch(actions.of_owner(owner, method), getattr(owner, method))()
+
+    def _origin(self) -> str:
+        """Where the loader comes from, for errors."""
+        method, fits = self._stage.loader_name, self._trainer.task_run.stage is Stage.TRAIN
+        for owner, base in ((self._data, DataModule), (self._task, Task)):
+            if self._given is None and owner is not None and is_overridden(owner, base, method):
+                return f"returned from `{type(owner).__name__}.{method}()`"
+        argument = f"{self._stage.loader}_dataloaders" if fits else "dataloaders"
+        return f"passed to `Trainer.{'fit' if fits else self._stage.verb}({argument}=...)`"
+
+    def prepare_training(self, again: bool = False) -> Prepared:
+        """The prepared training loader; several are combined.
+
+        Args:
+            again: Make it again, where a method makes it.
+
+        Raises:
+            DataError: There is none, or it is empty.
+        """
+        if self._prepared is None or again or self.is_stale:
+            self.forget_training()
+            self._prepared = self._trainer.actions.watch("setup_train_dataloader", self._prepare_training)()
+            self.is_stale = False
+        return self._prepared
+
+    def forget_training(self) -> None:
+        """Let the engine forget the prepared training loader."""
+        if self._prepared is not None and self._prepared is not self._given:
+            self._trainer.accelerator.forget_loader(self._prepared)
+        self._prepared = None
+
+    def _prepare_training(self) -> Prepared:
+        raw = self.raw()
+        if self._trainer.overfit_batches:
+            raw = with_same_batches(raw, self._stage, self._most_batches())
+        self._trainer.current.loaders[self._stage] = raw
+        if raw is None:
+            raise InvalidLoaderError(
+                f"An invalid dataloader was {self._origin()}: there is no training data. Pass train_dataloaders to "
+                f"fit(), or give {type(self._task).__name__} or a DataModule a train_dataloader()."
+            )
+        if not isinstance(raw, CombinedLoader) and self._trainer.holds_loaders(raw):
+            raw = CombinedLoader(raw, mode="max_size_cycle")
+        if isinstance(raw, CombinedLoader):
+            return self._shared(raw).map(lambda loader: self._prepare(loader, 0, TailPolicy.WHOLE))
+        return self._prepare(raw, 0, TailPolicy.WHOLE)
+
+    def _most_batches(self) -> int | None:
+        """How many batches all processes together read of a loader that is overfitted; None if it is a share of it."""
+        limit = self._trainer.overfit_batches
+        return limit * self._trainer.world_size if isinstance(limit, int) else None
+
+    def prepare_evaluation(self) -> list[Prepared]:
+        """The prepared loaders for validation, test or prediction, each run on its own.
+
+        A `CombinedLoader` is one of them, but for one whose loaders come after each other anyway.
+
+        Raises:
+            DataError: There is none, and nothing but the evaluation was asked for.
+        """
+        raw = self.raw()
+        if self._trainer.overfit_batches and self._trainer.task_run.stage is Stage.TRAIN:
+            raw = with_same_batches(raw, self._stage, self._most_batches())
+        self._trainer.current.loaders[self._stage] = raw
+        self.is_stale = False
+        if raw is None and self._trainer.task_run.stage is not Stage.TRAIN:
+            raise InvalidLoaderError(
+                f"An invalid dataloader was {self._origin()}: it is None. Return a torch DataLoader, or another "
+                "iterable of batches."
+            )
+        if raw is None:
+            return []
+        tail = TailPolicy.WHOLE if self._trainer.strategy.needs_even_batches else TailPolicy.UNEVEN
+        if isinstance(raw, Mapping | list | tuple) and not raw:
+            return []
+        if self._trainer.holds_loaders(raw):
+            raw = CombinedLoader(raw, "sequential")
+        if isinstance(raw, CombinedLoader) and raw.mode != "sequential":
+            return [self._shared(raw).map(lambda loader: self._prepare(loader, 0, tail))]
+        several = raw.loaders if isinstance(raw, CombinedLoader) else [raw]
+        return [self._prepare(loader, index, tail) for index, loader in enumerate(several)]
+
+    def _shared(self, combined: CombinedLoader) -> CombinedLoader:
+        reads_own = any(self._trainer.shard_of(loader) is not None for loader in combined.loaders)
+        return combined if reads_own else combined.shared_by(self._trainer.strategy.topology.data_shard.count)
+
+    def _prepare(self, loader: Any, index: int, tail: TailPolicy) -> PreparedLoader:
+        if isinstance(loader, PreparedLoader):
+            return loader
+        if not hasattr(loader, "__iter__"):
+            raise InvalidLoaderError(
+                f"An invalid dataloader was {self._origin()}: the {self._stage.loader} data is a "
+                f"{type(loader).__name__}, which cannot be iterated. Give a torch DataLoader, or another iterable of "
+                "batches."
+            )
+        self._trainer.check_loader(loader, self._stage)
+        if self._stage is Stage.TRAIN:
+            loader = self._trainer.adapt_training_loader(loader)
+        prepared = self._trainer.accelerator.prepare_data_loader(
+            loader,
+            tail=tail,
+            place=self._placing(index),
+            shard=self._trainer.shard_of(loader),
+            fill=self._fills(),
+        )
+        if length_of(loader) == 0:  # not the prepared one: a process may get none of the few batches that there are
+            raise DataError(f"The {self._stage.loader} loader is empty: {_describe(loader)}.")
+        return prepared
+
+    def _fills(self) -> bool:
+        """Whether short batches may be filled up: rows of predictions can be left out again, not those of a mean."""
+        placement = self._trainer.accelerator.preparation.batch_placement
+        if self._stage is Stage.PREDICT:
+            return True
+        return placement is not None and placement.fills_evaluation and self._stage is not Stage.TRAIN
+
+    def _placing(self, dataloader_idx: int) -> Callable[[Any], Any] | None:
+        """How a batch gets to the device: through the transfer hooks that are overridden; None for the default."""
+        precision = self._trainer.accelerator.precision
+        casts = type(precision).convert_batch is not _plain_convert()
+        owners: list[Any] = []
+        for name in _TRANSFER_HOOKS:
+            if self._data is not None and is_redefined(self._data, DataModule, name):
+                owners.append(self._data)
+            else:
+                owners.append(self._task if is_overridden(self._task, Task, name) else None)
+        if not any(owners) and not casts:
+            return None
+        before, transfer, after = owners
+        default = self._trainer.accelerator.default_placement() or (lambda batch: batch)
+        device = self._trainer.strategy.topology.device
+
+        def place(batch: Any) -> Any:
+            if before is not None:
+                batch = before.on_before_batch_transfer(batch, dataloader_idx)
+            batch = transfer.transfer_batch_to_device(batch, device, dataloader_idx) if transfer else default(batch)
+            if casts:
+                batch = precision.convert_batch(batch)
+            return after.on_after_batch_transfer(batch, dataloader_idx) if after is not None else batch
+
+        def place_without_logging(batch: Any) -> Any:
+            with self._trainer.logged.forbidden(TRANSFER):  # the batch under way is another one, or none
+                return place(batch)
+
+        return place_without_logging if any(owners) else place
+
+
+def length_of(loader: Any) -> int | None:
+    """Number of batches, or None where it is not known."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def batches_to_run(length: int | None, limit: float | int | None, name: str) -> float:
+    """How many batches a limit leaves of a loader.
+
+    Args:
+        length: The loader's number of batches, None if unknown.
+        limit: A whole number of batches, a fraction of the loader, or None for all.
+        name: The argument's name, for errors.
+
+    Returns:
+        The number of batches; infinite where neither is known.
+
+    Raises:
+        ConfigurationError: A fraction was asked of a loader without a length, or leaves nothing.
+    """
+    if limit is None or (isinstance(limit, float) and limit == 1.0):
+        return float("inf") if length is None else length
+    if isinstance(limit, int):
+        return limit if length is None else min(limit, length)
+    if length is None:
+        raise ConfigurationError(
+            f"{name}={limit} is a fraction, but the loader's length is not known. With an `IterableDataset`, "
+            f"`Trainer({name})` must be `1.0` or an int, a whole number of batches.",
+            code="DT-096",
+        )
+    batches = int(length * limit)
+    if batches == 0 and limit > 0:
+        raise ConfigurationError(
+            f"{name}={limit} of {length} batches leaves none: {limit} * {length} < 1. Please increase the `{name}` "
+            f"argument. Try at least {1 / length:.3g}, or a whole number.",
+            code="DT-002",
+        )
+    return batches
+
+
+def check_equal_lengths(batches: float, kind: str) -> None:
+    """Refuse numbers of batches that differ between processes which step together; call it on all.
+
+    Args:
+        batches: How many this process runs; infinite where this is not known.
+        kind: `"training"`, `"validation"`, ..., for the error.
+
+    Raises:
+        DataError: They differ; on all processes.
+    """
+    everyone = gather_object([batches])
+    if len(set(everyone)) > 1:
+        counts = ", ".join(
+            f"rank {rank} has an unknown number" if count == float("inf") else f"rank {rank} has {count:g}"
+            for rank, count in enumerate(everyone)
+        )
+        raise DataError(
+            f"The processes have different numbers of {kind} batches: {counts}. They step together, so each needs as "
+            "many as the others, or those with more would wait forever. Give every process a loader of the same "
+            "length, or the same loader and use_distributed_sampler=True, or limit the batches to the smallest number."
+        )
+
+
+def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str, even: bool = False) -> list[float]:
+    """How many batches a limit leaves of each loader, on the process with the most of them; call it on all.
+
+    Args:
+        loaders: The prepared loaders, of which processes may have different numbers of batches.
+        limit: See `batches_to_run`.
+        name: The argument's name, for errors.
+        even: Whether processes must have as many batches as the others, since they run the model together.
+
+    Raises:
+        DataError: They have not, where they must.
+    """
+    lengths = [length_of(loader) for loader in loaders]
+    if even:
+        kind = name.removeprefix("limit_").removesuffix("_batches")
+        for length in lengths:
+            check_equal_lengths(batches_to_run(length, limit, name), kind)
+    everyone: list[list[int | None]] = gather_object([lengths])
+    longest = [None if None in lengths else max(lengths) for lengths in zip(*everyone, strict=True)]
+    return [batches_to_run(length, limit, name) for length in longest]
+
+
+def own_batches(loaders: Sequence[Any], limits: Sequence[float]) -> list[float]:
+    """How many batches of each loader this process will see."""
+    lengths = [length_of(loader) for loader in loaders]
+    return [limit if length is None else min(length, limit) for length, limit in zip(lengths, limits, strict=True)]
+
+
+class _SameOrder(Sampler[Any]):
+    """Gives at each iteration the indices that the user's sampler gives at the first one.
+
+    The random state that they are drawn from is the same on all processes and in a resumed run.
+    """
+
+    def __init__(self, sampler: Iterable[Any], most: int | None) -> None:
+        self._sampler, self._most = sampler, most
+        self._indices: list[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._indices is None:
+            with isolated_random_state(), kept_generators(self._sampler):
+                seed_all_generators(0)
+                self._indices = list(islice(self._sampler, self._most))
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]
+
+
+def with_same_batches(loader: Any, stage: Stage, most: int | None = None) -> Any:
+    """Return a loader, or structure of loaders, that gives the same batches in each epoch.
+
+    The order of a shuffling loader becomes that of the data. What another sampler gives first is kept; a batch sampler
+    and an iterable dataset stay as they are.
+
+    Args:
+        loader: The loader or the structure.
+        stage: What it is for.
+        most: Batches that are read at most; None if that depends on the loader's length.
+    """
+    if isinstance(loader, CombinedLoader):
+        return loader.map(lambda each: with_same_batches(each, stage, most))
+    if isinstance(loader, Mapping):
+        return {name: with_same_batches(each, stage, most) for name, each in loader.items()}
+    if isinstance(loader, list | tuple) and _are_loaders(loader):
+        return honor_type(loader, (with_same_batches(each, stage, most) for each in loader))
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
+        return loader
+    if isinstance(loader, PreparedLoader) or type(loader.sampler) is SequentialSampler:
+        return loader
+    sampler: Sampler[Any]
+    if isinstance(loader.sampler, RandomSampler | DistributedSampler):
+        warnings.warn(
+            f"You requested to overfit but enabled {stage.loader} dataloader shuffling: overfit_batches takes the same "
+            "batches in each epoch, so shuffling is off for them.",
+            stacklevel=2,
+        )
+        samples: Any = loader.sampler.data_source if isinstance(loader.sampler, RandomSampler) else loader.dataset
+        sampler = SequentialSampler(samples)
+    else:
+        sampler = _SameOrder(loader.sampler, None if most is None else most * loader.batch_size)
+    # A copy, since a subclass may take other arguments than torch's loader, which guards these two attributes.
+    same = copy.copy(loader)
+    object.__setattr__(same, "sampler", sampler)
+    object.__setattr__(same, "batch_sampler", BatchSampler(sampler, loader.batch_size, loader.drop_last))
+    return same
+
+
+def are_several(raw: Any) -> bool:
+    """Whether what was given is several loaders, in a structure: a dict, or a list of torch's loaders."""
+    return isinstance(raw, Mapping) or (isinstance(raw, list | tuple) and bool(raw) and _are_loaders(raw))
+
+
+def _are_loaders(items: Iterable[Any]) -> bool:
+    """Whether a list holds loaders, or structures of them, rather than being itself a list of batches."""
+    return all(
+        isinstance(item, DataLoader | CombinedLoader)
+        or (isinstance(item, list | tuple) and bool(item) and _are_loaders(item))
+        or (isinstance(item, Mapping) and bool(item) and _are_loaders(item.values()))
+        for item in items
+    )
+
+
+def _plain_convert() -> Any:
+    from drivetrain.strategies.precision import Precision
+
+    return Precision.convert_batch
+
+
+def _describe(loader: Any) -> str:
+    if not isinstance(loader, DataLoader) or not hasattr(loader, "dataset"):
+        return f"the {type(loader).__name__} given has no batches"
+    size = length_of(loader.dataset)
+    return (
+        f"its dataset has {size} samples, batch_size={loader.batch_size}, drop_last={loader.drop_last}. "
+        "Check the dataset's path and filters, or set drop_last=False"
+    )
+
+
+FOREVER = float("inf")
+
+
+def epoch_length(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> float:
+    """Batches of this process in an epoch; infinite where this is not known."""
+    limit = trainer.overfit_batches or trainer.limit_train_batches
+    name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
+    return batches_to_run(length_of(loader), limit, name)
+
+
+def estimate_steps(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> float:
+    """Optimizer steps that `fit` takes; infinite where this is not known."""
+    batches = epoch_length(trainer, loader)
+    if trainer.max_epochs < 0 or batches == FOREVER:
+        steps = FOREVER
+    else:
+        steps = sum(-(-batches // size) for size in _window_sizes(trainer))
+    return min(steps, trainer.max_steps) if trainer.max_steps >= 0 else steps
+
+
+def _window_sizes(trainer: Trainer) -> list[int]:
+    """Micro-batches of a step in each epoch of the run."""
+    schedules = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]
+    if not schedules:
+        return [trainer.accumulate_grad_batches] * trainer.max_epochs
+    return [schedules[-1].get_accumulate_grad_batches(epoch) for epoch in range(trainer.max_epochs)]
+
+
+class TrainingBatches:
+    """The training batches of one epoch after the other.
+
+    Args:
+        trainer: The trainer, whose limits count.
+        source: Where the loaders come from.
+
+    Attributes:
+        loader: The prepared training loader.
+        limit: Batches of this process in an epoch; infinite where this is not known.
+        finished: The last batch of the last window that was finished in this pass over the data.
+        committed: What this process's state was when the last step or validation was finished.
+    """
+
+    def __init__(self, trainer: Trainer, source: LoaderSource) -> None:
+        self._trainer, self._source = trainer, source
+        self._progress = trainer.progress
+        self.finished: BatchInfo | None = None
+        self._origin: dict[str, Any] | None = None  # where this pass began
+        self._marked: dict[str, Any] | None = None  # where the open step began, of loaders that cannot look back
+        self._saves_within_steps = saves_within_steps(trainer)
+        self.committed = Committed(cast("Task", trainer.task), trainer.logged, trainer.progress)
+        self._feed: Iterator[PendingBatch] = iter(())  # the batches of the epoch under way
+        self.limit: float = FOREVER
+        self.loader: PreparedLoader | CombinedLoader
+        self._take(source.prepare_training())
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether what makes the loader now makes another one."""
+        return self._source.is_stale
+
+    @property
+    def shards(self) -> int:
+        """Over how many processes the rows of a step are spread; 1 where each reads a loader as it is."""
+        trainer = self._trainer
+        loaders = self.loader.loaders if isinstance(self.loader, CombinedLoader) else [self.loader]
+        reads_own = any(trainer.shard_of(each) is not None for each in loaders)
+        return 1 if reads_own else trainer.strategy.topology.data_shard.count
+
+    def reload(self) -> bool:
+        """Make the loader again, where it is to be in this epoch. Returns whether it was."""
+        every, progress = self._trainer.reload_dataloaders_every_n_epochs, self._progress
+        is_due = every and progress.epoch and progress.epoch % every == 0
+        if progress.batches_in_epoch or not (is_due or self.is_stale):
+            return False
+        self._trainer.accelerator.forget_loader(self.loader)
+        self._take(self._source.prepare_training(again=True))
+        return True
+
+    def begin_epoch(self, saved: SavedRun | None) -> None:
+        """Go to the epoch's first batch, or to the one that comes next after a checkpoint.
+
+        Args:
+            saved: The checkpoint, if this is the epoch that it was written in.
+        """
+        self.finished = None
+        if saved is None:
+            self.loader.set_epoch(self._progress.epoch)
+            self._origin = at_start_of(self.loader.state_dict(), self._progress.epoch)
+        else:
+            saved.restore_loader(self.loader)
+            self._origin = self.loader.state_dict()
+
+    def end_epoch(self) -> None:
+        """Leave the epoch: the next one begins with what the loader then draws its order from."""
+        self.finished = self._origin = None
+
+    def mark(self) -> None:
+        """Remember where this process stands before a step or a validation."""
+        self.committed.mark()
+        # A combination has only its present position.
+        self._marked = self.loader.state_dict() if isinstance(self.loader, CombinedLoader) else None
+
+    def windows(self) -> Generator[list[PendingBatch], None, None]:
+        """The epoch's micro-batches, as many as make one optimizer step at a time.
+
+        All of a window are read before its first is computed on, which shows how many there are; each is brought to the
+        device when its turn comes.
+        """
+        limit, progress = self.limit, self._progress
+        if progress.batches_in_epoch >= limit or progress.batches_are_done:
+            return
+        self.mark()
+        self._feed = iter(
+            self._trainer.actions.iterate_training(self.loader.iterate_pending(limit, together=True), self.loader)
+        )
+        try:
+            yield from self._windows()
+        finally:
+            self._feed = iter(())  # ends the workers of a loader that was not read to its end
+
+    def _windows(self) -> Iterator[list[PendingBatch]]:
+        limit, size, progress = self.limit, self._trainer.accumulate_grad_batches, self._progress
+        skips, timing = self._trainer.control.batches_to_skip, self._trainer.timing
+        index = progress.batches_in_epoch
+        marks_steps = size > 1 or self._saves_within_steps
+        window: list[PendingBatch] = []
+        if timing.on:
+            timing.enter(DATA)
+        for batch in self._feed:
+            if skips and (progress.epoch, index) in skips:
+                index += 1
+                progress.batches_in_epoch = index
+                progress.total_batches += 1
+                continue
+            batch.batch_idx = index
+            window.append(batch)
+            index += 1
+            is_full = len(window) == size or batch.info.last or index == limit
+            del batch  # the window alone holds it, and is cleared with its step
+            if is_full:
+                if timing.on:
+                    timing.enter(IDLE)
+                yield window
+                index = max(index, progress.batches_in_epoch)  # a step may have taken more
+                window = []
+                if index >= limit:
+                    return
+                if marks_steps:
+                    self.mark()
+                if timing.on:
+                    timing.enter(DATA)
+        if window:
+            yield window
+
+    def following(self, index: int) -> PendingBatch | None:
+        """Take the batch after one out of the epoch, for a step that asks for more than its own; None at the end.
+
+        Args:
+            index: The number of the batch before it.
+        """
+        if index + 1 >= self.limit:
+            return None
+        for batch in self._feed:
+            batch.batch_idx = index + 1
+            return batch
+        return None
+
+    @property
+    def are_done(self) -> bool:
+        """Whether the epoch ends with the window that was finished last."""
+        return (self.finished is not None and self.finished.last) or self._progress.batches_in_epoch >= self.limit
+
+    def positions(self) -> list[dict[str, Any]]:
+        """Where in the data the last finished step left each loader that the training data consist of."""
+        position = self._position()
+        loaders: list[dict[str, Any]] = position.get("loaders", [position])
+        return loaders
+
+    def combined_position(self) -> dict[str, Any] | None:
+        """What a combination of loaders keeps beside their positions; None where there is one loader."""
+        position = self._position()
+        return {name: position[name] for name in ("index", "ended")} if "loaders" in position else None
+
+    def _position(self) -> dict[str, Any]:
+        done, reached = self._progress.batches_in_epoch, self.loader.reached
+        if self._progress.batches_are_done:
+            return self.loader.state_dict()
+        if self._marked is not None and self.committed.is_open:
+            return self._marked
+        if reached is not None and reached.index < done:
+            return self.loader.state_dict()
+        if self.finished is not None and self.finished.index == done - 1:
+            return self.loader.state_after(self.finished)
+        return at_start_of(self.loader.state_dict(), self._progress.epoch) if self._origin is None else self._origin
+
+    def _take(self, loader: PreparedLoader | CombinedLoader) -> None:
+        self.loader = loader
+        self.limit = self._trainer.current.training_batches = epoch_length(self._trainer, loader)
+        check_equal_lengths(self.limit, "training")

@@ -1,0 +1,715 @@
+"""Which kind of step a task takes, chosen once before the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from drivetrain.accelerator.prepared import parameters_of
+from drivetrain.accelerator.step import InBackward, StepHooks
+from drivetrain.callbacks import Callback, GradientAccumulationScheduler
+from drivetrain.data import BatchInfo, PendingBatch
+from drivetrain.data.sharding import pick_rows
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.memory import Attempt, attempt_together
+from drivetrain.runtime.nested import batch_size_or_none, send_to_device
+from drivetrain.runtime.seeds import RandomState
+from drivetrain.runtime.timing import FORWARD
+from drivetrain.strategies.base import RepeatableStep
+from drivetrain.trainer.hooks import Hooks, is_overridden, is_redefined
+from drivetrain.trainer.loops.step import (
+    ManualStep,
+    PlainStep,
+    StandIn,
+    clear_gradients,
+    detached,
+    muted_logging,
+    presence_of,
+)
+from drivetrain.trainer.metrics.logged_values import HeldBack
+from drivetrain.trainer.metrics.metric_sync import find_metrics, metric_states, restore_metric_states, untouched_metrics
+from drivetrain.trainer.task import Task
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+
+# The step of a task whose optimizer computes the gradients, by a closure
+
+
+class StepVetoed(Exception):
+    """The step is left out, although an optimizer has begun it."""
+
+
+class StepWithoutLoss(StepVetoed):
+    """The same, where all batches were left out."""
+
+
+class ClosureStep(PlainStep):
+    """Lets the task's own `optimizer_step`, or an optimizer such as L-BFGS, decide when gradients are computed."""
+
+    _keeps_window = True
+    _announced: PendingBatch | None = None
+    _repeats = False  # whether the closure runs the window's micro-batches once more
+
+    def run(self, window: list[PendingBatch]) -> bool:
+        """Run one step; the closure may run the micro-batches several times, their batch hooks once."""
+        self._begin(window)
+        self._current.batch, self._current.batch_info = window[0].batch, window[0].info
+        self._announced, self._repeats = None, False
+        self._announce(window[0])
+        self._announced = window[0]
+        outputs: list[Any] = []
+        stepped = self._run_optimizers(window, outputs)
+        if not outputs:
+            raise ConfigurationError(
+                f"The closure hasn't been executed: {type(self._task).__name__}.optimizer_step never ran its "
+                "optimizer_closure, so no loss was computed. Call optimizer.step(closure=optimizer_closure), or "
+                "optimizer_closure() yourself.",
+                code="DT-083",
+            )
+        self._announced, self._repeats = None, False
+        return self._finish(window, outputs[-1], stepped)
+
+    def _run_optimizers(self, window: Sequence[PendingBatch], outputs: list[Any]) -> bool:
+        stepped = False
+        for position, optimizer in enumerate(self._trainer.task_optimizers):
+
+            def compute_gradients(position: int = position) -> Any:
+                if position == 0 or not outputs:
+                    self._compute(window, outputs)
+                return self._loss_of_window(outputs, window)
+
+            self._engine.steps_taken = 0
+            try:
+                self._task.optimizer_step(
+                    self._trainer.current_epoch, window[-1].batch_idx, optimizer, compute_gradients
+                )
+            except StepWithoutLoss:
+                return stepped or self._counts_anyway(window)
+            except StepVetoed:
+                return stepped
+            stepped = stepped or self._engine.steps_taken > 0
+        return stepped
+
+    def _compute(self, window: Sequence[PendingBatch], outputs: list[Any]) -> None:
+        self._begin(window)
+        self._repeats = bool(outputs)
+        outputs[:] = self._forward_backward(self._model, self.run_micro_batch, window)
+        if not self._has_loss():
+            raise StepWithoutLoss
+        self._engine.finish_gradients()
+        if self._engine.is_vetoed():
+            raise StepVetoed
+
+    def _announce(self, micro_batch: PendingBatch) -> None:
+        if not self._repeats and micro_batch is not self._announced:
+            super()._announce(micro_batch)
+
+    def _end_batch(self, output: Any, micro_batch: PendingBatch) -> None:
+        if not self._repeats:
+            super()._end_batch(output, micro_batch)
+
+    def _loss_of_window(self, outputs: list[Any], window: Sequence[PendingBatch]) -> Tensor:
+        """The loss that the gradients of a window are those of; this process's part of it where there are several."""
+        total = torch.zeros((), device=self._trainer.strategy.topology.device)
+        for output, micro_batch in zip(outputs, window, strict=True):
+            loss = self._output.loss_of(output)
+            if loss is not None:
+                share = 1.0 if self._shards == 1 else micro_batch.info.share(self._shards)
+                total = total + loss.detach() * (share / len(window))
+        return total
+
+
+# The step of a task that returns a loss for each of its optimizers, by name
+
+
+class NamedLossesStep(PlainStep):
+    """Gives the gradients of each loss to the parameters of the optimizer of its name, and to no others.
+
+    All losses are those of one forward, before any optimizer steps; then all step.
+
+    Args:
+        trainer: The trainer.
+        task: Its task, whose `configure_optimizers` names its optimizers.
+        model: What the strategy made of the task: the module to call.
+        hooks: The overridden hooks.
+    """
+
+    def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
+        self._names = trainer.task_run.optimizer_names
+        super().__init__(trainer, task, model, hooks)
+        self._placed = trainer.task_run.model
+        self._gradients = trainer.strategy.gradients
+
+    def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
+        if self._trainer.world_size == 1:
+            return None
+        return StandIn(self._trainer.strategy, self._task, model, self._names)
+
+    def _loss_of(self, output: Any) -> Any:
+        if output is None:
+            return None
+        given = output if isinstance(output, Mapping) else {}
+        missing = [name for name in self._names if not isinstance(given.get(name), Tensor)]
+        if not missing:
+            return output
+        shown = f"a dict with the keys {sorted(map(str, given))}" if given else f"a {type(output).__name__}"
+        raise ConfigurationError(
+            f"{type(self._task).__name__}.training_step returned {shown}, without a loss for the optimizer "
+            f"{missing[0]!r}.{nearest(missing[0], map(str, given))} Return a scalar tensor for each of "
+            f"{', '.join(map(repr, self._names))} in every step, or None to leave the batch out. For optimizers that "
+            "step at different times, set automatic_optimization = False.",
+            code="DT-083",
+        )
+
+    def _run_backward(self, loss: Any, output: Any, share: float, stands_in: bool) -> None:
+        if isinstance(output, Tensor):
+            self._loss_of(output)  # refuses it
+        losses = []
+        for number, (name, optimizer) in enumerate(zip(self._names, self._optimizers, strict=True)):
+            trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+            leaves = self._gradients.leaves(self._placed, trained)  # type: ignore[arg-type]
+            if number == 0 and self._stand_in is not None:
+                leaves += self._stand_in.leaves
+            self._output.explain(output[name])
+            losses.append((output[name], leaves))
+        self._engine.backward_each([each for each in losses if each[1]], share)
+
+
+def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
+    """Refuse what cannot give each loss to its own optimizer.
+
+    Args:
+        trainer: The trainer.
+        task: Its task, whose `configure_optimizers` names its optimizers.
+        by_closure: Whether an optimizer or the task's `optimizer_step` takes a closure.
+
+    Raises:
+        ConfigurationError: Names what, and why.
+    """
+    names = ", ".join(map(repr, trainer.task_run.optimizer_names))
+    reason = ""
+    if trainer.strategy.schedules_microbatches:
+        reason = f"{trainer.strategy!r} runs the backwards of all micro-batches by itself, each from one loss"
+    elif by_closure:
+        reason = "an optimizer that needs a closure, or optimizer_step, takes one loss"
+    if reason:
+        raise ConfigurationError(
+            f"{type(task).__name__}.configure_optimizers names its optimizers ({names}), each for a loss of its own, "
+            f"but {reason}. Return a list of optimizers for one loss, or set automatic_optimization = False where the "
+            "strategy takes it.",
+            code="DT-086",
+        )
+
+
+# The step of a task whose micro-batches the strategy interleaves, as a pipeline does
+
+
+class ScheduledStep(PlainStep):
+    """Runs all micro-batches at once, with the hooks of batches around them.
+
+    Only some processes run the task's step; all see what it returned and logged.
+
+    Raises:
+        ConfigurationError: The task runs forward and backward by itself.
+    """
+
+    def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
+        super().__init__(trainer, task, model, hooks)
+        self._strategy = trainer.strategy
+        self._after_backward = hooks.find("on_after_backward")
+
+    def _step_hooks(self, hooks: Hooks) -> StepHooks:
+        return replace(super()._step_hooks(hooks), after_backward=())
+
+    def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
+        return None
+
+    def run(self, window: list[PendingBatch]) -> bool:
+        """Run one step."""
+        self._begin(window)
+        strategy, logged = self._strategy, self._logged
+        for micro_batch in window:
+            self._enter(micro_batch)
+            self._announce(micro_batch)
+        self._has_gradients = self._took_part = True
+        if not self._clears_first:
+            self._zero_grad()
+        with logged.recorded() as calls:
+            own = self._forward_backward(self._model, self.run_micro_batch, window)
+        outputs: list[Any]
+        outputs, calls = strategy.topology.share(([detached(output) for output in own], calls))
+        if not strategy.topology.computes_loss:
+            outputs = send_to_device(outputs, strategy.topology.device)
+            logged.replay(calls, self._task)
+            if any(self._output.has_weight(output) for output in outputs):
+                self._is_weighted = self._engine.weights.in_use = True
+                self._engine.weights.expect()
+        self._end_backwards(window, outputs)
+        self._enter(window[-1])
+        return self._finish(window, outputs[-1], self._engine.step_all())
+
+    def _enter(self, micro_batch: PendingBatch) -> None:
+        self._current.batch, self._current.batch_info = micro_batch.batch, micro_batch.info
+
+    def _end_backwards(self, window: Sequence[PendingBatch], outputs: list[Any]) -> None:
+        for micro_batch in window:
+            self._enter(micro_batch)
+            for hook in self._after_backward:
+                hook()
+        if self._on_batch_end:
+            for output, micro_batch in zip(outputs[:-1], window[:-1], strict=True):
+                self._enter(micro_batch)
+                self._end_batch(output, micro_batch)
+
+    def run_micro_batch(self, micro_batch: PendingBatch, probe: bool = False) -> Any:
+        """Forward and backward of one micro-batch.
+
+        Args:
+            micro_batch: The micro-batch.
+            probe: Run the step only for the strategy to see what it calls the model with; nothing of it counts.
+        """
+        self._enter(micro_batch)
+        batch, index, info = micro_batch.batch, micro_batch.batch_idx, micro_batch.info
+        if probe:
+            with muted_logging(self._logged, self._task):
+                return self._training_step(batch, index)
+        if self._engine.window.size > 1:
+            self._engine.window.advance_planned()
+        share = 1.0 if self._shards == 1 else info.share(self._shards)
+        timing, step = self._timing, self._training_step
+        with nullcontext() if share else muted_logging(self._logged, self._task):
+            output = timing.call(FORWARD, step, batch, index) if timing.on else step(batch, index)
+        loss = self._output.loss_of(output)
+        if loss is not None:
+            self._differentiate(loss, output, share)
+        return output
+
+    def _decide_weighted(self, output: Any) -> bool:
+        weighted = self._output.has_weight(output)  # the processes without the last stage see it in the outputs
+        self._engine.weights.in_use = weighted
+        return weighted
+
+
+def refuse_unscheduled(task: Task, strategy: object, by_closure: bool) -> None:
+    """Refuse what has to run forward and backward by itself.
+
+    Args:
+        task: The task.
+        strategy: The strategy, which runs them.
+        by_closure: Whether an optimizer or the task's `optimizer_step` takes a closure.
+    """
+    if task.automatic_optimization and not by_closure:
+        return
+    what = "an optimizer that needs a closure, or optimizer_step" if by_closure else "manual optimization"
+    raise ConfigurationError(
+        f"{strategy!r} runs forward and backward of all micro-batches together, so {what} of {type(task).__name__} "
+        "cannot run them. Use automatic optimization with an optimizer that needs none, or another strategy.",
+        code="DT-051",
+    )
+
+
+# The step of a Trainer with `optimizer_in_backward`: each parameter is stepped as its gradient is ready
+
+
+READERS = (
+    *("on_after_backward", "on_gradients_ready", "on_before_optimizer_step", "on_before_zero_grad"),
+    *("optimizer_zero_grad", "configure_gradient_clipping", "backward"),
+)
+"""The hooks that are there for gradients, or run backwards by themselves."""
+
+
+class InBackwardStep(PlainStep):
+    """Steps within the backward, and frees each gradient there.
+
+    Args:
+        trainer: The trainer.
+        task: Its task.
+        model: What the strategy made of the task: the module to call.
+        hooks: The overridden hooks.
+
+    Raises:
+        ConfigurationError: Something needs all gradients of a step together.
+    """
+
+    def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
+        _refuse_readers(trainer, task)
+        _refuse_schedules(trainer)
+        bound, clip = trainer.gradient_clip_val, trainer.strategy.gradients.clip_value
+        self._in_backward = InBackward(
+            [prepared.optimizer for prepared in trainer.task_optimizers],
+            clip=partial(clip, value=bound) if bound else None,
+            beside=presence_of(trainer.task_run.model),
+            check=trainer.strategy.gradients.require_complete,
+        )
+        super().__init__(trainer, task, model, hooks)
+        self._zero_grad, self._clears_first = self._in_backward.begin, True
+
+    def _step_hooks(self, hooks: Hooks) -> StepHooks:
+        return replace(super()._step_hooks(hooks), clip=None, in_backward=self._in_backward)
+
+    def try_gradients(self, window: Sequence[PendingBatch]) -> None:
+        """Run the forward and backward of a step, freeing its gradients without stepping."""
+        with self._in_backward.only_freeing():
+            super().try_gradients(window)
+
+    def _finish(self, window: list[PendingBatch], output: Any, steps: int) -> bool:
+        self._in_backward.end()
+        return super()._finish(window, output, steps)
+
+    def _decide_weighted(self, output: Any) -> bool | None:
+        weighted = super()._decide_weighted(output)
+        if weighted:
+            raise ConfigurationError(
+                f"{type(self._task).__name__}.training_step returned a loss with a weight, by which all gradients of "
+                "the step would be scaled, but optimizer_in_backward=True frees each once it is stepped with. Return "
+                "the mean loss alone, or leave optimizer_in_backward out.",
+                code="DT-093",
+            )
+        return weighted
+
+
+def refuse_in_backward(trainer: Trainer, task: Task, by_closure: bool) -> None:
+    """Refuse a task that does not take one backward and one step of each optimizer for a batch.
+
+    Args:
+        trainer: The trainer.
+        task: Its task.
+        by_closure: Whether an optimizer or the task's `optimizer_step` takes a closure.
+
+    Raises:
+        ConfigurationError: Names what, and what to do.
+    """
+    name = type(task).__name__
+    reason = ""
+    if not task.automatic_optimization:
+        reason = f"{name} optimizes by hand (automatic_optimization = False)"
+    elif by_closure:
+        reason = f"{name} has an optimizer_step of its own, or an optimizer that evaluates the loss several times"
+    elif trainer.task_run.optimizer_names:
+        reason = f"{name} returns a loss for each of several optimizers, whose backwards share parameters"
+    if reason:
+        raise ConfigurationError(
+            f"Trainer(optimizer_in_backward=True) steps each parameter once, within the one backward of a step, but "
+            f"{reason}. Leave optimizer_in_backward out.",
+            code="DT-093",
+        )
+
+
+def _refuse_readers(trainer: Trainer, task: Task) -> None:
+    owners: list[tuple[Any, type]] = [(task, Task), *((callback, Callback) for callback in trainer.callbacks)]
+    found = [
+        f"{type(owner).__name__}.{name}"
+        for owner, base in owners
+        for name in READERS
+        if hasattr(base, name) and is_redefined(owner, base, name)
+    ]
+    if found:
+        raise ConfigurationError(
+            f"Trainer(optimizer_in_backward=True) steps with each gradient as it is ready and frees it, so "
+            f"{', '.join(found)} would find no gradients. Leave "
+            f"{'it' if len(found) == 1 else 'them'}, or optimizer_in_backward, out.",
+            code="DT-093",
+        )
+
+
+def _refuse_schedules(trainer: Trainer) -> None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
+            raise ConfigurationError(
+                f"Trainer(optimizer_in_backward=True) keeps no gradients, so {type(callback).__name__} cannot let them "
+                "accumulate. Leave one of the two out.",
+                code="DT-093",
+            )
+
+
+# A step that is run again in smaller parts where memory lacks, with the same numbers
+
+
+PATIENCE = 60.0
+"""Seconds that a process without memory waits for the others to end the same gradients."""
+
+WHAT = "the gradients of a step"
+
+
+class _Part(NamedTuple):
+    """Some rows of a micro-batch.
+
+    Attributes:
+        place: Which micro-batch of the window it is a part of.
+        first: Its first row.
+        end: The row that follows its last one.
+        of: The rows of the micro-batch; 0 where it has none that can be found, and is whole.
+    """
+
+    place: int
+    first: int
+    end: int
+    of: int
+
+    @property
+    def share(self) -> float:
+        """Its share of the micro-batch."""
+        return (self.end - self.first) / self.of if self.of else 1.0
+
+
+class SplitStep(PlainStep):
+    """The step of a Trainer with `auto_micro_batch`.
+
+    All of its gradients are computed before anything is exchanged. Where memory lacks for that on any process, all of
+    them put back what has changed, cut each micro-batch in twice as many parts along its rows, and compute again. Then
+    the gradients are averaged over processes, and what was logged is taken, once for each micro-batch.
+
+    The hooks around batches are called once for each micro-batch: those before them all at the start.
+
+    Args:
+        trainer: The trainer.
+        task: Its task.
+        model: What the strategy made of the task.
+        hooks: The overridden hooks.
+    """
+
+    def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
+        capable = trainer.strategy.capability(RepeatableStep)
+        assert capable is not None  # refused before
+        super().__init__(trainer, task, trainer.strategy.view(model, "manual"), hooks)
+        self._repeatable: RepeatableStep = capable
+        self._whole_model = model
+        self._metrics, self._kept_buffers = find_metrics(task), list(task.buffers())
+        self._held_back = HeldBack(self._logged)
+        self._own_weight: Tensor | float | None = None
+        self._tried = 0  # in how many parts a step was computed last
+
+    def run(self, window: list[PendingBatch]) -> bool:
+        """Run one step, in as many parts as memory has needed so far, or in more."""
+        for micro_batch in window:
+            self._show(micro_batch)
+            self._announce(micro_batch)
+        if not self._clears_first:
+            self._zero_grad()
+        decides = self._trainer.world_size > 1 and self._engine.weights.in_use is None
+        outputs = self._compute(window)
+        self._repeatable.reduce(self._whole_model)
+        if decides:
+            self._agree_on_weights()
+        for number, micro_batch in enumerate(window):
+            self._show(micro_batch)
+            self._held_back.log(number)
+            if self._on_batch_end and micro_batch is not window[-1]:
+                self._end_batch(outputs[number], micro_batch)
+        self._held_back.clear()
+        stepped = self._engine.step_all() if self._has_loss() else self._counts_anyway(window)
+        if decides and self._is_weighted:
+            self._engine.weights.decide(self._own_weight)
+        return self._finish(window, outputs[-1], stepped)
+
+    def _show(self, micro_batch: PendingBatch) -> None:
+        """Let hooks and logged values see a micro-batch as a whole."""
+        self._current.batch, self._current.batch_info = micro_batch.batch, micro_batch.info
+        self._logged.skips = self._share(micro_batch) == 0.0
+
+    def _share(self, micro_batch: PendingBatch) -> float:
+        return 1.0 if self._shards == 1 else micro_batch.info.share(self._shards)
+
+    # gradients
+
+    def _compute(self, window: Sequence[PendingBatch]) -> list[Any]:
+        """Compute gradients until memory is enough. Returns what the task returned for each micro-batch."""
+        random, metrics = RandomState.capture(), metric_states(self._metrics)
+        buffers = [buffer.detach().clone() for buffer in self._kept_buffers]
+        failed: Attempt | None = None
+        while True:
+            call = partial(self._gradients, window, None if failed is None else failed.failure)
+            made = attempt_together(call, WHAT, PATIENCE, releases=failed is not None)
+            if made.enough:
+                outputs: list[Any] = made.result
+                return outputs
+            failed = made
+            clear_gradients(self._optimizers, presence_of(self._whole_model))
+            random.restore()
+            with torch.no_grad():
+                for buffer, kept in zip(self._kept_buffers, buffers, strict=True):
+                    buffer.copy_(kept)
+            restore_metric_states(self._task, metrics)
+            self._progress.parts *= 2
+            self._report()
+
+    def _gradients(self, window: Sequence[PendingBatch], failure: MemoryError | None) -> list[Any]:
+        """Compute the gradients of a step, part by part.
+
+        Args:
+            window: Its micro-batches.
+            failure: That memory lacked on this process for larger parts.
+        """
+        parts = [part for place, each in enumerate(window) for part in self._cut(place, each)]
+        if failure is not None and len(parts) == self._tried:
+            raise ConfigurationError(_too_large(any(part.of for part in parts)), code="DT-104") from failure
+        self._tried = len(parts)
+        self._held_back.clear()
+        self._begin(parts)  # type: ignore[arg-type]  # only their number counts
+        outputs: list[list[tuple[float, Any]]] = [[] for _ in window]
+        for part in parts:
+            micro_batch = window[part.place]
+            share = self._share(micro_batch)
+            with self._held_back.collecting(part.place):
+                output = self._run_part(_taken(micro_batch, part), share, part.share * len(parts) / len(window))
+            outputs[part.place].append((part.share, output))
+        return [_together(each, bool(self._is_weighted)) for each in outputs]
+
+    def _cut(self, place: int, micro_batch: PendingBatch) -> list[_Part]:
+        rows = micro_batch.info.rows or batch_size_or_none(micro_batch.batch) or 0
+        count = min(self._progress.parts, rows)
+        if count <= 1:
+            return [_Part(place, 0, rows, rows)]
+        ends = [rows * number // count for number in range(count + 1)]
+        return [_Part(place, first, end, rows) for first, end in pairwise(ends)]
+
+    def _run_part(self, taken: PendingBatch, share: float, part: float) -> Any:
+        """Forward and backward of some rows; `part` of their micro-batch, which counts for `share`."""
+        self._current.batch, self._current.batch_info = taken.batch, taken.info
+        self._logged.skips = share == 0.0
+        if self._engine.window.size > 1:
+            self._engine.window.advance_planned()
+        timing, given = self._timing, (taken.batch, taken.batch_idx)
+        with nullcontext() if share else untouched_metrics(self._task):
+            step = self._training_step
+            output = timing.call(FORWARD, step, *given) if timing.on else step(*given)
+        loss = output if isinstance(output, Tensor) else self._output.loss_of(output)
+        if loss is not None:
+            self._has_gradients = True  # they were cleared before
+            self._differentiate(loss, output, share * part)
+        return output
+
+    # weights
+
+    def _decide_weighted(self, output: Any) -> bool | None:
+        """Whether losses come with weights, as this process has it: none may wait for another one here."""
+        if self._trainer.world_size == 1:
+            return super()._decide_weighted(output)
+        if self._stand_in is not None and self._stand_in.stood_in:
+            return None
+        self._own_weight = output["weight"] if self._output.has_weight(output) else None
+        self._engine.weights.in_use = self._own_weight is not None
+        return self._engine.weights.in_use
+
+    def _agree_on_weights(self) -> None:
+        """Find out, after the first gradients, whether any process has losses with weights."""
+        topology, weights = self._trainer.strategy.topology, self._engine.weights
+        flag = torch.tensor(float(self._own_weight is not None), device=topology.device)
+        in_use = bool(topology.sum(flag) > 0)
+        if in_use and not self._is_weighted:
+            weights.expect()
+        self._is_weighted = weights.in_use = in_use
+
+    # words
+
+    def _report(self) -> None:
+        """Print what has happened, on the main process."""
+        normed = [name for name, module in self._task.named_modules() if isinstance(module, _BatchNorm)]
+        statistics = ""
+        if normed:
+            statistics = (
+                f" What cannot be the same are the batch statistics of {', '.join(normed[:3])}"
+                f"{' and others' if normed[3:] else ''}: they are those of each part."
+            )
+        self._trainer.print(
+            f"Step {self._progress.global_step}: memory lacks, so from now on each batch is computed in "
+            f"{self._progress.parts} parts, one after the other. The global batch, its gradients and what is logged "
+            f"stay the same.{statistics}"
+        )
+
+
+def _taken(micro_batch: PendingBatch, part: _Part) -> PendingBatch:
+    """The rows of a part, as a micro-batch of its own."""
+    if not part.of or part.share == 1.0:
+        return micro_batch
+    info, rows = micro_batch.info, part.end - part.first
+    padding = max(0, min(rows, part.end - (part.of - info.padding)))
+    cut = BatchInfo(info.index, rows, padding, info.global_rows, info.last, info.consumed)
+    batch = pick_rows([micro_batch.batch], [part.of], range(part.first, part.end))
+    taken = PendingBatch(batch, cut)
+    taken.batch_idx = micro_batch.batch_idx
+    return taken
+
+
+def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
+    """What a task would have returned for a whole micro-batch, from what it returned for its parts.
+
+    Args:
+        outputs: For each part, its share of the micro-batch, and what was returned.
+        sums: Whether losses are sums, which come with weights.
+    """
+    if len(outputs) == 1:
+        return outputs[0][1]
+    given = [(share, output) for share, output in outputs if output is not None]
+    if not given:
+        return None
+    last = given[-1][1]
+    losses = [(output if isinstance(output, Tensor) else output["loss"]).detach() for _, output in given]
+    loss = torch.stack([each * (1.0 if sums else share) for each, (share, _) in zip(losses, given, strict=True)]).sum()
+    if isinstance(last, Tensor):
+        return loss
+    together = {**last, "loss": loss}
+    if sums:
+        together["weight"] = sum(output["weight"] for _, output in given)
+    return together
+
+
+def _too_large(has_rows: bool) -> str:
+    if not has_rows:
+        return (
+            "Memory lacks for a step, and auto_micro_batch cannot cut its batch: no tensor in it shows how many rows "
+            "it has. Give batches of tensors whose first dimension is the rows, or a smaller batch size."
+        )
+    return (
+        "Memory lacks for a step even where each row is computed by itself, so auto_micro_batch cannot help. Make the "
+        "model smaller, or use more devices."
+    )
+
+
+def choose_step(trainer: Trainer, task: Task, model: nn.Module, splits: bool = True) -> PlainStep:
+    """The step of a task under this trainer's strategy and with these optimizers.
+
+    Args:
+        trainer: The trainer.
+        task: Its task.
+        model: What the strategy made of the task: the module to call.
+        splits: Whether a step that lacks memory may be cut, where the trainer was asked for that.
+
+    Raises:
+        ConfigurationError: The strategy cannot run such a task.
+    """
+    by_closure = task.automatic_optimization and (
+        is_overridden(task, Task, "optimizer_step") or any(o.needs_closure for o in trainer.task_optimizers)
+    )
+    splits = splits and trainer.auto_micro_batch
+    if splits and (by_closure or trainer.task_run.optimizer_names or not task.automatic_optimization):
+        raise ConfigurationError(
+            f"Trainer(auto_micro_batch=True) runs the gradients of a step again, which {type(task).__name__} computes "
+            "by itself: it optimizes by hand, steps its optimizer itself, has one that evaluates the loss several "
+            "times, or returns a loss for each of several. Leave auto_micro_batch out, and give a smaller batch size.",
+            code="DT-092",
+        )
+    if trainer.optimizer_in_backward:
+        refuse_in_backward(trainer, task, by_closure)
+        return InBackwardStep(trainer, task, model, trainer.hooks)
+    if trainer.task_run.optimizer_names and task.automatic_optimization:
+        refuse_named(trainer, task, by_closure)
+        return NamedLossesStep(trainer, task, model, trainer.hooks)
+    if trainer.strategy.schedules_microbatches:
+        refuse_unscheduled(task, trainer.strategy, by_closure)
+        return ScheduledStep(trainer, task, model, trainer.hooks)
+    if not task.automatic_optimization:
+        return ManualStep(trainer, task, model, trainer.hooks)
+    if splits:
+        return SplitStep(trainer, task, model, trainer.hooks)
+    return (ClosureStep if by_closure else PlainStep)(trainer, task, model, trainer.hooks)

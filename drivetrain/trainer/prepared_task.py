@@ -1,0 +1,232 @@
+"""The task that a Trainer runs, and what the engine made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.accelerator import PreparedOptimizer
+from drivetrain.accelerator.run_state import Moment
+from drivetrain.accelerator.step import StepHooks
+from drivetrain.callbacks import Callback
+from drivetrain.callbacks.base import Stage
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.strategies import StepModule
+from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.hooks import Hooks, call_all, call_setup_hooks, call_teardown_hooks, let_log
+from drivetrain.trainer.loops.batches import LoaderSource
+from drivetrain.trainer.metrics.logged_values import NOWHERE
+from drivetrain.trainer.metrics.metric_sync import count_once, find_metrics
+from drivetrain.trainer.optimizers import SchedulerConfig, names_of, parse_configured_optimizers
+from drivetrain.trainer.task import Task
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+
+logger = get_logger(__name__)
+
+
+class TaskRun:
+    """The task that a Trainer runs: set up, placed, torn down.
+
+    Args:
+        trainer: The trainer.
+
+    Attributes:
+        task: The task of the run, or of the last one.
+        datamodule: Its data module, if there is one.
+        hooks: The overridden hooks of the task and of the callbacks.
+        model: What the strategy made of the task.
+        optimizers: Its optimizers, prepared by the engine.
+        optimizer_names: Their names, where `configure_optimizers` names them.
+        schedulers: Its learning-rate schedulers, and when each steps.
+        steps_schedulers: Whether any scheduler follows optimizer steps.
+        ends_epochs_of_schedulers: Whether any scheduler follows epochs and watches no value.
+        stage: What the last verb was for; None before the first.
+        checkpoint_path: The checkpoint that it has taken, if it has taken one.
+        sources: Where the loaders of the verb under way, or of the last one, come from.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.task: Task | None = None
+        self.datamodule: DataModule | None = None
+        self.hooks: Hooks | None = None
+        self.model: nn.Module | None = None
+        self._fitted: nn.Module | None = None  # what the engine has prepared for the last fit
+        self.optimizers: list[PreparedOptimizer] = []
+        self.optimizer_names: tuple[str, ...] = ()
+        self.schedulers: list[SchedulerConfig] = []
+        self.steps_schedulers = self.ends_epochs_of_schedulers = False
+        self.stage: Stage | None = None
+        self.checkpoint_path: str | None = None
+        self.sources: dict[Stage, LoaderSource] = {}
+        self._error: BaseException | None = None  # what has ended the run
+        self._restore_metrics: Callable[[], None] = lambda: None
+
+    # before and after
+
+    def attach(self, task: Task, data: DataModule | None, stage: Stage, loaders: Mapping[Stage, Any]) -> None:
+        """Take a task to run.
+
+        Args:
+            task: The task.
+            data: Its data module, if there is one.
+            stage: What it is for.
+            loaders: What was given for each kind of loader that may be needed; None for what a method makes.
+        """
+        if not isinstance(task, Task):
+            raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.", code="DT-080")
+        self.task, self.datamodule = task, data
+        self.stage, self.checkpoint_path = stage, None
+        task.trainer = self._trainer
+        if data is not None:
+            data.trainer = self._trainer
+        self.sources = {each: LoaderSource(self._trainer, task, each, given, data) for each, given in loaders.items()}
+        logged = self._trainer.logged
+        logged.enter(NOWHERE)
+        logged.begin_verb(evaluates_alone=stage is not Stage.TRAIN)
+        self._trainer.tracker_log.written.clear()
+
+    def remember(self, task: Task | None, data: DataModule | None) -> None:
+        """Take what the last verb ran, which the next one runs again where it is given none.
+
+        Args:
+            task: The task.
+            data: Its data module, if there is one.
+        """
+        self.task, self.datamodule = task, data
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the strategy has placed the task."""
+        return self.model is not None and self._trainer.strategy.unwrap(self.model) is self.task
+
+    def set_up(self, task: Task, stage: Stage) -> None:
+        """Find the hooks, prepare the data, and call `setup` of all."""
+        trainer, actions = self._trainer, self._trainer.actions
+        actions.begin(task, stage)
+        trainer.adopt_callbacks(task.configure_callbacks())
+        for callback in trainer.callbacks:
+            let_log(callback, task)
+            if stage is Stage.TRAIN:
+                trainer.control.take_over(callback)
+        self.hooks = Hooks(trainer, task)
+        owners = [owner for owner in (self.datamodule, task) if owner is not None]
+        if any(type(owner).prepare_data not in (DataModule.prepare_data, Task.prepare_data) for owner in owners):
+            if trainer.accelerator.is_local_main_process:
+                for owner in owners:
+                    actions.watch(actions.of_owner(owner, "prepare_data"), owner.prepare_data)()
+            trainer.accelerator.wait_for_everyone()
+        call_setup_hooks(trainer, task, self.datamodule, stage.verb)
+        self._restore_metrics = count_once(find_metrics(task).values(), trainer.strategy.topology.value_ranks)
+
+    @contextmanager
+    def with_callbacks(self, callbacks: Sequence[Callback]) -> Iterator[None]:
+        """Let what is built in the body call these callbacks and the task, and step no scheduler.
+
+        Args:
+            callbacks: In the place of the trainer's.
+        """
+        assert self.task is not None
+        before = self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers
+        self.hooks, self.steps_schedulers = Hooks(self._trainer, self.task, callbacks), False
+        self.ends_epochs_of_schedulers = False
+        try:
+            yield
+        finally:
+            self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers = before
+
+    def tear_down(self, task: Task, stage: Stage) -> None:
+        """Call `teardown` of all, and let the engine and the loaders go."""
+        trainer, engine = self._trainer, self._trainer.accelerator
+        trainer.logged.enter(NOWHERE)
+        engine.optimizer_step.drive(StepHooks())
+        engine.accumulation.end_planned()
+        trainer.current.leave_batch()
+        try:
+            call_teardown_hooks(trainer, task, self.datamodule, stage.verb)
+        except BaseException as raised:
+            self._error = self._error or raised
+            raise
+        finally:
+            self._restore_metrics()
+            for callback in trainer.callbacks:
+                let_log(callback, None)
+            error, self._error = self._error, None
+            trainer.tracker_log.end_run(error, stage is Stage.TRAIN)
+            engine.run_state.moment = Moment
+            if trainer.loop is not None:
+                trainer.loop.forget_loaders()
+            trainer.current.leave_stage()
+            trainer.actions.finish(stage)
+
+    def report_exception(self, task: Task, error: BaseException) -> None:
+        """Call `on_exception` of all, and remember the error for the trackers.
+
+        What a hook raises is logged, since the run ends with the first error.
+        """
+        trainer = self._trainer
+        self._error = error
+        hooks = [partial(each.on_exception, trainer, task, error) for each in trainer.callbacks]
+        hooks.append(partial(task.on_exception, error))
+        if self.datamodule is not None:
+            hooks.append(partial(self.datamodule.on_exception, error))
+        call_all("on_exception", hooks)
+
+    # on the hardware
+
+    def configure_optimizers(self, task: Task) -> list[Optimizer]:
+        """Let the task build its optimizers and schedulers. Returns the optimizers, which `place` takes."""
+        actions = self._trainer.actions
+        configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
+        configured = configure()
+        optimizers, self.schedulers = parse_configured_optimizers(
+            configured, by_hand=not task.automatic_optimization, strict=self._trainer.refuses_unknown_keys
+        )
+        self.optimizer_names = names_of(configured)
+        if not optimizers and task.automatic_optimization:
+            logger.warning(
+                f"{type(task).__name__}.configure_optimizers returned none, so this fit will run with no optimizer: "
+                "losses and gradients are computed, and no parameter changes. If that is not intended, return an "
+                "optimizer, or set automatic_optimization = False to train by hand."
+            )
+        # A task that optimizes by hand steps its schedulers by hand, too.
+        by_step = any(config.interval == "step" for config in self.schedulers)
+        self.steps_schedulers = task.automatic_optimization and by_step
+        by_epoch = any(config.interval == "epoch" and not config.reduce_on_plateau for config in self.schedulers)
+        self.ends_epochs_of_schedulers = task.automatic_optimization and by_epoch
+        return optimizers
+
+    def place(self, task: Task, optimizers: list[Optimizer]) -> nn.Module:
+        """Let the engine prepare the task with its optimizers and schedulers, in the place of those of a fit before."""
+        engine, strategy = self._trainer.accelerator, self._trainer.strategy
+        before = [one for one in engine.prepared.models if one is self._fitted or strategy.unwrap(one) is task]
+        for known in before:
+            engine.unwrap_model(known, keep_fp32_wrapper=False)  # whose steps open the precision themselves
+            engine.prepared.forget_model(known)
+        by_hand = not task.automatic_optimization
+        wrapped = StepModule(task, by_hand, several_losses=bool(self.optimizer_names) and not by_hand)
+        prepared: Any = engine.prepare(wrapped, *optimizers) if optimizers else [engine.prepare(wrapped)]
+        model: nn.Module
+        model, *self.optimizers = prepared
+        self.model = self._fitted = model
+        for config in self.schedulers:
+            engine.prepare_scheduler(config.scheduler, steps_per_call=1)
+        return model
+
+    def place_for_evaluation(self, task: Task) -> nn.Module:
+        """Let the engine prepare the task alone, unless a `fit` has."""
+        engine, strategy = self._trainer.accelerator, self._trainer.strategy
+        if self.model is None or strategy.unwrap(self.model) is not task:
+            with engine.precision.init_context(), strategy.init_context():
+                task.configure_model()
+            self.model = engine.prepare_model(StepModule(task), evaluation_mode=True)
+        return self.model

@@ -1,0 +1,516 @@
+"""What the Trainer's arguments ask for, built: its processes and engine, its trackers, its callbacks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from drivetrain.accelerator import Accelerator
+from drivetrain.accelerator.accelerate_names import Launched, TorchDynamoPlugin
+from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, RunReport, TQDMProgressBar
+from drivetrain.data import DataLoaderConfiguration
+from drivetrain.launch import already_launched, relaunch_script
+from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device, get_device_kind
+from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.runtime.errors import ConfigurationError, LaunchError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.seeds import make_deterministic, set_seed
+from drivetrain.strategies import Strategy, resolve_ddp, started_by_verbs
+from drivetrain.strategies.base import Given, RepeatableStep, RunOptions, StepInBackward
+from drivetrain.strategies.precision import Precision, overrides
+from drivetrain.trackers import Tracker, TrackerGroup, resolve_trackers
+from drivetrain.trackers.group import AbsentTracker
+from drivetrain.trainer.options import TrainerOptions
+from drivetrain.trainer.task_checks import described
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+
+logger = get_logger(__name__)
+
+
+class TwinCallbacksError(ConfigurationError, RuntimeError):
+    """Two callbacks have the same key for their states in a checkpoint."""
+
+    code = "DT-095"
+
+
+def accelerator_for(given: Mapping[str, Any], compilation: TorchDynamoPlugin | None) -> Accelerator:
+    """The engine that the Trainer's arguments ask for; see `make_accelerator`.
+
+    Args:
+        given: The arguments by name, others among them.
+        compilation: What to compile, and how.
+
+    Raises:
+        ConfigurationError: An argument cannot be.
+    """
+    check_advising(given)
+    names = (
+        "accelerator",
+        "strategy",
+        "devices",
+        "num_nodes",
+        "precision",
+        "accumulate_grad_batches",
+        "sync_batchnorm",
+        "num_workers",
+    )
+    return make_accelerator(**{name: given[name] for name in names}, compilation=compilation)
+
+
+def check_advising(given: Mapping[str, Any]) -> None:
+    """Refuse what advice cannot be given for.
+
+    Args:
+        given: The Trainer's arguments.
+
+    Raises:
+        ConfigurationError: Nothing may be around the loop, or the engine is one that cannot be made in another way.
+    """
+    if not given["advise"]:
+        return
+    if given["barebones"]:
+        raise ConfigurationError(
+            "Trainer(barebones=True, advise=True): trying changes is something around the loop. Leave one of them out.",
+            code="DT-004",
+        )
+    if isinstance(given["accelerator"], Accelerator):
+        raise ConfigurationError(
+            "Trainer(accelerator=<Accelerator>, advise=True): a change of precision or of what is compiled needs an "
+            "engine of its own, and the one given is there already. Give the Trainer the Accelerator's options "
+            "instead, such as Trainer(strategy='ddp', precision='bf16-mixed').",
+            code="DT-004",
+        )
+
+
+def make_accelerator(
+    accelerator: str | Accelerator,
+    strategy: str | Strategy,
+    devices: int | str | Sequence[int],
+    num_nodes: int,
+    precision: str | int | Precision | None,
+    accumulate_grad_batches: int | None,
+    sync_batchnorm: bool,
+    num_workers: str | None = None,
+    compilation: TorchDynamoPlugin | None = None,
+) -> Accelerator:
+    """The engine to run on: the one given, or a new one, once missing processes are started."""
+    if isinstance(accelerator, Accelerator):
+        changed = [
+            name
+            for name, value, default in (
+                ("strategy", strategy, "auto"),
+                ("devices", devices, "auto"),
+                ("precision", precision, None),
+                ("sync_batchnorm", sync_batchnorm, False),
+                ("num_workers", num_workers, None),
+                ("compile", compilation, None),
+            )
+            if value != default
+        ]
+        if changed:
+            raise ConfigurationError(
+                f"Trainer(accelerator=<Accelerator>) runs on what that Accelerator is, so {', '.join(changed)} cannot "
+                "be given too. Give them to the Accelerator.",
+                code="DT-004",
+            )
+        return accelerator
+    kind = None if accelerator == "auto" else get_device_kind(accelerator)
+    given = devices
+    strategy, devices = _left_to_verbs(strategy, kind.name if kind else None, devices, num_nodes)
+    _start_processes(kind.name if kind else None, devices, num_nodes)
+    if sync_batchnorm and started_by_verbs(strategy) is None:
+        _refuse_launched_sharding(strategy)
+        strategy = resolve_ddp(strategy, ProcessEnvironment.detect(), "sync_batchnorm=True", sync_batchnorm=True)
+    return Accelerator(
+        strategy=strategy,
+        mixed_precision=str(precision) if isinstance(precision, int) else precision,
+        gradient_accumulation_steps=accumulate_grad_batches,
+        device=_own_device(strategy, kind, _chosen_devices(given)[1]),
+        dynamo_plugin=compilation,
+        dataloader_config=None if num_workers is None else DataLoaderConfiguration(num_workers=num_workers),
+    )
+
+
+def _refuse_launched_sharding(strategy: str | Strategy) -> None:
+    """Refuse batch statistics over all processes, an option of DDP, where the launcher was asked for another strategy.
+
+    Raises:
+        ConfigurationError: It was, and the script leaves the strategy to it.
+    """
+    launched = Launched.here().strategy() if strategy == "auto" else None
+    if launched is not None:
+        raise ConfigurationError(
+            f"Trainer(sync_batchnorm=True) is an option of strategy='ddp', but the launcher was asked for "
+            f"strategy={launched.name!r}. Launch without it, give Trainer(strategy='ddp'), or leave sync_batchnorm out "
+            "and convert the model in configure_model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).",
+            code="DT-004",
+        )
+
+
+def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
+    """The options as the engine runs them: with as many micro-batches for each step as it has, where none were given.
+
+    Args:
+        accumulate: The Trainer's own argument.
+        engine: What it runs on: of the launcher, unless its user has chosen.
+        options: The Trainer's options.
+
+    Raises:
+        ConfigurationError: The strategy cannot run them; names what contradicts what, and what would work.
+    """
+    settled = _with_accumulation(accumulate, engine, options)
+    _check_strategy(engine, settled)
+    return settled
+
+
+def _with_accumulation(given: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
+    launched = Launched.here().settings.get("gradient_accumulation_steps")
+    if given is None:
+        chosen = engine.gradient_accumulation_steps
+        if chosen != 1 and chosen == launched:
+            logger.warning_once(
+                "accumulate_grad_batches=%d: the Trainer was given none, and the launcher was asked for "
+                "--gradient_accumulation_steps %d.",
+                chosen,
+                chosen,
+            )
+        return replace(options, accumulate_grad_batches=chosen)
+    if launched not in (None, 1, given):
+        logger.warning_once(
+            "Trainer(accumulate_grad_batches=%d) counts, not the launcher's --gradient_accumulation_steps %d.",
+            given,
+            launched,
+        )
+    return options
+
+
+def _check_strategy(engine: Accelerator, options: TrainerOptions) -> None:
+    strategy = engine.strategy
+    strategy.check(
+        RunOptions(
+            engine.precision,
+            Given("Trainer(accumulate_grad_batches)", options.accumulate_grad_batches),
+            Given("Trainer(gradient_clip_val)", options.gradient_clip_val),
+        )
+    )
+    if options.optimizer_in_backward:
+        _check_in_backward(engine)
+    if options.auto_micro_batch and strategy.capability(RepeatableStep) is None:
+        raise ConfigurationError(
+            f"Trainer(auto_micro_batch=True) does not work with {strategy!r}: its forwards and backwards exchange "
+            "tensors, and a process that has no memory in the middle of that cannot call the others back. It works "
+            "with strategy='single', and 'ddp' without comm_hook and sync_batchnorm. Else give a smaller batch size "
+            "and a larger accumulate_grad_batches; Tuner(trainer).scale_batch_size finds one.",
+            code="DT-068",
+        )
+
+
+def _check_in_backward(engine: Accelerator) -> None:
+    """Refuse a strategy or a precision under which a gradient is not what the optimizer takes once it is there."""
+    if engine.strategy.capability(StepInBackward) is None:
+        raise ConfigurationError(
+            f"Trainer(optimizer_in_backward=True) does not work with {engine.strategy!r}, where gradients are complete "
+            "only once the whole backward is over. It works with strategy='single' and 'fsdp'.",
+            code="DT-093",
+        )
+    if overrides(engine.precision, "scale"):
+        raise ConfigurationError(
+            f"Trainer(optimizer_in_backward=True) does not work with precision={engine.precision.name!r}: its loss "
+            "scale leaves out a step where any gradient overflows, which is known only when all are there. Use 'bf16' "
+            "or '32'.",
+            code="DT-071",
+        )
+
+
+def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
+    """How many processes `devices` asks for, and on which devices, where it names them: `[0, 1]`, `"0,1"`."""
+    if isinstance(devices, str) and "," in devices:
+        numbers: Any = [part.strip() for part in devices.split(",") if part.strip()]
+    elif isinstance(devices, list | tuple):
+        numbers = list(devices)
+    else:
+        is_number = isinstance(devices, str) and devices.removeprefix("-").isdigit()
+        return int(devices) if is_number else devices, None
+    texts = [str(each) for each in numbers if not isinstance(each, bool)]
+    if not texts or len(texts) < len(numbers) or not all(map(str.isdigit, texts)) or len(set(texts)) < len(texts):
+        raise ConfigurationError(
+            f"devices={devices!r}: give the numbers of devices, each once, such as [0, 1] or '0,1'.", code="DT-003"
+        )
+    return len(texts), [int(each) for each in texts]
+
+
+def _left_to_verbs(
+    strategy: str | Strategy, kind: str | None, devices: Any, num_nodes: int
+) -> tuple[str | Strategy, Any]:
+    """The strategy and the devices of this process, where processes are started for each verb of the Trainer.
+
+    Those processes make a Trainer from the same arguments, and run under the strategy itself; so does a script that a
+    launcher has started, and one process.
+    """
+    spawned = started_by_verbs(strategy)
+    if spawned is None:
+        return strategy, devices
+    if already_launched():
+        if multiprocessing.parent_process() is None:
+            logger.warning_once(
+                f"strategy={spawned.name!r}: a launcher ({ProcessEnvironment.detect().source}) has started the "
+                "processes of this run, so its verbs start none, and the strategy is 'ddp'."
+            )
+        return spawned.within(), devices
+    found, wanted = _wanted_processes(kind, devices)
+    if num_nodes > 1 or wanted <= 1:
+        return spawned.within(), 1 if num_nodes == 1 else devices
+    from drivetrain.launch.launcher import LaunchPlan
+    from drivetrain.launch.options import LaunchOptions  # here: few Trainers start processes
+
+    LaunchPlan.make(LaunchOptions(num_processes=wanted, cpu=found.name == "cpu"))  # refuses what cannot be started
+    spawned.num_processes, spawned.kind = wanted, found.name
+    return spawned, 1
+
+
+def _own_device(strategy: str | Strategy, kind: DeviceKind | None, numbers: list[int] | None) -> str | None:
+    """The device of this process, or its kind: the CPU where it will be forked, since only that survives a fork.
+
+    Args:
+        strategy: The strategy.
+        kind: The kind of device that was asked for, if one was.
+        numbers: The devices that were asked for, one for each process of this machine.
+    """
+    spawned = started_by_verbs(strategy)
+    if spawned is not None and spawned.start_method == "fork":
+        return "cpu"
+    if numbers is None:
+        return kind.name if kind else None
+    local_rank = ProcessEnvironment.detect().local_rank
+    return f"{(kind or detect_device_kind()).name}:{numbers[local_rank]}"
+
+
+def _wanted_processes(kind: str | None, devices: Any) -> tuple[DeviceKind, int]:
+    """The kind of device, and how many processes are asked for on it."""
+    devices, numbers = _chosen_devices(devices)
+    _check_devices(devices)
+    found = detect_device_kind() if kind is None else get_device_kind(kind)
+    for number in numbers or ():
+        get_device(f"{found.name}:{number}")  # raises here, before processes are started
+    return found, int(found.default_processes() if devices in ("auto", -1) else devices)
+
+
+def _check_devices(devices: Any) -> None:
+    """Raise unless it is `"auto"` or a number of processes, -1 for all."""
+    if devices != "auto" and (
+        not isinstance(devices, int) or isinstance(devices, bool) or (devices < 1 and devices != -1)
+    ):
+        raise ConfigurationError(
+            f"devices={devices!r}: give the number of processes on this machine, the numbers of its devices ([0, 1]), "
+            "-1 for all, or 'auto'.",
+            code="DT-003",
+        )
+
+
+def _start_processes(kind: str | None, given: Any, num_nodes: int) -> None:
+    """Make sure that there are as many processes as were asked for."""
+    devices, _ = _chosen_devices(given)
+    _check_devices(devices)
+    environment = ProcessEnvironment.detect()
+    if already_launched():
+        here = environment.local_world_size
+        if isinstance(devices, int) and devices not in (here, -1):
+            raise ConfigurationError(
+                f"devices={devices}, but the launcher ({environment.source}) started {here} process(es) on this "
+                f"machine. Leave devices='auto', or start {devices}: "
+                f"drivetrain launch --num_processes {devices} script.py.",
+                code="DT-031",
+            )
+        if num_nodes not in (1, environment.num_nodes):
+            raise ConfigurationError(
+                f"num_nodes={num_nodes}, but the launcher ({environment.source}) started {environment.num_nodes}.",
+                code="DT-031",
+            )
+        return
+    if num_nodes > 1:
+        raise ConfigurationError(
+            f"num_nodes={num_nodes} needs a launcher on every machine: drivetrain launch --num_machines {num_nodes} "
+            "--machine_rank <0…> --main_process_ip <address> script.py, or srun.",
+            code="DT-031",
+        )
+    found, wanted = _wanted_processes(kind, given)
+    if wanted <= 1:
+        return
+    try:
+        relaunch_script(wanted, cpu=found.name == "cpu")
+    except LaunchError:
+        if devices != "auto":
+            raise
+        warnings.warn(
+            f"This machine has {wanted} {found.name} devices, but an interactive session cannot start processes for "
+            "them, so one is used. drivetrain.notebook_launcher uses them all.",
+            stacklevel=4,
+        )
+
+
+def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark: bool | None) -> None:
+    """Seed everything, and set torch's switches, as asked."""
+    if seed is not None:
+        set_seed(seed)
+    if deterministic not in (None, True, False, "warn"):
+        raise ConfigurationError(f"deterministic={deterministic!r}: allowed are True, False and 'warn'.", code="DT-001")
+    if deterministic:
+        make_deterministic(deterministic)
+    if benchmark is not None:
+        torch.backends.cudnn.benchmark = benchmark
+
+
+def make_trackers(
+    given: bool | str | Tracker | Iterable[str | Tracker] | None, engine: Accelerator, options: TrainerOptions
+) -> TrackerGroup:
+    """The trackers asked for; else those of an engine that has some, else a `CSVLogger`.
+
+    A trial run has one that does nothing in their place, so that hooks which use it run too, and a bare one has none.
+    A raw loop over the engine logs to the same ones, unless it has its own.
+    """
+    found: list[Tracker]
+    if options.is_quiet:
+        found = [] if options.barebones or given is False else [AbsentTracker()]
+    elif given is None and engine.trackers:
+        return engine.tracking.group
+    else:
+        found = resolve_trackers(True if given is None else given, save_dir=options.default_root_dir)
+    if engine.trackers:
+        return TrackerGroup(found, engine.is_main_process)
+    return engine.tracking.adopt(found)
+
+
+def make_callbacks(
+    given: Callback | Sequence[Callback] | None,
+    arguments: Mapping[str, Any],
+    options: TrainerOptions,
+    trackers: Sequence[Tracker],
+) -> list[Callback]:
+    """The callbacks given and the usual ones beside them; those that write checkpoints come last.
+
+    Args:
+        given: The callbacks.
+        arguments: The Trainer's arguments, which decide what is added.
+        options: The Trainer's options.
+        trackers: The trackers of its runs.
+    """
+    quiet = options.is_quiet
+    checkpointing = False if quiet else arguments["enable_checkpointing"]
+    progress_bar = False if options.barebones else arguments["enable_progress_bar"]
+    summary = False if options.barebones else arguments["enable_model_summary"]
+    callbacks = [given] if isinstance(given, Callback) else list(given or [])
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigurationError(
+                f"callbacks holds {described(callback)}; give instances of drivetrain.Callback.", code="DT-003"
+            )
+    saving = [callback for callback in callbacks if callback.saves_checkpoints]
+    if saving and checkpointing is False and not quiet:
+        raise ConfigurationError(
+            f"`enable_checkpointing=False` but found `{type(saving[0]).__name__}` in callbacks. Remove one of the two.",
+            code="DT-095",
+        )
+    if quiet:  # a ModelCheckpoint does nothing in a trial run, and scripts that read it find it there
+        kept = () if options.barebones else (ModelCheckpoint,)
+        callbacks = [each for each in callbacks if isinstance(each, kept) or not each.saves_checkpoints]
+    elif checkpointing is not False and not saving:
+        callbacks.append(ModelCheckpoint())
+    bars = [callback for callback in callbacks if callback.is_progress_bar]
+    if len(bars) > 1:
+        raise ConfigurationError(
+            f"You added multiple progress bar callbacks: {' and '.join(map(described, bars))}. They would draw over "
+            "each other: keep one.",
+            code="DT-095",
+        )
+    if bars and arguments["enable_progress_bar"] is False:
+        raise ConfigurationError(
+            f"You set `enable_progress_bar=False` but found `{type(bars[0]).__name__}` in callbacks. Remove one of the "
+            "two.",
+            code="DT-095",
+        )
+    if progress_bar is not False and not bars:
+        callbacks.append(TQDMProgressBar())
+    if summary is not False and not any(isinstance(callback, ModelSummary) for callback in callbacks):
+        kind = getattr(bars[0], "summary_type", ModelSummary) if bars else ModelSummary
+        callbacks.append(kind())
+    if _wants_report(arguments["enable_run_report"], quiet, callbacks, trackers):
+        callbacks.append(RunReport())
+    _refuse_twins(callbacks)
+    return checkpoints_last(callbacks)
+
+
+def _wants_report(asked: bool | None, quiet: bool, callbacks: list[Callback], trackers: Sequence[Tracker]) -> bool:
+    """Whether runs get a report: unless it was refused, where anything else is kept of them."""
+    if asked is False or quiet or any(isinstance(callback, RunReport) for callback in callbacks):
+        return False
+    return bool(asked or trackers) or any(callback.saves_checkpoints for callback in callbacks)
+
+
+def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]:
+    """The callbacks with a task's own, which replace those of the same class, or of one that theirs is derived from."""
+    own = [added] if isinstance(added, Callback) else list(added or [])
+    if not own:
+        return callbacks
+    replaced = {base for callback in own for base in type(callback).__mro__} - set(Callback.__mro__)
+    return checkpoints_last([callback for callback in callbacks if type(callback) not in replaced] + own)
+
+
+def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
+    """Callbacks in order, those that write checkpoints last, so that they save what the others have become."""
+    return sorted(callbacks, key=lambda callback: callback.saves_checkpoints)
+
+
+def _refuse_twins(callbacks: list[Callback]) -> None:
+    keys = [callback.state_key for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
+    twins = {key for key in keys if keys.count(key) > 1}
+    if twins:
+        names = sorted({type(callback).__name__ for callback in callbacks if callback.state_key in twins})
+        raise TwinCallbacksError(
+            f"Found more than one stateful callback of type `{'`, `'.join(names)}` with the same state_key "
+            f"{sorted(twins)}: a checkpoint could not tell them apart. Give them different arguments, or override "
+            "state_key."
+        )
+
+
+# Making modules where and as they will be trained
+
+
+class WithoutValues(TorchFunctionMode):
+    """Leaves out what `torch.nn.init` would fill tensors with."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def init_module(trainer: Trainer, empty_init: bool | None) -> Iterator[None]:
+    """Make modules in the body on the device and in the dtype of a run, or as its strategy makes them.
+
+    Args:
+        trainer: The trainer.
+        empty_init: Whether parameters stay without initial values.
+    """
+    strategy = trainer.strategy
+    # The strategy comes last: one that shards has another device for parameters that it fills later.
+    with (
+        torch.device(strategy.topology.device),
+        trainer.accelerator.precision.init_context(),
+        strategy.init_context(),
+        WithoutValues() if empty_init else nullcontext(),
+    ):
+        yield

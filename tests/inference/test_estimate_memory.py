@@ -1,0 +1,226 @@
+"""Estimates of memory: exact where they are counted, and the documented formulas beyond one process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+from torch.profiler import ProfilerActivity, profile
+
+from drivetrain.inference.estimate_memory import estimate_memory
+from drivetrain.inference.model_size import ModelSize, estimate_training, read_model, size_of_module
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.host import as_bytes
+from tests.cli import models
+from tests.pool import run_in_processes
+
+MODEL = "tests.cli.models:Tagger"
+ROWS, LENGTH = 8, 64
+WIDTH = 256
+SCALARS = 1024
+"""Bytes of steps and the like."""
+
+
+def estimate(*arguments: str) -> Any:
+    ended = CliRunner().invoke(estimate_memory, [*arguments, "--json"], catch_exceptions=False)
+    assert ended.exit_code == 0, ended.output
+    return json.loads(ended.output)
+
+
+def peak_of_real_step(precision: str, trace: Path) -> int:
+    """Bytes that torch's allocator hands out at most in a second training step, and what is kept before it."""
+    torch.set_num_threads(1)
+    model = models.Tagger(WIDTH)
+    model = model.to(torch.bfloat16) if precision == "bf16-true" else model
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = models.tokens(ROWS, LENGTH)
+
+    def step() -> None:
+        autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
+        with autocast:
+            loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    torch.backends.mkldnn.set_flags(False)  # oneDNN's products take buffers of their own, which are no tensors
+    step()
+    kept = 3 * sum(p.numel() * p.element_size() for p in model.parameters()) + batch.numel() * batch.element_size()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    profiler.export_chrome_trace(str(trace))
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    current = peak = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        current += event["args"]["Bytes"]
+        peak = max(peak, current)
+    return kept + peak
+
+
+IN_THE_OTHER_LANE = [pytest.param(name, marks=pytest.mark.sharded) for name in ("bf16", "bf16-true")]
+
+
+@pytest.mark.parametrize("precision", ["32", *IN_THE_OTHER_LANE])
+def test_a_step_on_one_process_takes_what_the_allocator_counts(precision: str, tmp_path: Path) -> None:
+    (real,) = run_in_processes(peak_of_real_step, 1, args=(precision, tmp_path / "trace.json"), timeout=100)
+    arguments = ("--precision", precision, "--input", f"{ROWS}x{LENGTH}:int64", "--strategy", "single")
+    model = (MODEL, "--kwargs", json.dumps({"width": WIDTH}), "--num_processes", "1")
+    [row] = estimate(*model, *arguments)["training"]["single"].values()
+    assert real > 15e6
+    assert row["total"] == pytest.approx(real, abs=SCALARS)
+
+
+def test_the_model_is_counted_with_its_largest_unit() -> None:
+    model = models.Tagger(width=64, layers=3)
+    size = estimate(MODEL, "--kwargs", '{"width": 64, "layers": 3}')["model"]
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    assert size["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert size["largest_unit"] == block
+    assert size["matrices"] == 3 * 2 * 64 * 256
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "expected"),
+    [
+        ("ddp", "32", 16 * 1000),
+        ("ddp", "bf16-true", 8 * 1000),
+        ("fsdp", "32", 16 * 1000 / 4 + 2 * 100 * 4),
+        ("fsdp", "bf16", 16 * 1000 / 4 + 2 * 100 * 2),
+        ("deepspeed_stage_2", "32", 4 * 1000 + 16 * 1000 / 4 + 4 * 1000 / 32),
+        ("deepspeed_stage_2", "bf16", 2 * 1000 + 14 * 1000 / 4 + 2 * 1000 / 32),
+        ("deepspeed_stage_3", "32", 20 * 1000 / 4 + 100 * 4),
+        ("tp", "32", 16 * 800 / 4 + 16 * 200),
+        ("pp", "32", 16 * 1000 / 4),
+    ],
+)
+def test_the_formulas_are_those_of_the_strategies_page(strategy: str, precision: str, expected: float) -> None:
+    size = ModelSize(parameters=1000, trainable=1000, matrices=800, largest_unit=100)
+    assert estimate_training(size, strategy, precision, processes=4).total == pytest.approx(expected)
+
+
+def bytes_held(strategy: str) -> int:
+    """Bytes of weights, gradients and optimizer state that this process holds before its second step."""
+    from drivetrain import Accelerator
+
+    accelerator = Accelerator(strategy=strategy)
+    model = models.Tagger()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for step in range(2):
+        accelerator.backward(model(models.tokens(2, 8)))
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    parameters = list(model.parameters())
+    held = [*parameters, *(parameter.grad for parameter in parameters)]
+    inner = getattr(optimizer, "optimizer", optimizer)
+    held += [value for state in inner.state.values() for value in state.values()]
+    parts = [getattr(tensor, "_local_tensor", tensor) for tensor in held if isinstance(tensor, torch.Tensor)]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_hold_what_is_estimated(strategy: str) -> None:
+    held = run_in_processes(bytes_held, 2, args=(strategy,), timeout=100)
+    use = estimate_training(size_of_module(models.Tagger()), strategy, "32", processes=2)
+    assert max(held) == pytest.approx(use.weights + use.gradients + use.optimizer, rel=0.01)
+
+
+def test_safetensors_are_counted_by_their_headers(tmp_path: Path) -> None:
+    weights = {"model.layers.0.w": torch.zeros(4, 8), "model.layers.1.w": torch.zeros(4, 8), "head": torch.zeros(5)}
+    save_file({name: tensor.half() for name, tensor in weights.items()}, tmp_path / "model.safetensors")
+    found = estimate(str(tmp_path), "--dtypes", "float32", "int4")
+    assert found["model"] | {"trainable": 0} == {
+        "parameters": 69,
+        "trainable": 0,
+        "matrices": 64,
+        "largest_unit": 32,
+        "buffers": 0,
+        "stored": 138,
+    }
+    assert {name: row["total"] for name, row in found["inference"].items()} == {"float32": 276, "int4": 34.5}
+
+
+def test_a_config_of_transformers_is_built_without_its_weights(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=100, n_positions=16)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    expected = sum(p.numel() for p in transformers.GPT2LMHeadModel(config).parameters())
+    size = size_of_module(read_model(str(tmp_path / "config.json"), {}))
+    assert size.parameters == expected
+
+
+def test_inference_counts_what_streams_and_four_bits_of_layers_alone() -> None:
+    model = models.Tagger(width=64, layers=3)
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    matrices = sum(parameter.numel() for parameter in model.blocks.parameters() if parameter.dim() > 1)
+    others = sum(parameter.numel() for parameter in model.parameters()) - matrices
+    rows = estimate(MODEL, "--kwargs", '{"width": 64, "layers": 3}')["inference"]
+    assert rows["bfloat16"]["largest_unit"] == 2 * block
+    assert rows["bfloat16"]["streamed"] == 2 * 2 * block
+    assert rows["nf4"]["total"] == pytest.approx(matrices * 4.5 / 8 + 2 * others)
+    assert rows["nf4_double"]["total"] == pytest.approx(matrices * (4 + 1 / 8 + 1 / 512) / 8 + 2 * others)
+
+
+def test_the_model_is_placed_on_devices_in_each_dtype() -> None:
+    arguments = (MODEL, "--device", "150KB", "--device", "150KB", "--cpu", "1MB", "--dtypes", "bfloat16", "nf4")
+    maps = estimate(*arguments)["device_maps"]
+    assert {name: set(placed.values()) for name, placed in maps.items()} == {"bfloat16": {0, 1}, "nf4": {0}}
+    printed = CliRunner().invoke(estimate_memory, arguments).output
+    assert "Device map, nf4" in printed
+    assert "boundaries between devices" in printed
+
+
+def test_a_kv_cache_is_added(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
+    transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=100, n_positions=16).save_pretrained(tmp_path)
+    rows = estimate(str(tmp_path), "--batch", "4", "--seq", "16")["inference"]
+    assert rows["bfloat16"]["kv_cache"] == 2 * 2 * 2 * 32 * 16 * 4
+    assert rows["float32"]["with_kv_cache"] == rows["float32"]["total"] + 2 * rows["bfloat16"]["kv_cache"]
+
+
+def test_the_table_names_strategies_and_precisions() -> None:
+    printed = CliRunner().invoke(estimate_memory, [MODEL, "--num-processes", "4"]).output
+    assert "training in each of 4 process(es), without activations" in printed.lower()
+    for pattern in ("strategy", "bf16-true", "fsdp", "deepspeed_stage_3", "int4"):
+        assert pattern in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["tests.cli.models:Taggr"], "'Tagger'"),
+        (["tests.cli.no_such:Tagger"], "'tests.cli.no_such'"),
+        (["tests.cli.models:not_a_model"], "torch.nn.Module"),
+        ([MODEL, "--kwargs", '{"depth": 3}'], "depth"),
+        ([MODEL, "--kwargs", "{"], "JSON"),
+        ([MODEL, "--strategy", "fdsp"], "'fsdp'"),
+        ([MODEL, "--precision", "bf61"], "'bf16'"),
+        ([MODEL, "--optimizer", "adamm"], "Did you mean 'adam'"),
+        ([MODEL, "--input", "8 by 4"], "8x128:int64"),
+        (["nothing"], "package.module:Class"),
+        ([MODEL, "--seq", "16"], "config.json"),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_estimated_is_refused_by_name(arguments: list[str], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        CliRunner().invoke(estimate_memory, arguments, catch_exceptions=False)
+
+
+def test_a_broken_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 16)
+    with pytest.raises(ConfigurationError, match="no safetensors file"):
+        read_model(str(tmp_path), {})
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (3 * 2**40, "3 TiB"), (2**52, "4096 TiB")])
+def test_bytes_are_written_with_their_unit(count: int, text: str) -> None:
+    assert as_bytes(count) == text
