@@ -14,6 +14,7 @@ from importlib.metadata import DistributionFinder, PathDistribution
 from pathlib import Path
 from types import ModuleType
 
+from drivetrain.compat.handed_on import HANDED_ON, PREFIX, HandedOnLoader
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
 PACKAGES = {
@@ -124,6 +125,8 @@ class AliasFinder(DistributionFinder):
         if fullname != self.package and not fullname.startswith(f"{self.package}."):
             return None
         own = self.target + fullname[len(self.package) :]
+        if own.removeprefix(PREFIX) in HANDED_ON:
+            return ModuleSpec(fullname, HandedOnLoader(own), origin=own)
         found = importlib.util.find_spec(own)
         if found is None:
             return None

@@ -14,7 +14,6 @@ import torch
 
 import drivetrain.compat.accelerate as accelerate
 from drivetrain.compat import install
-from drivetrain.compat.accelerate.absent import AbsentNameError
 from drivetrain.compat.aliases import STAND_INS
 from drivetrain.launch.launcher import LaunchPlan
 from drivetrain.launch.options import LaunchOptions
@@ -121,12 +120,32 @@ def test_a_model_built_without_memory_gets_its_values_one_by_one() -> None:
 
 
 def test_an_absent_name_raises_only_when_it_is_called() -> None:
-    from drivetrain.compat.accelerate.inference import pippy_forward
-    from drivetrain.compat.accelerate.utils.megatron_lm import MegatronEngine
+    ran = python(
+        "import drivetrain.compat; drivetrain.compat.install('accelerate')\n"
+        "from accelerate.inference import pippy_forward\n"
+        "from accelerate.utils.megatron_lm import MegatronEngine\n"
+        "print(isinstance(object(), MegatronEngine), MegatronEngine.__doc__[:18])\n"
+        "pippy_forward(None)"
+    )
+    assert ran.stdout == "False Not in drivetrain.\n"
+    assert "AbsentNameError: accelerate's pippy_forward was called" in ran.stderr
 
-    assert not isinstance(object(), MegatronEngine)
-    with pytest.raises(AbsentNameError, match="pippy_forward was called"):
-        pippy_forward(None)
+
+def test_a_module_that_only_hands_names_on_is_one_under_each_name() -> None:
+    ran = python(
+        "import importlib, importlib.util, drivetrain.compat\n"
+        "drivetrain.compat.install('lightning', 'pytorch_lightning', 'lightning_fabric', 'accelerate')\n"
+        "from drivetrain.compat.handed_on import HANDED_ON\n"
+        "for name in HANDED_ON:\n"
+        "    assert importlib.util.find_spec(name), name\n"
+        "    module = importlib.import_module(name)\n"
+        "    for each in module.__all__:\n"
+        "        assert hasattr(module, each), (name, each)\n"
+        "import lightning.pytorch.callbacks.timer as one, pytorch_lightning.callbacks.timer as other\n"
+        "from drivetrain import Timer\n"
+        "print(one is other, one.Timer is Timer, one.__all__, len(HANDED_ON) > 70)"
+    )
+    assert (ran.stdout, ran.stderr) == ("True True ['Timer'] True\n", "")
 
 
 def test_utils_are_those_of_accelerate_under_the_name_of_drivetrain() -> None:

@@ -30,13 +30,13 @@ from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, Tra
 from drivetrain.compat.lightning.pytorch.utilities import find_shared_parameters, grad_norm, set_shared_parameters
 from drivetrain.compat.lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
 from drivetrain.compat.lightning.pytorch.utilities.data import extract_batch_size
-from drivetrain.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException
 from drivetrain.compat.lightning.pytorch.utilities.parsing import (
     clean_namespace,
     lightning_getattr,
     lightning_setattr,
     parse_class_init_keys,
 )
+from drivetrain.runtime.errors import ConfigurationError as MisconfigurationException
 from tests.compat.test_aliases import python
 
 OURS = Path(str(lightning.__file__)).parent

@@ -24,8 +24,9 @@ from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
 from drivetrain.compat.lightning.pytorch.loggers import CSVLogger
 from drivetrain.compat.lightning.pytorch.loggers.logger import Logger
 from drivetrain.compat.lightning.pytorch.strategies import DDPStrategy
-from drivetrain.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from drivetrain.compat.lightning.pytorch.utilities.rank_zero import rank_zero_only
+from drivetrain.compat.lightning.signals import SIGTERMException
+from drivetrain.runtime.errors import ConfigurationError as MisconfigurationException
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from tests.pool import run_in_processes
 from tests.simulated.devices import simulated as simulated

@@ -30,7 +30,7 @@ from drivetrain.compat.lightning.pytorch.plugins import DoublePrecision, MixedPr
 from drivetrain.compat.lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from drivetrain.compat.lightning.pytorch.utilities import CombinedLoader
-from drivetrain.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException
+from drivetrain.runtime.errors import ConfigurationError as MisconfigurationException
 
 
 def quiet(**options: Any) -> Any:

@@ -7,10 +7,10 @@
 
 from __future__ import annotations
 
+from drivetrain.callbacks import Callback
 from drivetrain.compat.lightning import fabric, pytorch
 from drivetrain.compat.lightning.fabric.fabric import Fabric
 from drivetrain.compat.lightning.fabric.utilities.seed import seed_everything
-from drivetrain.compat.lightning.pytorch.callbacks.callback import Callback
 from drivetrain.compat.lightning.pytorch.core import LightningDataModule, LightningModule
 from drivetrain.compat.lightning.pytorch.trainer import Trainer
 from drivetrain.compat.lightning.version import VERSION as __version__

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from drivetrain.compat.accelerate.utils.tqdm import tqdm as tqdm  # before the module of this name becomes an attribute
+from drivetrain.compat.handed_on import import_module
 
 # module -> the names of it that are also here
 _NAMES = {
@@ -93,7 +93,7 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name, "imports" if name.startswith("is_") or name.endswith("_required") else None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    value = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value
 

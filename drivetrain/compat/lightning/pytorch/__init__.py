@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from drivetrain.callbacks import Callback
 from drivetrain.compat.lightning.fabric.utilities import disable_possible_user_warnings
 from drivetrain.compat.lightning.fabric.utilities.seed import seed_everything
 from drivetrain.compat.lightning.pytorch import (
@@ -18,7 +19,6 @@ from drivetrain.compat.lightning.pytorch import (
     tuner,
     utilities,
 )
-from drivetrain.compat.lightning.pytorch.callbacks.callback import Callback
 from drivetrain.compat.lightning.pytorch.core import LightningDataModule, LightningModule
 from drivetrain.compat.lightning.pytorch.trainer import Trainer
 from drivetrain.compat.lightning.version import VERSION as __version__

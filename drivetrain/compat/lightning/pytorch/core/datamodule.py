@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.compat.lightning.pytorch.core.mixins import HyperparametersMixin
-from drivetrain.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException
 from drivetrain.compat.lightning.unpickling import UnpicklesWhereAsked
+from drivetrain.runtime.errors import ConfigurationError as MisconfigurationException
 from drivetrain.trainer import DataModule
 
 

@@ -10,7 +10,7 @@ import torch
 
 from drivetrain.compat.lightning.fabric.utilities.data import sized_len
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
-from drivetrain.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException
+from drivetrain.runtime.errors import ConfigurationError as MisconfigurationException
 
 warning_cache: set[str] = set()
 """What `extract_batch_size` has warned of already."""

@@ -1,5 +1,0 @@
-"""`LocalSGD` under its module's name."""
-
-from drivetrain.accelerator.local_sgd import LocalSGD
-
-__all__ = ["LocalSGD"]

@@ -1,5 +1,0 @@
-"""`ParallelismConfig` under its module's name."""
-
-from drivetrain.accelerator import ParallelismConfig
-
-__all__ = ["ParallelismConfig"]

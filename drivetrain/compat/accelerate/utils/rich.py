@@ -1,1 +1,0 @@
-"""Tracebacks are printed as Python prints them; `rich` is not installed as their printer."""

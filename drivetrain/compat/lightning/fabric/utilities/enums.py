@@ -1,7 +1,0 @@
-"""The base of enums."""
-
-from __future__ import annotations
-
-from drivetrain.compat.lightning.enums import LightningEnum
-
-__all__ = ["LightningEnum"]

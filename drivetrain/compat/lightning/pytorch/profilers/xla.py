@@ -1,7 +1,0 @@
-"""`XLAProfiler`."""
-
-from __future__ import annotations
-
-from drivetrain.trainer.profilers import XLAProfiler
-
-__all__ = ["XLAProfiler"]
