@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-from drivetrain.compat.accelerate import utils as _there
+_THERE = "drivetrain.compat.accelerate.utils"
 
 
 def __getattr__(name: str) -> Any:
     try:
-        return getattr(_there, name)
+        return getattr(import_module(_THERE), name)
     except AttributeError as error:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from error
 
 
 def __dir__() -> list[str]:
-    return dir(_there)
+    return dir(import_module(_THERE))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from drivetrain.runtime.logging import get_logger
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision import FP8
 from drivetrain.strategies.precision.fp8.base import check_choice
+from drivetrain.strategies.registry import strategy_class
 
 if TYPE_CHECKING:
     from drivetrain.strategies.fsdp import FSDP
@@ -135,14 +136,11 @@ class DeepSpeedPlugin:
 
     def strategy(self) -> Strategy:
         """The strategy that these options mean."""
-        from drivetrain.strategies.deepspeed import DeepSpeed
-
-        return DeepSpeed(**self.arguments())
+        strategy: Strategy = strategy_class("deepspeed")(**self.arguments())
+        return strategy
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of that strategy."""
-        from drivetrain.strategies.deepspeed.config import arguments_from
-
         names = {"transformer_moe_cls_names": "deepspeed_moe_layer_cls_names"}
         leave_out = ("hf_ds_config", "is_train_batch_min")
         given = {
@@ -150,7 +148,7 @@ class DeepSpeedPlugin:
             for field in fields(self)
             if field.name not in leave_out and (value := getattr(self, field.name)) is not None
         }
-        arguments = arguments_from(given)
+        arguments: dict[str, Any] = strategy_class("deepspeed").arguments_from(given)
         if self.hf_ds_config is not None:
             arguments["config"] = getattr(self.hf_ds_config, "config", self.hf_ds_config)
         return arguments
@@ -300,9 +298,7 @@ def strategy_of_plugins(
                 "megatron_lm_plugin goes with no other plugin, nor with parallelism_config; give one.", code="DT-004"
             )
         if isinstance(megatron, Mapping):
-            from drivetrain.strategies.megatron import Megatron
-
-            return Megatron.from_config(megatron)
+            return cast("Strategy", strategy_class("megatron").from_config(megatron))
         return megatron.strategy()
     if deepspeed is not None and (fsdp is not None or parallelism is not None):
         raise ConfigurationError(
@@ -310,9 +306,7 @@ def strategy_of_plugins(
         )
     if deepspeed is not None:
         if isinstance(deepspeed, Mapping):
-            from drivetrain.strategies.deepspeed import DeepSpeed
-
-            return DeepSpeed.from_config(deepspeed)
+            return cast("Strategy", strategy_class("deepspeed").from_config(deepspeed))
         return deepspeed.strategy()
     if fsdp is None:
         return None if parallelism is None else parallelism.strategy(**(grid_options or {}))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from drivetrain.runtime.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from drivetrain.strategies.megatron import Megatron
+from drivetrain.strategies.base import Strategy
+from drivetrain.strategies.registry import strategy_class
 
 # What Accelerate lets replace by classes and functions is a method of the task here.
 _OF_THE_TASK = {
@@ -63,14 +62,12 @@ class MegatronLMPlugin:
     custom_train_step_class: Any = None
     other_megatron_args: dict[str, Any] | None = None
 
-    def strategy(self) -> Megatron:
+    def strategy(self) -> Strategy:
         """The strategy that these options mean.
 
         Raises:
             ConfigurationError: An option cannot be.
         """
-        from drivetrain.strategies.megatron import Megatron
-
         given = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
         for name in given:
             if name in _OF_THE_TASK:
@@ -79,4 +76,4 @@ class MegatronLMPlugin:
                     code="DT-082",
                 )
         further = given.pop("other_megatron_args", {})
-        return Megatron.from_config({**given, **further})
+        return cast("Strategy", strategy_class("megatron").from_config({**given, **further}))

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.inference.sizes import parameter_size
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.memory import parameter_size
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.seeds import isolated_random_state
 from drivetrain.runtime.terminal import print_text

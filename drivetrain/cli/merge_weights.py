@@ -52,7 +52,7 @@ def merge_weights(
     """
     from drivetrain.checkpoint import consolidate, consolidate_shards, is_checkpoint, sharded_model
     from drivetrain.checkpoint.deepspeed_shards import deepspeed_folder
-    from drivetrain.strategies.deepspeed.zero_state import merge_native
+    from drivetrain.strategies.registry import strategy_class
 
     if remove_checkpoint_dir:
         _check_removable(checkpoint, output)
@@ -61,7 +61,7 @@ def merge_weights(
     if base is not None:
         files = _with_adapters(checkpoint, base, output, max_shard_size, dtype, model=model, **options)
     elif deepspeed_folder(checkpoint) is not None:
-        files = merge_native(checkpoint, output, max_shard_size, dtype, **options)
+        files = strategy_class("deepspeed").merge_native(checkpoint, output, max_shard_size, dtype, **options)
     elif shards is not None:
         files = consolidate_shards(shards, output, max_shard_size, dtype, **options)
     else:
@@ -85,7 +85,7 @@ def merge_weights(
 def _with_adapters(
     checkpoint: str, base: str, output: str, max_shard_size: str, dtype: str | None, module: str | None, **options: Any
 ) -> list[str]:
-    from drivetrain.inference.merging import merge_adapters
+    from drivetrain import merge_adapters
     from drivetrain.runtime.errors import ConfigurationError
 
     if module is not None:

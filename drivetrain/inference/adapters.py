@@ -17,8 +17,8 @@ from drivetrain.checkpoint.safetensors_file import bytes_of
 from drivetrain.inference.loading import Checkpoint
 from drivetrain.inference.quantization.base import Quantizer, bind_weight, get_quantizer, weight_parts
 from drivetrain.inference.quantization.models import is_within, quantize_model
-from drivetrain.inference.sizes import parameter_size
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, PackageMissingError, nearest
+from drivetrain.runtime.memory import parameter_size
 
 # Linear layers that are not trained, and whose packed weights strategies leave whole or shard
 

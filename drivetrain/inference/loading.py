@@ -16,10 +16,11 @@ from drivetrain.checkpoint.safetensors_file import Entry, dtype_name, mapped_ran
 from drivetrain.inference.device_map import DEVICE_MAP_NAMES, DeviceMap, refuse_two_devices, resolve_device_map
 from drivetrain.inference.meta import meta_leftovers
 from drivetrain.inference.offloaded import Place, like, named_places, persistent, write_offloaded
-from drivetrain.inference.tensors import find_tied_parameters, wraps_others
+from drivetrain.inference.tensors import find_tied_parameters
 from drivetrain.runtime.devices import available_device_kinds, detect_device_kind, get_device_kind
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.memory import wraps_others
 
 # Which devices a map names, and which one computes
 

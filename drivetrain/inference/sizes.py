@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_map_only
 
 from drivetrain.inference.model_size import LiveBytes
 from drivetrain.inference.solver import Block
-from drivetrain.inference.tensors import declared_ties, extent, id_tensor_storage, memory_groups, wraps_others
+from drivetrain.inference.tensors import declared_ties, extent, id_tensor_storage, memory_groups
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.memory import stored_pieces
 from drivetrain.strategies.wrapping import units_of
 
 _SHORT = {"fp4": 4, "nf4": 4, "fp8": 8}
@@ -119,17 +120,7 @@ def new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) -
         tensor: The tensor.
         covered: What those before it cover, by storage; its own is added.
     """
-    return sum(_new_bytes(piece, covered) for piece in _pieces(tensor))
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a tensor is stored in: itself, or the tensors within one that wraps others (quantised, sharded)."""
-    if not wraps_others(tensor):
-        yield tensor
-        return
-    inner: Any = tensor
-    for name in inner.__tensor_flatten__()[0]:
-        yield from _pieces(getattr(tensor, name))
+    return sum(_new_bytes(piece, covered) for piece in stored_pieces(tensor))
 
 
 def _new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) -> int:
@@ -145,36 +136,6 @@ def _new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) 
             reached = high
     taken.append((start, end))
     return min(left, tensor.numel() * tensor.element_size())
-
-
-def parameter_size(layer: nn.Module, name: str, whole: int) -> tuple[int, int]:
-    """Elements of a layer's parameter before it was quantised, and the bytes that it takes with its scales.
-
-    Args:
-        layer: The layer.
-        name: The parameter's name in it.
-        whole: Elements of the parameter as it is stored, of which this process may hold a part.
-    """
-    # Not by item, for which ZeRO-3 gathers the parameter if a forward was broken off, though only one process counts.
-    parameter: Any = layer._parameters.get(name)
-    stored = whole * int(parameter.element_size())
-    if name != "weight":
-        return whole, stored
-    of_4_bits: Any = getattr(layer, "quant_state", None)
-    if of_4_bits is not None:  # bitsandbytes' layers, whose parameter is packed
-        second = of_4_bits.state2
-        scales = [of_4_bits.absmax, *([of_4_bits.offset, second.absmax] if second is not None else [])]
-        return math.prod(of_4_bits.shape), stored + _bytes_of(scales)
-    if wraps_others(parameter) and not hasattr(parameter, "device_mesh"):  # torchao's, but not a sharded one
-        return whole, _bytes_of(_pieces(parameter))
-    # bitsandbytes' scales of 8 bits are on the weight until the first forward, and then beside it.
-    rows: Any = getattr(parameter, "SCB", None)
-    rows = getattr(getattr(layer, "state", None), "SCB", None) if rows is None else rows
-    return whole, stored + (0 if rows is None else _bytes_of([rows]))
-
-
-def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def get_max_layer_size(

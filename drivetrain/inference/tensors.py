@@ -8,17 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _wraps
 
 from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.memory import wraps_others
 
 # Which tensors of a model are the same memory, or are meant to be
-
-
-def wraps_others(tensor: Any) -> bool:
-    """Whether a tensor holds its values in other tensors: a quantised or a sharded one."""
-    return bool(_wraps(tensor))
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:

@@ -29,7 +29,6 @@ from drivetrain.launch.interpreter import Invocation
 from drivetrain.launch.messages import announce, announce_restart, exit_code_after, resumable, variables_of_run, write
 from drivetrain.launch.options import DEFAULT_PORT, THREADS_VARIABLE, LaunchOptions, threads_per_process
 from drivetrain.launch.preload import Preloader
-from drivetrain.launch.ray_launcher import launch_with_ray
 from drivetrain.launch.report import RankFailure, describe
 from drivetrain.launch.settings.sources import Given, variables_of
 from drivetrain.launch.settings.table import GROUPS, SETTINGS
@@ -170,6 +169,8 @@ def launch_script(
     require_posix()
     options.check_script(script)
     if options.launcher == "ray":
+        from drivetrain.launch.ray_launcher import launch_with_ray
+
         return launch_with_ray(options, script, args)
     if preloader is None:
         with Preloader.start(options, script, args) as preloader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,9 +26,9 @@ def load_export(name: str, exports: Mapping[str, str], namespace: dict[str, Any]
 
 
 def public_names(package: str) -> list[str]:
-    """The names that a package of lazy exports offers; nothing of what they are is imported.
+    """The names that a package of lazy exports offers; nothing of what they are is imported. None without the package.
 
     Args:
         package: Its name.
     """
-    return list(importlib.import_module(package).__all__)
+    return list(importlib.import_module(package).__all__) if importlib.util.find_spec(package) else []

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _wraps
 
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError
@@ -335,3 +337,48 @@ class HostBlocks:
             self._devices.clear()
             items = [recursively_apply(lambda leaf: leaf.clone() if leaf.is_pinned() else leaf, item) for item in items]
         return items
+
+
+def parameter_size(layer: torch.nn.Module, name: str, whole: int) -> tuple[int, int]:
+    """Elements of a layer's parameter before it was quantised, and the bytes that it takes with its scales.
+
+    Args:
+        layer: The layer.
+        name: The parameter's name in it.
+        whole: Elements of the parameter as it is stored, of which this process may hold a part.
+    """
+    # Not by item, for which ZeRO-3 gathers the parameter if a forward was broken off, though only one process counts.
+    parameter: Any = layer._parameters.get(name)
+    stored = whole * int(parameter.element_size())
+    if name != "weight":
+        return whole, stored
+    of_4_bits: Any = getattr(layer, "quant_state", None)
+    if of_4_bits is not None:  # bitsandbytes' layers, whose parameter is packed
+        second = of_4_bits.state2
+        scales = [of_4_bits.absmax, *([of_4_bits.offset, second.absmax] if second is not None else [])]
+        return math.prod(of_4_bits.shape), stored + _bytes_of(scales)
+    if wraps_others(parameter) and not hasattr(parameter, "device_mesh"):  # torchao's, but not a sharded one
+        return whole, _bytes_of(stored_pieces(parameter))
+    # bitsandbytes' scales of 8 bits are on the weight until the first forward, and then beside it.
+    rows: Any = getattr(parameter, "SCB", None)
+    rows = getattr(getattr(layer, "state", None), "SCB", None) if rows is None else rows
+    return whole, stored + (0 if rows is None else _bytes_of([rows]))
+
+
+def wraps_others(tensor: Any) -> bool:
+    """Whether a tensor holds its values in other tensors: a quantised or a sharded one."""
+    return bool(_wraps(tensor))
+
+
+def stored_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What a tensor is stored in: itself, or the tensors within one that wraps others (quantised, sharded)."""
+    if not wraps_others(tensor):
+        yield tensor
+        return
+    inner: Any = tensor
+    for name in inner.__tensor_flatten__()[0]:
+        yield from stored_pieces(getattr(tensor, name))
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from drivetrain.runtime.devices import DeviceKind
@@ -109,35 +111,50 @@ def register_strategy(name: str, factory: Callable[[], Strategy], *, replace: bo
     _STRATEGIES[name] = factory
 
 
-def _fsdp(cpu_offload: bool = False) -> Strategy:
-    from drivetrain.strategies.fsdp import FSDP  # torch's part of it takes most of a second to import
+# The strategies that are imported when they are asked for: their class, and the arguments that a name stands for.
+# A folder that is not there leaves its names out.
+_CLASSES = {
+    "fsdp": "drivetrain.strategies.fsdp:FSDP",
+    "deepspeed": "drivetrain.strategies.deepspeed:DeepSpeed",
+    "xla": "drivetrain.strategies.xla:XLA",
+    "xla_fsdp": "drivetrain.strategies.xla:XLAFSDP",
+    "megatron": "drivetrain.strategies.megatron:Megatron",
+}
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fsdp": ("fsdp", {}),
+    "fsdp_cpu_offload": ("fsdp", {"cpu_offload": True}),
+    "deepspeed": ("deepspeed", {}),
+    "deepspeed_stage_1": ("deepspeed", {"stage": 1}),
+    "deepspeed_stage_2": ("deepspeed", {"stage": 2}),
+    "deepspeed_stage_3": ("deepspeed", {"stage": 3}),
+    "deepspeed_stage_2_offload": ("deepspeed", {"stage": 2, "offload_optimizer": "cpu"}),
+    "deepspeed_stage_3_offload": ("deepspeed", {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}),
+    "xla": ("xla", {}),
+    "xla_fsdp": ("xla_fsdp", {}),
+    "megatron": ("megatron", {}),
+}
 
-    return FSDP(cpu_offload=cpu_offload)
+
+def strategy_class(name: str) -> Any:
+    """Import the class of a strategy that is only imported when it is asked for.
+
+    Args:
+        name: `"fsdp"`, `"deepspeed"`, `"xla"`, `"xla_fsdp"` or `"megatron"`.
+
+    Raises:
+        ConfigurationError: This installation was made without it.
+    """
+    module, _, attribute = _CLASSES[name].partition(":")
+    if find_spec(module) is None:
+        raise ConfigurationError(
+            f"strategy={name!r}: {module} is not a part of this installation. Install drivetrain again.", code="DT-001"
+        )
+    return getattr(import_module(module), attribute)
 
 
-def _deepspeed(stage: int | None = None, offload: bool = False) -> Strategy:
-    from drivetrain.strategies.deepspeed import DeepSpeed
-
-    device = "cpu" if offload else None
-    return DeepSpeed(stage, offload_optimizer=device, offload_param=device if stage == 3 else None)
-
-
-def _xla() -> Strategy:
-    from drivetrain.strategies.xla import XLA
-
-    return XLA()
-
-
-def _xla_fsdp() -> Strategy:
-    from drivetrain.strategies.xla import XLAFSDP
-
-    return XLAFSDP()
-
-
-def _megatron() -> Strategy:
-    from drivetrain.strategies.megatron import Megatron
-
-    return Megatron()
+def _make(name: str, options: Mapping[str, Any]) -> Strategy:
+    made: Strategy = strategy_class(name)(**options)
+    return made
 
 
 register_strategy("single", Single)
@@ -151,16 +168,9 @@ for _options, _factory in _DDP.items():
 for _name, _method in _OF_A_VERB.items():
     for _options, _factory in _DDP.items():
         register_strategy(_name + _options, partial(Spawned, _name + _options, _factory, _method))
-register_strategy("fsdp", _fsdp)
-register_strategy("fsdp_cpu_offload", partial(_fsdp, True))
-register_strategy("deepspeed", _deepspeed)
-for _stage in (1, 2, 3):
-    register_strategy(f"deepspeed_stage_{_stage}", partial(_deepspeed, _stage))
-register_strategy("deepspeed_stage_2_offload", partial(_deepspeed, 2, True))
-register_strategy("deepspeed_stage_3_offload", partial(_deepspeed, 3, True))
-register_strategy("xla", _xla)
-register_strategy("xla_fsdp", _xla_fsdp)
-register_strategy("megatron", _megatron)
+for _name, (_class, _arguments) in _VARIANTS.items():
+    if find_spec(_CLASSES[_class].partition(":")[0]) is not None:
+        register_strategy(_name, partial(_make, _class, _arguments))
 
 
 def available_strategies() -> list[str]:

@@ -4,37 +4,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
-from drivetrain.trackers.aim import AimLogger
 from drivetrain.trackers.base import Tracker
-from drivetrain.trackers.clearml import ClearMLLogger
-from drivetrain.trackers.comet import CometLogger
-from drivetrain.trackers.csv import CSVLogger
 from drivetrain.trackers.directory import DirectoryTracker, RunDirectory
-from drivetrain.trackers.dvclive import DVCLiveLogger
 from drivetrain.trackers.group import ALIASES
-from drivetrain.trackers.mlflow import MLFlowLogger
-from drivetrain.trackers.swanlab import SwanLabLogger
-from drivetrain.trackers.tensorboard import TensorBoardLogger
-from drivetrain.trackers.trackio import TrackioLogger
-from drivetrain.trackers.wandb import WandbLogger
 
-_TRACKERS: dict[str, type[Tracker]] = {
-    cls.name: cls
-    for cls in (
-        CSVLogger,
-        TensorBoardLogger,
-        CometLogger,
-        ClearMLLogger,
-        WandbLogger,
-        MLFlowLogger,
-        AimLogger,
-        DVCLiveLogger,
-        TrackioLogger,
-        SwanLabLogger,
-    )
+# The module and class of each tracker here, which is imported when a run asks for it. One whose file is not there is
+# left out.
+_TRACKERS: dict[str, str | type[Tracker]] = {
+    name: place
+    for name, place in {
+        "csv": "drivetrain.trackers.csv:CSVLogger",
+        "tensorboard": "drivetrain.trackers.tensorboard:TensorBoardLogger",
+        "comet": "drivetrain.trackers.comet:CometLogger",
+        "clearml": "drivetrain.trackers.clearml:ClearMLLogger",
+        "wandb": "drivetrain.trackers.wandb:WandbLogger",
+        "mlflow": "drivetrain.trackers.mlflow:MLFlowLogger",
+        "aim": "drivetrain.trackers.aim:AimLogger",
+        "dvclive": "drivetrain.trackers.dvclive:DVCLiveLogger",
+        "trackio": "drivetrain.trackers.trackio:TrackioLogger",
+        "swanlab": "drivetrain.trackers.swanlab:SwanLabLogger",
+    }.items()
+    if find_spec(place.partition(":")[0]) is not None
 }
 
 TrackerClass = TypeVar("TrackerClass", bound=type[Tracker])
@@ -55,7 +50,7 @@ def register_tracker(tracker: TrackerClass) -> TrackerClass:
             f"{tracker.__qualname__} has no `name`. Give the class one to register it, such as name = 'mine'.",
             code="DT-120",
         )
-    known = _TRACKERS.get(name)
+    known = _registered(name)
     if known is not None and known.__qualname__ != tracker.__qualname__:
         raise ConfigurationError(
             f"The tracker name {name!r} belongs to {known.__qualname__}. Give {tracker.__qualname__} another.",
@@ -65,13 +60,21 @@ def register_tracker(tracker: TrackerClass) -> TrackerClass:
     return tracker
 
 
+def _registered(name: str) -> type[Tracker] | None:
+    known = _TRACKERS.get(name)
+    if isinstance(known, str):
+        module, _, attribute = known.partition(":")
+        known = _TRACKERS[name] = getattr(import_module(module), attribute)
+    return known
+
+
 def find_tracker(name: str) -> type[Tracker]:
     """Return the class of the trackers of a name, also one of Accelerate's names.
 
     Raises:
         ConfigurationError: If no class has the name.
     """
-    tracker = _TRACKERS.get(ALIASES.get(name, name))
+    tracker = _registered(ALIASES.get(name, name))
     if tracker is None:
         raise ConfigurationError(
             f"There is no tracker {name!r}.{nearest(name, _TRACKERS)} Known are "
@@ -83,7 +86,7 @@ def find_tracker(name: str) -> type[Tracker]:
 
 def available_trackers() -> list[str]:
     """Return the names of the trackers whose needs are installed."""
-    return [name for name, tracker in _TRACKERS.items() if tracker.is_available()]
+    return [name for name in _TRACKERS if find_tracker(name).is_available()]
 
 
 def resolve_trackers(

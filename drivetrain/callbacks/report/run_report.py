@@ -35,8 +35,8 @@ from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.memory import MemoryUse
 from drivetrain.runtime.terminal import without_credentials
 from drivetrain.trackers.base import first_line
-from drivetrain.trackers.csv import CSVLogger
 from drivetrain.trackers.directory import DirectoryTracker
+from drivetrain.trackers.registry import find_tracker
 
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task
@@ -552,7 +552,7 @@ def _tracker_of(trainer: Trainer) -> DirectoryTracker | None:
     """The tracker whose folder is the run's: a table, else the first one that writes files."""
     recorder = trainer.tracker_group.recorder
     found = _writing_files(trainer) or ([recorder] if isinstance(recorder, DirectoryTracker) else [])
-    return next((each for each in found if isinstance(each, CSVLogger)), found[0] if found else None)
+    return next((each for each in found if each.name == "csv"), found[0] if found else None)
 
 
 def _writing_files(trainer: Trainer) -> list[DirectoryTracker]:
@@ -566,7 +566,7 @@ def _record_where_nothing_does(trainer: Trainer) -> None:
     if _writing_files(trainer) or trainer.fast_dev_run or trainer.barebones or "://" in root:
         group.record_with(None)
     elif group.recorder is None:
-        group.record_with(CSVLogger(root))
+        group.record_with(find_tracker("csv").for_run(root, None))
 
 
 def _warn(error: Exception) -> None:

@@ -48,7 +48,7 @@ from drivetrain.strategies.deepspeed.engine import (
     listed,
 )
 from drivetrain.strategies.deepspeed.ops import Membership, refuse_other_device
-from drivetrain.strategies.deepspeed.zero_state import ZeroState, is_partitioned
+from drivetrain.strategies.deepspeed.zero_state import ZeroState, is_partitioned, merge_native
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.precision.mixed import Float16Mixed
 
@@ -108,6 +108,9 @@ class DeepSpeed(Strategy):
         self._membership: Membership | None = None
         self._engines = Engines()
         self._several = Several(self)
+
+    arguments_from = staticmethod(arguments_from)
+    merge_native = staticmethod(merge_native)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DeepSpeed:
