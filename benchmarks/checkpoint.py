@@ -60,13 +60,11 @@ class Training:
     Attributes:
         model: the model.
         optimizer: its AdamW.
-        settle: what the optimizer's step does first where a save goes on.
         is_saving: whether a save goes on.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    settle: Callable[[], None] = lambda: None
     is_saving: Callable[[], bool] = lambda: False
 
     def state(self) -> dict[str, Any]:
@@ -196,7 +194,7 @@ def with_drivetrain(params: int) -> tuple[Training, dict[str, Variant]]:
             lambda path: load_run_state(path, accelerator.state),
         ),
     }
-    return Training(model, optimizer, queue.settle, lambda: queue.pending is not None), variants
+    return Training(model, optimizer, lambda: queue.pending is not None), variants
 
 
 def with_accelerate(params: int) -> tuple[Training, dict[str, Variant]]:
@@ -318,7 +316,6 @@ def measure_training(variant: Variant, path: Path, training: Training) -> dict[s
     started = save(path)
     blocked = perf_counter() - start
     training.backward()
-    blocked += timed(training.settle)
     training.step()
     longer = perf_counter() - start - alone
     steps = 1

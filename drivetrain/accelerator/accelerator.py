@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain import checkpoint
 from drivetrain.accelerator.accelerate_names import (
@@ -55,7 +56,7 @@ from drivetrain.accelerator.prepared import (
     PreparedOptimizer,
     PreparedScheduler,
 )
-from drivetrain.accelerator.run_state import HookHandle, LoadHook, NumberedCheckpoints, RunState, SaveHook
+from drivetrain.accelerator.run_state import LoadHook, NumberedCheckpoints, RunState, SaveHook
 from drivetrain.accelerator.step import OptimizerStep
 from drivetrain.accelerator.tracking import LogWith, RunTracking
 from drivetrain.data import (
@@ -222,7 +223,7 @@ class StateSaving:
             model, save_directory, max_shard_size, safe_serialization, self.project_configuration.save_on_each_node
         )
 
-    def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call a function before `save_state` writes.
 
         Args:
@@ -233,9 +234,11 @@ class StateSaving:
         Returns:
             A handle whose `remove()` takes it back.
         """
-        return self.run_state.hooks.add_save(hook)
+        handle = RemovableHandle(self.run_state.save_hooks)
+        self.run_state.save_hooks[handle.id] = hook
+        return handle
 
-    def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Call a function before `load_state` loads.
 
         Args:
@@ -244,7 +247,9 @@ class StateSaving:
         Returns:
             A handle whose `remove()` takes it back.
         """
-        return self.run_state.hooks.add_load(hook)
+        handle = RemovableHandle(self.run_state.load_hooks)
+        self.run_state.load_hooks[handle.id] = hook
+        return handle
 
     @property
     def save_queue(self) -> checkpoint.SaveQueue:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -99,7 +99,6 @@ class SavedEngine:
     def _read(
         self, into: dict[str, Any] | None = None, only: Sequence[str] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        self._run.saves.settle()  # what is read here goes where a save may still be copying from
         return checkpoint.load_run_state(self.directory, self._state, into=into, only=only)
 
     def _read_around(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -383,53 +382,8 @@ class NumberedCheckpoints:
         return numbers
 
 
-# Functions of the user's that run before a state is saved or loaded
-
-
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
-
-
-class HookHandle:
-    """Takes a registered hook back."""
-
-    def __init__(self, hooks: dict[int, Any], number: int) -> None:
-        self._hooks, self._number = hooks, number
-
-    def remove(self) -> None:
-        """Let the hook be called no more."""
-        self._hooks.pop(self._number, None)
-
-
-class StateHooks:
-    """The hooks of one Accelerator, called in the order in which they were registered."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._save: dict[int, SaveHook] = {}
-        self._load: dict[int, LoadHook] = {}
-
-    @property
-    def on_save(self) -> list[SaveHook]:
-        """What is called before saving."""
-        return list(self._save.values())
-
-    @property
-    def on_load(self) -> list[LoadHook]:
-        """What is called before loading."""
-        return list(self._load.values())
-
-    def add_save(self, hook: SaveHook) -> HookHandle:
-        """Register one for saving."""
-        number = next(self._numbers)
-        self._save[number] = hook
-        return HookHandle(self._save, number)
-
-    def add_load(self, hook: LoadHook) -> HookHandle:
-        """Register one for loading."""
-        number = next(self._numbers)
-        self._load[number] = hook
-        return HookHandle(self._load, number)
 
 
 @dataclass(frozen=True)
@@ -439,10 +393,12 @@ class Moment:
     Attributes:
         random: The random state at that moment; the present one if None.
         loaders: The loaders' positions; the present ones if None.
+        combined: What a combination of these loaders keeps beside their positions; None if there is none.
     """
 
     random: RandomState | None = None
     loaders: Sequence[Mapping[str, Any]] | None = None
+    combined: Mapping[str, Any] | None = None
 
 
 class RunState:
@@ -462,7 +418,8 @@ class RunState:
 
     Attributes:
         prepared: What the engine has prepared, and what was registered.
-        hooks: Functions of the user's that run before `save_state` and `load_state`.
+        save_hooks: Functions of the user's that run before `save_state`, in the order of their registration.
+        load_hooks: The same before `load_state`.
         moment: Gives the moment that a save describes; set by a driver that may save within a step.
     """
 
@@ -477,7 +434,8 @@ class RunState:
         step: OptimizerStep,
     ) -> None:
         self.strategy, self.precision, self.prepared = strategy, precision, prepared
-        self.hooks = StateHooks()
+        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self.moment: Callable[[], Moment] = Moment
         self._state, self._numbered, self._tracking = state, numbered, tracking
         self._step = step
@@ -577,10 +535,7 @@ class RunState:
             The save; done already where `block` is set.
         """
         shared, process = self.compose(engine, driver, own, moment)
-        optimizers = [one.optimizer for one in self.prepared.optimizers]
-        return checkpoint.save_run_state(
-            directory, shared, process, self._state, step=step, block=block, extra=extra, optimizers=optimizers
-        )
+        return checkpoint.save_queue(self._state).save(directory, shared, process, step=step, block=block, extra=extra)
 
     def compose(
         self,
@@ -608,9 +563,9 @@ class RunState:
         self._check_step()
         directory = os.fspath(self._numbered.next() if output_dir is None else output_dir)
         engine, extra = self.engine(), None
-        if self.hooks.on_save:
+        if self.save_hooks:
             extra = checkpoint.extra_place(directory, self._state)
-            for hook in self.hooks.on_save:
+            for hook in list(self.save_hooks.values()):
                 hook(list(self.prepared.models), engine["models"], extra)
             self._state.wait_for_everyone()
         pending = self.write(directory, engine, self._tracking.entries(), block=block, extra=extra)
@@ -677,7 +632,7 @@ class RunState:
         directory = os.fspath(self._numbered.latest() if input_dir is None else input_dir)
         self.saves.finish()
         models = list(self.prepared.models)
-        for hook in self.hooks.on_load:
+        for hook in list(self.load_hooks.values()):
             hook(models, directory)
         saved = self.open(directory)
         saved.check(models, leaves_rest=True)

@@ -7,13 +7,9 @@ import math
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from drivetrain import checkpoint
 from drivetrain.callbacks.step_schedule import (
@@ -289,9 +285,6 @@ def _refused(key: str, value: Any) -> CheckpointError:
 
 logger = get_logger(__name__)
 
-KINDS = ("writing", "replaced")
-"""How the names of directories that stand in for a checkpoint end; what a killed run leaves of them is cleaned up."""
-
 
 def resolved(path: str | os.PathLike[str]) -> str:
     """A directory as an absolute path, or as the URL that it is."""
@@ -401,48 +394,17 @@ def link(path: str, target: str) -> None:
 def duplicate(path: str, source: str) -> None:
     """Let `path` be a second name of a checkpoint: its files are linked hard, or copied where that cannot be."""
     _check_replaceable(path)
-    if os.path.isfile(source):
-        _duplicate_file(path, source)
-        return
-    token = writer_token()
-    place, replaced = (
-        os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{token}.{what}") for what in KINDS
-    )
+    storage, token = LocalStorage(), writer_token()
+    place, _ = storage.place_for(path, token)
     try:
-        shutil.copytree(source, place, copy_function=_link_or_copy)
-        for folder, _, _ in os.walk(place, topdown=False):
-            _sync(folder)
-        if os.path.lexists(path):
-            os.rename(path, replaced)
-        os.rename(place, path)
-        _sync(os.path.dirname(path))
+        if os.path.isfile(source):
+            _link_or_copy(source, place)
+        else:
+            shutil.copytree(source, place, copy_function=_link_or_copy)
+        storage.replace(place, path, token)
     except OSError as error:
-        _put_back(path, replaced)
-        shutil.rmtree(place, ignore_errors=True)
+        storage.discard(place)
         raise CheckpointError(f"{path} could not be made a copy of {source}: {error}.") from error
-    LocalStorage().discard(replaced)
-
-
-def _duplicate_file(path: str, source: str) -> None:
-    """Let the path name the file in one moment; where that may not last, it names again what it did before."""
-    token = writer_token()
-    place, replaced = (
-        os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{token}.{what}") for what in KINDS
-    )
-    try:
-        _link_or_copy(source, place)
-        if os.path.isfile(path):
-            _link_or_copy(path, replaced)
-        os.replace(place, path)
-        _sync(os.path.dirname(path))
-    except OSError as error:
-        if os.path.isfile(replaced) and not os.path.lexists(place):
-            with suppress(OSError):  # what is there then is whole, too
-                os.replace(replaced, path)
-        for beside in (place, replaced):
-            LocalStorage().discard(beside)
-        raise CheckpointError(f"{path} could not be made a copy of {source}: {error}.") from error
-    LocalStorage().discard(replaced)
 
 
 def _check_replaceable(path: str) -> None:
@@ -451,18 +413,6 @@ def _check_replaceable(path: str) -> None:
         check_replaceable(LocalStorage(), path)
     elif not checkpoint.is_checkpoint(path):
         raise CheckpointError(f"{path} is not replaced by a checkpoint: it is a file that no run has written.")
-
-
-def _put_back(path: str, replaced: str) -> None:
-    """Give a checkpoint its name again that was about to be replaced, if it can be done."""
-    if not os.path.lexists(replaced):
-        return
-    try:
-        LocalStorage().discard(path)
-        os.rename(replaced, path)
-    except OSError as error:
-        # It is found under its other name, too.
-        logger.warning(f"{path} could not be given back what it was before: {error}.")
 
 
 def remove(path: str, files: checkpoint.CheckpointFiles) -> None:
@@ -495,22 +445,9 @@ def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:
 def _link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)  # a file system without hard links, or one name too many
-        _sync(target)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def leading_outside(directory: str, state: RestoredState) -> set[str]:
-    """The names of a restored state that links in the directory make lead outside of it."""
-    return state.leading_outside(directory) if is_local(directory) else set()
+    except OSError:  # a file system without hard links, or one name too many
+        shutil.copy2(source, target)
+        LocalStorage().settle(target)
 
 
 # Which checkpoints of a run there are, and which of them are to go
@@ -775,22 +712,6 @@ class CheckpointWriter:
         """Whether nothing is being written, and no error is left to report."""
         return self._in_flight is None
 
-    def get_ready(self, trainer: Trainer, weights_only: bool) -> None:
-        """Get memory for the first copy while training continues. The optimizers have their state by now.
-
-        Args:
-            trainer: The trainer.
-            weights_only: Whether nothing but weights will be saved.
-        """
-        if not self._in_background or trainer.model is None:
-            return
-        tensors: list[Any] = [*trainer.model.parameters(), *trainer.model.buffers()]
-        if not weights_only:
-            for optimizer in trainer.optimizers:
-                states = (state for state in optimizer.state.values() if isinstance(state, dict))
-                tensors += (value for state in states for value in state.values())
-        checkpoint.save_queue(trainer.accelerator.state).prepare(one for one in tensors if isinstance(one, Tensor))
-
     def save(self, trainer: Trainer, directory: str, decision: Decision, weights_only: bool) -> None:
         """Write a checkpoint, at once or in the background; `settle` came before.
 
@@ -820,7 +741,10 @@ class CheckpointWriter:
         files = trainer.checkpoint_files
         names = (decision.path, decision.last)
         named_twice = None not in names and (self._links or files.has_second_names(directory))
-        after = _Once(lambda: self._follow_up(directory, decision, named_twice, files))
+
+        def follow_up() -> list[str]:
+            return self._follow_up(directory, decision, named_twice, files)
+
         targets = [path for path in names if path is not None]
         if named_twice:
             del targets[1:]  # the other one is a link or a copy
@@ -829,9 +753,9 @@ class CheckpointWriter:
                 for path in targets:
                     pending = trainer.save_checkpoint(path, weights_only=weights_only, block=False)
                 pending.claim()
-                self._in_flight = _InFlight(pending, before, after)
+                self._in_flight = flight = _InFlight(pending, before)
                 if trainer.is_global_zero:
-                    pending.add_done_callback(lambda done: None if done.failed() else after.run_quietly())
+                    pending.add_done_callback(lambda done: None if done.failed() else flight.do(follow_up))
             else:
                 for path in targets:
                     trainer.save_checkpoint(path, weights_only)
@@ -839,7 +763,7 @@ class CheckpointWriter:
             self._take_back(before, error)
         else:
             if not self._in_background:
-                self._finish(after)
+                self._finish(follow_up)
 
     def save_now(self, trainer: Trainer, path: str, is_passing: bool) -> bool:
         """Write a checkpoint with everything in it, at once.
@@ -902,7 +826,7 @@ class CheckpointWriter:
         except CheckpointError as error:
             self._take_back(flight.before, error, forgive)
         else:
-            self._finish(flight.after, forgive)
+            self._finish(flight.outcome, forgive)
 
     def abandon(self, wait: bool) -> None:
         """Leave what is being written to itself, without an exchange with other processes.
@@ -918,13 +842,13 @@ class CheckpointWriter:
             return
         try:
             flight.pending.wait()
-            flight.after.run()
+            flight.outcome()
         except CheckpointError as error:
             logger.error(f"ModelCheckpoint: {error}")
 
-    def _finish(self, after: _Once, forgive: bool = False) -> None:
+    def _finish(self, follow_up: Callable[[], list[str]], forgive: bool = False) -> None:
         try:
-            removed = decide_on_main_process(after.run)
+            removed = decide_on_main_process(follow_up)
         except CheckpointError as error:
             if not (self._forgives or forgive):
                 raise _with_way_out(error) from error
@@ -977,46 +901,22 @@ def _log_failure(pending: PendingSave) -> None:
 
 @dataclass
 class _InFlight:
-    """A save in the background, what there was before it, and what follows once it is durable."""
+    """A save in the background, what there was before it, and what came of what follows it on the main process."""
 
     pending: PendingSave
     before: KeptCheckpoints
-    after: _Once
+    removed: list[str] = field(default_factory=list)
+    error: Exception | None = None
 
-
-class _Once:
-    """Work of the main process that is done once, in whichever thread comes first.
-
-    Args:
-        work: What to do.
-    """
-
-    def __init__(self, work: Callable[[], list[str]]) -> None:
-        self._work: Callable[[], list[str]] | None = work
-        self._lock = threading.Lock()
-        self._result: list[str] = []
-        self._error: Exception | None = None
-
-    def run(self) -> list[str]:
-        """Do it, or wait for the thread that does.
-
-        Raises:
-            Exception: It failed, now or then.
-        """
-        with self._lock:
-            work, self._work = self._work, None
-            if work is not None:
-                try:
-                    self._result = work()
-                except Exception as error:
-                    self._error = error
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def run_quietly(self) -> None:
-        """Do it; what it raises is raised by the next `run`."""
+    def do(self, follow_up: Callable[[], list[str]]) -> None:
+        """Do what follows the save, in the thread that writes; waiting for the save waits for this, too."""
         try:
-            self.run()
-        except Exception:
-            pass
+            self.removed = follow_up()
+        except Exception as error:
+            self.error = error
+
+    def outcome(self) -> list[str]:
+        """Return what was removed, or raise what went wrong."""
+        if self.error is not None:
+            raise self.error
+        return self.removed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -272,7 +271,7 @@ class ModelCheckpoint(Callback):
         self._fits = self._last_step = self._validations = 0
         self._last_saved = -1  # the step of the last save of this run
         self._judged = 0  # how many validations came before the last epoch's end
-        self._waits_for_validation = self._gets_ready = False
+        self._waits_for_validation = False
         self._timer: StepRhythm | None = None
         self._elapsed = 0.0  # seconds of the interval under way, in the run before
 
@@ -428,7 +427,8 @@ class ModelCheckpoint(Callback):
                 "stay as they are and do not count among the best ones of this run."
             )
             return
-        outside = decide_on_main_process(lambda: checkpoint_files.leading_outside(directory, state))
+        is_local = checkpoint_files.is_local(directory)
+        outside = decide_on_main_process(lambda: state.leading_outside(directory) if is_local else set())
         if outside:
             logger.warning(
                 f"{', '.join(sorted(outside))} in {directory} lead outside of it, so they do not count among the "
@@ -478,15 +478,12 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         if not self._is_resumed:
             self._last_step = trainer.global_step
-        self._training = self._gets_ready = self._fitting
+        self._training = self._fitting
         self._timer = _rhythm_of(self, trainer, self._elapsed) if self._fitting else None
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._writer.is_idle:
             self._writer.poll(trainer)
-        if self._gets_ready and trainer.global_step > self._last_step:
-            self._gets_ready = False
-            self._writer.get_ready(trainer, self.save_weights_only)
         if not self.every_n_train_steps and self._timer is None:
             return
         step = trainer.global_step
@@ -643,14 +640,8 @@ def _rhythm_of(options: ModelCheckpoint, trainer: Trainer, elapsed: float) -> St
 
 def _is_sound(trainer: Trainer, task: Task) -> bool:
     """Ask the callbacks whether this state is worth saving; all, since they may exchange values with their peers."""
-    answers = [callback.is_state_sound(trainer, task) for callback in trainer.callbacks if _judges(callback)]
+    answers = [callback.is_state_sound(trainer, task) for callback in trainer.callbacks]
     return all(answers)
-
-
-def _judges(callback: Callback) -> bool:
-    """Whether a callback has its own `is_state_sound`, not only something around that of the base class."""
-    inner = inspect.unwrap(callback.is_state_sound)
-    return getattr(inner, "__func__", inner) is not Callback.is_state_sound
 
 
 # Save a checkpoint when an exception ends the run

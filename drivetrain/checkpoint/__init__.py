@@ -9,8 +9,7 @@ What is stable, all of it to be called on every process unless marked otherwise:
   `list_checkpoints(root) -> [FoundCheckpoint(path, step, saved_at, world_size)]` (one process), newest first.
 - `PendingSave`: `done()`, `failed()`, `wait(timeout=None)`, `raise_if_failed()`,
   `add_done_callback(function)`, `directory`.
-- `save_queue(state) -> SaveQueue`, one for each process: `save(...)`, `check()` for each step, `finish()`, `pending`,
-  `prepare(tensors)` before the first save in the background, `settle()` until what it copies may change.
+- `save_queue(state) -> SaveQueue`, one for each process: `save(...)`, `check()` for each step, `finish()`, `pending`.
 - `describe_run_state(directory) -> shared` (one process): its tensors on the meta device, without values.
 - `remove_checkpoint(directory)` (one process): gone under its name at once.
 - `is_checkpoint(directory)` (one process): whether it has a manifest of ours, or is a file with an entry of ours,

@@ -10,7 +10,6 @@ import re
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -29,20 +28,19 @@ from drivetrain.checkpoint.load import Checkpoint
 from drivetrain.checkpoint.manifest import encoded, in_schema
 from drivetrain.checkpoint.run_state import is_checkpoint
 from drivetrain.checkpoint.safetensors_file import (
-    BLOCK,
     Entry,
     MappedFile,
     Placed,
     aligned,
+    blocks_of,
     bytes_of,
     header_length,
     layout,
     read_header,
     run_parallel,
     takes_bytes,
-    write_file,
 )
-from drivetrain.checkpoint.shards import read_ranges
+from drivetrain.checkpoint.shards import read_range
 from drivetrain.checkpoint.storage import MANIFEST, LocalStorage, Reader, Storage, storage_of
 from drivetrain.checkpoint.torch_files import TorchShards, bare_name, read_pickled
 from drivetrain.checkpoint.tree import pack
@@ -59,16 +57,11 @@ _DTYPES = {
     "float64": torch.float64,
 }
 
-Take = Callable[[memoryview], None]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Source:
-    """One tensor to be written, and what gives its bytes, a block at a time."""
-
-    entry: Entry
-    stream: Callable[[Take], None]
+Source = tuple[Entry, Callable[[], Iterable[Tensor]]]
+"""What describes a tensor that is to be written, and what reads or computes it: its values in order, in any pieces."""
 
 
 def consolidate(
@@ -131,7 +124,8 @@ def consolidate(
     opened.tensors.check_headers(files)
     if verify:
         opened.verify(files)
-    sources, aliases = [], {}
+    sources: list[Source] = []
+    aliases: dict[str, str] = {}
     first: dict[str, str] = {}
     for name, key in names.items():
         if key in first:
@@ -139,7 +133,7 @@ def consolidate(
             continue
         first[key] = name
         sources.append(_stored(opened, name, key, target))
-    return _write(sources, aliases, output, max_shard_size, overwrite, progress)
+    return write_safetensors(sources, aliases, output, max_shard_size, overwrite=overwrite, progress=progress)
 
 
 def consolidate_shards(
@@ -173,14 +167,14 @@ def consolidate_shards(
     keys = {bare_name(name): key for key, name in shards.names_below("model").items()}
     if not keys:
         raise CheckpointError(f"{shards.directory} holds no model. Its names begin with 'model.' in one that does.")
-    target, sources = parse_dtype(dtype), []
+    target = parse_dtype(dtype)
+    sources: list[Source] = []
     for name, key in weights_below(keys, module, os.fspath(directory)).items():
         described = shards.tensors[key]
         own = described.properties.dtype
         written = target if target is not None and own.is_floating_point else own
-        stream = partial(_give_shards, shards, key, written)
-        sources.append(_Source(Entry(name, written, tuple(described.size)), stream))
-    return _write(sources, {}, output, max_shard_size, overwrite, progress)
+        sources.append((Entry(name, written, tuple(described.size)), partial(_shard_of, shards, key, written)))
+    return write_safetensors(sources, {}, output, max_shard_size, overwrite=overwrite, progress=progress)
 
 
 def save_safetensors(
@@ -204,7 +198,8 @@ def save_safetensors(
         The paths of the safetensors files.
     """
     packed, tensors = pack(dict(state_dict))
-    sources, aliases = [], {}
+    sources: list[Source] = []
+    aliases: dict[str, str] = {}
     first: dict[str, str] = {}
     for name in state_dict:
         key = packed[name]["__tensor__"]
@@ -213,34 +208,8 @@ def save_safetensors(
             continue
         first[key] = name
         tensor = tensors[key]
-        sources.append(_Source(Entry(name, tensor.dtype, tuple(tensor.shape)), partial(_give, tensor)))
-    return _write(sources, aliases, output, max_shard_size, overwrite, progress)
-
-
-def write_safetensors(
-    sources: Iterable[tuple[Entry, Callable[[], Iterable[Tensor]]]],
-    aliases: Mapping[str, str],
-    output: str | os.PathLike[str],
-    max_shard_size: int | str = "5GB",
-    *,
-    overwrite: bool = True,
-    progress: bool = False,
-) -> list[str]:
-    """Write tensors that are computed as they are written, in the files that `consolidate` writes.
-
-    Args:
-        sources: What describes each tensor, and a function that gives its values in order, in tensors of any size.
-        aliases: Further names of tensors, and the names that these are written under.
-        output: The directory to write to.
-        max_shard_size: Bytes in a file at most.
-        overwrite: Whether to write into a directory that holds something already.
-        progress: Whether to show a progress bar.
-
-    Returns:
-        The paths of the safetensors files.
-    """
-    found = [_Source(entry, partial(_give_blocks, blocks)) for entry, blocks in sources]
-    return _write(found, dict(aliases), output, max_shard_size, overwrite, progress)
+        sources.append((Entry(name, tensor.dtype, tuple(tensor.shape)), partial(iter, [tensor])))
+    return write_safetensors(sources, aliases, output, max_shard_size, overwrite=overwrite, progress=progress)
 
 
 def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> dict[str, T]:
@@ -318,85 +287,84 @@ def _places(checkpoint: Checkpoint, key: str) -> Iterator[Any]:
         yield checkpoint.tensors.place_of(key, chunk.offsets)
 
 
-def _stored(checkpoint: Checkpoint, name: str, key: str, dtype: torch.dtype | None) -> _Source:
+def _stored(checkpoint: Checkpoint, name: str, key: str, dtype: torch.dtype | None) -> Source:
     """A tensor of a checkpoint, read only when it is written."""
     described = checkpoint.tensors.tensors()[key]
     own = described.properties.dtype
     target = dtype if dtype is not None and own.is_floating_point else own
-    stream = partial(_read_whole, checkpoint, key, described)
-    converted = stream if target == own else partial(_convert, stream, own, target)
-    return _Source(Entry(name, target, tuple(described.size)), converted)
+    return Entry(name, target, tuple(described.size)), partial(_read, checkpoint, key, described, target)
 
 
-def _read_whole(checkpoint: Checkpoint, key: str, described: TensorStorageMetadata, take: Take) -> None:
-    """Give a stored tensor's bytes in order, by blocks where its parts follow each other."""
+def _read(checkpoint: Checkpoint, key: str, described: TensorStorageMetadata, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Read a stored tensor, a block at a time if its parts follow each other, and convert it."""
+    own = described.properties.dtype
     chunks = sorted(described.chunks, key=lambda chunk: tuple(chunk.offsets))
     if not all(chunk.sizes[1:] == described.size[1:] for chunk in chunks):
-        whole = torch.empty(described.size, dtype=described.properties.dtype)
+        whole = torch.empty(described.size, dtype=own)
         checkpoint.read_tensors({key: whole})
-        _give(whole, take)
+        yield whole.to(dtype)
         return
     for chunk in chunks:
         place = checkpoint.tensors.place_of(key, chunk.offsets)
-        listed = checkpoint.manifest.files[place.file]
-        path = checkpoint.tensors.path_of(place.file)
-        read_ranges(checkpoint.storage, path, listed, [(place.start, place.nbytes)], take)
+        listed, path = checkpoint.manifest.files[place.file], checkpoint.tensors.path_of(place.file)
+        for block in read_range(checkpoint.storage, path, listed, place.start, place.nbytes):
+            yield torch.frombuffer(block, dtype=own).to(dtype)
 
 
-def _convert(stream: Callable[[Take], None], own: torch.dtype, target: torch.dtype, take: Take) -> None:
-    stream(lambda block: take(bytes_of(torch.frombuffer(block, dtype=own).to(target))))
+def _shard_of(shards: TorchShards, key: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    yield shards.tensor(key).to(dtype)
 
 
-def _give_shards(shards: TorchShards, key: str, dtype: torch.dtype, take: Take) -> None:
-    _give(shards.tensor(key).to(dtype), take)
-
-
-def _give(tensor: Tensor, take: Take) -> None:
-    data = bytes_of(tensor)
-    for start in range(0, len(data), BLOCK):
-        take(data[start : start + BLOCK])
-
-
-def _give_blocks(blocks: Callable[[], Iterable[Tensor]], take: Take) -> None:
-    for block in blocks():
-        _give(block, take)
-
-
-def _write(
-    sources: Sequence[_Source],
-    aliases: dict[str, str],
+def write_safetensors(
+    sources: Iterable[Source],
+    aliases: Mapping[str, str],
     output: str | os.PathLike[str],
-    max_shard_size: int | str,
-    overwrite: bool,
-    progress: bool,
+    max_shard_size: int | str = "5GB",
+    *,
+    overwrite: bool = True,
+    progress: bool = False,
 ) -> list[str]:
-    """Write files under other names first, and give them theirs when all are whole."""
+    """Write tensors that are read or computed as they are written, in the files that `consolidate` writes.
+
+    Files get their names only when all of them are whole.
+
+    Args:
+        sources: What describes each tensor, and a function that gives its values in order, in tensors of any size.
+        aliases: Further names of tensors, and the names that these are written under.
+        output: The directory to write to.
+        max_shard_size: Bytes in a file at most.
+        overwrite: Whether to write into a directory that holds something already.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The paths of the safetensors files.
+    """
+    listed = list(sources)
     limit = shard_limit(max_shard_size)
     directory = os.path.abspath(os.fspath(output))
     if os.path.isdir(directory) and os.listdir(directory) and not overwrite:
         raise CheckpointError(
             f"{directory} is not empty. Name another directory, or say overwrite=True (--overwrite) to write into it."
         )
-    shards = _shards(sources, limit)
-    names = [_shard_name(number, len(shards)) for number in range(len(shards))]
-    metadata = {**aliases, "format": "pt"}
-    total = sum(source.entry.nbytes for source in sources)
-    token = uuid.uuid4().hex[:12]
-    storage = LocalStorage()
+    shards = named_shards(listed, [entry.nbytes for entry, _ in listed], limit, "model.safetensors")
+    total = sum(entry.nbytes for entry, _ in listed)
+    token, storage = uuid.uuid4().hex[:12], LocalStorage()
     written: dict[str, str] = {}
     try:
         os.makedirs(directory, exist_ok=True)
         with tqdm(total=total, unit="B", unit_scale=True, desc="Writing", disable=not progress) as bar:
-            for name, shard in zip(names, shards, strict=True):
+            for name, shard in shards.items():
                 written[name] = os.path.join(directory, f".{name}.{token}")
-                _write_shard(storage, written[name], shard, metadata, bar)
-        index = _index(names, shards, aliases, total)
-        if index is not None:
+                storage.write(written[name], _content_of(shard, {**aliases, "format": "pt"}, bar))
+        if len(shards) > 1:  # a tied name is where its tensor is
+            index = index_of({entry.name: name for name, shard in shards.items() for entry, _ in shard}, total)
             written[_INDEX] = os.path.join(directory, f".{_INDEX}.{token}")
-            write_file(storage.create(written[_INDEX]), [memoryview(index)])
+            storage.write(written[_INDEX], [memoryview(index)])
         for name, path in written.items():
             os.replace(path, os.path.join(directory, name))
-        _remove_others(directory, set(written))
+        for name in os.listdir(directory):
+            if _OURS.match(name) and name not in written:  # of an earlier export, which would be read along with these
+                os.unlink(os.path.join(directory, name))
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or directory} could not be written: {error.strerror or error}."
@@ -405,62 +373,50 @@ def _write(
         for path in written.values():
             if os.path.exists(path):
                 os.unlink(path)
-    return [os.path.join(directory, name) for name in names]
+    return [os.path.join(directory, name) for name in shards]
 
 
 _INDEX = "model.safetensors.index.json"
 _OURS = re.compile(r"^model(-\d{5}-of-\d{5})?\.safetensors$|^model\.safetensors\.index\.json$")
 
 
-def _write_shard(
-    storage: LocalStorage, path: str, shard: Sequence[_Source], metadata: dict[str, str], bar: tqdm[Any]
-) -> None:
-    ordered = [shard[position] for position in aligned(source.entry for source in shard)]
-    header, _ = layout([source.entry for source in ordered], metadata)
-    sink = storage.create(path)
-
-    def take(block: memoryview) -> None:
-        sink.write(block)
-        bar.update(len(block))
-
-    try:
-        sink.write(memoryview(header))
-        for source in ordered:
-            source.stream(take)
-        sink.finish()
-    finally:
-        sink.abandon()
+def _content_of(shard: Sequence[Source], metadata: dict[str, str], bar: tqdm[Any]) -> Iterator[memoryview]:
+    """Give the bytes of a safetensors file, a block at a time."""
+    ordered = [shard[position] for position in aligned(entry for entry, _ in shard)]
+    yield memoryview(layout([entry for entry, _ in ordered], metadata)[0])
+    for _, pieces in ordered:
+        for piece in pieces():
+            for block in blocks_of(bytes_of(piece)):
+                yield block
+                bar.update(len(block))
 
 
-def _shards(sources: Sequence[_Source], limit: int) -> list[list[_Source]]:
-    shards: list[list[_Source]] = [[]]
+def named_shards(items: Iterable[T], sizes: Iterable[int], limit: int, name: str) -> dict[str, list[T]]:
+    """Spread weights over files in their order, by the files' names as on Hugging Face's hub.
+
+    Args:
+        items: The weights.
+        sizes: Bytes of each.
+        limit: Bytes in a file at most; a larger weight has a file of its own.
+        name: The name of the file if there is only one, such as `"model.safetensors"`.
+    """
+    shards: list[list[T]] = [[]]
     room = limit
-    for source in sources:
-        if shards[-1] and source.entry.nbytes > room:
+    for item, size in zip(items, sizes, strict=True):
+        if shards[-1] and size > room:
             shards.append([])
             room = limit
-        shards[-1].append(source)
-        room -= source.entry.nbytes
-    return shards
-
-
-def _shard_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _index(names: list[str], shards: list[list[_Source]], aliases: dict[str, str], total: int) -> bytes | None:
-    """Which file has which tensor; None where there is one file only. A tied name is where its tensor is."""
+        shards[-1].append(item)
+        room -= size
     if len(shards) == 1:
-        return None
-    where = {source.entry.name: name for name, shard in zip(names, shards, strict=True) for source in shard}
-    return encoded({"metadata": {"total_size": total}, "weight_map": where})
+        return {name: shards[0]}
+    stem, suffix = os.path.splitext(name)
+    return {f"{stem}-{n:05d}-of-{len(shards):05d}{suffix}": shard for n, shard in enumerate(shards, 1)}
 
 
-def _remove_others(directory: str, names: set[str]) -> None:
-    """Remove the files of an earlier export, which would be read along with these."""
-    for name in os.listdir(directory):
-        if _OURS.match(name) and name not in names:
-            os.unlink(os.path.join(directory, name))
+def index_of(files: Mapping[str, str], total: int) -> bytes:
+    """Return the index of several files of weights: which weight is in which file, and the bytes of all."""
+    return encoded({"metadata": {"total_size": total}, "weight_map": dict(files)})
 
 
 def shard_limit(max_shard_size: int | str) -> int:
@@ -754,30 +710,42 @@ def open_weights(source: str | os.PathLike[str] | Mapping[str, torch.Tensor], mo
     if isinstance(source, Mapping):
         return source if isinstance(source, Weights) else HeldWeights(source, "the weights given")
     storage, path = storage_of(source)
-    if not isinstance(storage, LocalStorage):
-        return _open_remote(storage, path, model)
+    is_local = isinstance(storage, LocalStorage)
     try:
-        return _open_local(path, model)
+        if storage.is_directory(path):
+            names = (
+                [entry.name for entry in Path(path).iterdir() if entry.is_file()] if is_local else storage.sizes(path)
+            )
+            found = MANIFEST if is_checkpoint(path) else _choose([name for name in names if "/" not in name], path)
+            if found == MANIFEST:
+                return CheckpointWeights(path, model)
+            path = storage.join(path, found)
+        if is_local and not os.path.isfile(path):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.stat(path)  # raises what else keeps it from being seen
+            raise CheckpointError(f"There is no file {path}.")
+        if not path.endswith(".json"):
+            return _open_file(storage, path)
+        parts, folder = files_of_index(storage.read(path), path), storage.parent(path)
+        opened = {file: _open_file(storage, storage.join(folder, file)) for file in sorted(set(parts.values()))}
     except OSError as error:
         raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from error
+    for name, file in parts.items():
+        if name not in opened[file]:
+            raise CheckpointError(f"{path} says that {name} is in {file}, which does not hold it.")
+    # All weights of the files, and each that the index names from the file that it names.
+    every = {name: each for each in opened.values() for name in each}
+    return JoinedWeights(every | {name: opened[file] for name, file in parts.items()}, path)
 
 
-def _open_local(path: str, model: int | None) -> Weights:
-    if os.path.isdir(path):
-        if is_checkpoint(path):
-            return CheckpointWeights(path, model)
-        found = _choose([entry.name for entry in Path(path).iterdir() if entry.is_file()], path)
-        if found == MANIFEST:
-            return CheckpointWeights(path, model)
-        path = os.path.join(path, found)
-    if not os.path.isfile(path):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(path)  # raises what else keeps it from being seen
-        raise CheckpointError(f"There is no file {path}.")
-    if not path.endswith(".json"):
-        return _open_file(path)
-    parts = files_of_index(Path(path).read_bytes(), path)
-    return _joined(parts, {file: _open_file(os.path.join(os.path.dirname(path), file)) for file in _each(parts)}, path)
+def _open_file(storage: Storage, path: str) -> Weights:
+    is_local = isinstance(storage, LocalStorage)
+    if path.endswith(".safetensors"):
+        return FileWeights(MappedFile(path)) if is_local else RemoteWeights(storage, path)
+    weights = read_pickled(path, mapped=True) if is_local else read_pickled(path, data=io.BytesIO(storage.read(path)))
+    if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise CheckpointError(f"{path} holds no weights: expected a dict of tensors.")
+    return HeldWeights(weights, path)
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -836,52 +804,6 @@ def _choose(names: list[str], directory: str) -> str:
     )
 
 
-def _open_file(path: str) -> Weights:
-    if path.endswith(".safetensors"):
-        return FileWeights(MappedFile(path))
-    return _held(read_pickled(path, mapped=True), path)
-
-
-def _held(weights: object, path: str) -> HeldWeights:
-    if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise CheckpointError(f"{path} holds no weights: expected a dict of tensors.")
-    return HeldWeights(weights, path)
-
-
-def _open_remote(storage: Storage, path: str, model: int | None) -> Weights:
-    if storage.is_directory(path):
-        if is_checkpoint(path):
-            return CheckpointWeights(path, model)
-        found = _choose([name for name in storage.sizes(path) if "/" not in name], path)
-        if found == MANIFEST:
-            return CheckpointWeights(path, model)
-        path = storage.join(path, found)
-    if not path.endswith(".json"):
-        return _open_remote_file(storage, path)
-    parts = files_of_index(storage.read(path), path)
-    parent = storage.parent(path)
-    return _joined(parts, {file: _open_remote_file(storage, storage.join(parent, file)) for file in _each(parts)}, path)
-
-
-def _each(parts: Mapping[str, str]) -> list[str]:
-    return sorted(set(parts.values()))
-
-
-def _joined(parts: Mapping[str, str], opened: Mapping[str, Weights], path: str) -> Weights:
-    """The weights of several files, all of them, and each that the index names from the file that it names."""
-    for name, file in parts.items():
-        if name not in opened[file]:
-            raise CheckpointError(f"{path} says that {name} is in {file}, which does not hold it.")
-    found = {name: each for each in opened.values() for name in each}
-    return JoinedWeights(found | {name: opened[file] for name, file in parts.items()}, path)
-
-
-def _open_remote_file(storage: Storage, path: str) -> Weights:
-    if path.endswith(".safetensors"):
-        return RemoteWeights(storage, path)
-    return _held(read_pickled(path, data=io.BytesIO(storage.read(path))), path)
-
-
 def save_pickled_weights(
     weights: Mapping[str, torch.Tensor], directory: str | os.PathLike[str], max_shard_size: int | str
 ) -> list[str]:
@@ -895,27 +817,16 @@ def save_pickled_weights(
     Returns:
         The paths of the files.
     """
-    limit, total = shard_limit(max_shard_size), 0
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name, tensor in weights.items():
-        more = tensor.numel() * tensor.element_size()
-        if shards[-1] and size + more > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor.clone()  # a view would take its whole storage along
-        size, total = size + more, total + more
+    sizes = [tensor.numel() * tensor.element_size() for tensor in weights.values()]
+    shards = named_shards(weights, sizes, shard_limit(max_shard_size), TORCH)
     os.makedirs(directory, exist_ok=True)
-    stem, suffix = os.path.splitext(TORCH)
-    names = [f"{stem}-{n + 1:05d}-of-{len(shards):05d}{suffix}" for n in range(len(shards))] if shards[1:] else [TORCH]
-    paths = [os.path.join(directory, name) for name in names]
-    for path, shard in zip(paths, shards, strict=True):
-        torch.save(shard, path)
-    if shards[1:]:
-        places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        Path(directory, TORCH + _INDEX_NAME).write_text(json.dumps(index, indent=2))
-    return paths
+    for file, names in shards.items():
+        # A view would take its whole storage along.
+        torch.save({name: weights[name].clone() for name in names}, os.path.join(directory, file))
+    if len(shards) > 1:
+        index = index_of({name: file for file, names in shards.items() for name in names}, sum(sizes))
+        Path(directory, TORCH + _INDEX_NAME).write_bytes(index)
+    return [os.path.join(directory, file) for file in shards]
 
 
 def with_tied(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

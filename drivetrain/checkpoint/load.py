@@ -60,7 +60,6 @@ class Checkpoint:
         directory: The checkpoint's directory or URL.
         verify: `"hash"` checks the SHA-256 of all that is read, `"size"` the files' sizes only.
         storage: Where it is; found from `directory` if None.
-        once: Whether no other process of this machine reads it as well, so that caching it is of no use.
 
     Attributes:
         manifest: What it consists of, with `step`, `world_size` and `saved_at`.
@@ -74,17 +73,16 @@ class Checkpoint:
         directory: str | os.PathLike[str],
         verify: Verify = "hash",
         storage: Storage | None = None,
-        once: bool = False,
     ) -> None:
         if verify not in ("hash", "size"):
             raise CheckpointError(f"verify={verify!r}: give 'hash' or 'size'.")
         found, self.directory = storage_of(directory)
         self._storage = storage or found
-        self._hashes, self._once = verify == "hash", once
+        self._hashes = verify == "hash"
         if isinstance(self._storage, LocalStorage):
             self.directory = replaced_beside(self.directory) or self.directory
         self.manifest: Manifest = read_manifest(self._storage, self.directory)
-        self.tensors = SafetensorsReader(self._storage, self.directory, self.manifest, self._hashes, once)
+        self.tensors = SafetensorsReader(self._storage, self.directory, self.manifest, self._hashes)
 
     @property
     def storage(self) -> Storage:
@@ -139,7 +137,7 @@ class Checkpoint:
             CheckpointError: One is damaged; it is named.
         """
         jobs: list[Callable[[], None]] = [
-            partial(verify_file, self._storage, self.tensors.path_of(name), self.manifest.files[name], self._once)
+            partial(verify_file, self._storage, self.tensors.path_of(name), self.manifest.files[name])
             for name in (self.manifest.files if names is None else names)
         ]
         run_parallel(jobs, workers=os.cpu_count() or 1)
@@ -184,7 +182,7 @@ class Checkpoint:
         with torch.no_grad():
             planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
             plan = planner.finish_plan(planner.create_local_plan())
-            self.tensors.read_data(plan, planner).wait()
+            self.tensors.read_data(plan, planner)
 
     def _targets(
         self, into: Mapping[str, Any] | None, packed: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -59,7 +60,7 @@ class Manifest:
             "finite_loss": self.finite_loss,
             "files": {name: {"size": one.size, "sha256": one.sha256} for name, one in sorted(self.files.items())},
         }
-        return _spelled({**content, "checksum": _checksum(content)})
+        return _spelled({**content, "checksum": hashlib.sha256(_spelled(content)).hexdigest()})
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str) -> Manifest:
@@ -77,8 +78,8 @@ class Manifest:
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise DamagedCheckpointError(f"{where} is not the manifest of a drivetrain checkpoint.")
             version = content["version"]
-            damaged = content.pop("checksum", None) != _checksum(content)
-            if damaged or raw != _spelled({**content, "checksum": _checksum(content)}):
+            content.pop("checksum", None)
+            if raw != _spelled({**content, "checksum": hashlib.sha256(_spelled(content)).hexdigest()}):
                 raise DamagedCheckpointError(f"{where} is damaged: its content does not match its checksum.")
             if version not in _READERS:
                 raise CheckpointError(
@@ -264,10 +265,6 @@ def _spelled(content: dict[str, Any]) -> bytes:
     return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=True).encode() + b"\n"
 
 
-def _checksum(content: dict[str, Any]) -> str:
-    return hashlib.sha256(_spelled(content)).hexdigest()
-
-
 # Who writes a checkpoint, so that what dead runs left behind is distinguished from what a live one is writing
 
 
@@ -288,8 +285,13 @@ _LEFT = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]+)\.(?P<what>writing|rep
 
 def this_writer() -> dict[str, Any]:
     """Describe this process as no other will ever be: by its machine, its number and its start, not by the clock."""
+    return dict(_writer_of(os.getpid()))
+
+
+@functools.cache
+def _writer_of(pid: int) -> dict[str, Any]:
     since_boot = started_since_boot()
-    return {"host": _host(), "pid": os.getpid(), "started": started_at() if since_boot is None else since_boot}
+    return {"host": _host(), "pid": pid, "started": started_at() if since_boot is None else since_boot}
 
 
 def writer_token() -> str:

@@ -38,6 +38,11 @@ class Peers:
 
     Args:
         state: This process among its peers; None for a process that acts alone.
+
+    Attributes:
+        rank: Of this process.
+        size: How many there are.
+        is_main: Whether this is rank 0.
     """
 
     def __init__(self, state: PartialState | None) -> None:
@@ -45,12 +50,8 @@ class Peers:
         self.rank = state.process_index if state is not None and together else 0
         self.size = state.num_processes if state is not None and together else 1
         self._group = _own_group(state) if state is not None and together else None
+        self.is_main = self.rank == 0
         self._cause: BaseException | None = None
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
 
     def gather(self, item: Any) -> list[Any] | None:
         """Collect one item from each process on rank 0; None elsewhere."""

@@ -6,51 +6,42 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from drivetrain.checkpoint.save import Copying, GlobalPlan, Save, StagingBuffer, addresses_of
+from drivetrain.checkpoint.save import Save
 from drivetrain.checkpoint.storage import Storage
+from drivetrain.runtime.errors import deprecated, warn_ignored
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
 
 logger = get_logger(__name__)
 
 _SHARED_NAME = "save_queue"
-# Of generators, metrics and the like, and the room between files; what is not used of it is never touched.
-_SMALL_STATES = 64 << 20
 
 
 class PendingSave:
     """A checkpoint that is being written, or was.
 
+    Args:
+        directory: The checkpoint's directory.
+        finished: Whether it is written already.
+
     Attributes:
         directory: The checkpoint's directory, which is there once this is done without an error.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, finished: bool = False) -> None:
         self.directory = directory
         self._finished = threading.Event()
+        if finished:
+            self._finished.set()
         self._error: BaseException | None = None
         self._reported = False
         self._callbacks: list[Callable[[PendingSave], None]] = []
         self._lock = threading.Lock()
-
-    @classmethod
-    def finished(cls, directory: str) -> PendingSave:
-        """One that is written already.
-
-        Args:
-            directory: The checkpoint.
-        """
-        pending = cls(directory)
-        pending._finish(None)
-        return pending
 
     def done(self) -> bool:
         """Whether it is written or has failed."""
@@ -126,11 +117,7 @@ class SaveQueue:
 
     def __init__(self, state: PartialState) -> None:
         self._state = state
-        self._buffer = StagingBuffer()
-        self._plan: GlobalPlan | None = None
         self._running: PendingSave | None = None
-        self._late: Copying | None = None
-        self._watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.failed: PendingSave | None = None
         state.before_leaving(self._wait_quietly)
         atexit.register(_report, weakref.ref(self))
@@ -140,11 +127,6 @@ class SaveQueue:
         """The save that is in flight, if any."""
         running = self._running
         return running if running is not None and not running.done() else None
-
-    @property
-    def staging_bytes(self) -> int:
-        """Memory held for copies of the state."""
-        return self._buffer.nbytes
 
     def save(
         self,
@@ -156,81 +138,40 @@ class SaveQueue:
         block: bool = True,
         storage: Storage | None = None,
         extra: str | None = None,
-        optimizers: Iterable[Optimizer] = (),
+        optimizers: object = None,
     ) -> PendingSave:
-        """Write a checkpoint; call it on all processes. Waits for the one before.
-
-        Args:
-            directory: The checkpoint's directory or URL; replaced where it exists.
-            shared: What is the same on all processes; its tensors may be sharded DTensors.
-            own: What is this process's own.
-            step: The optimizer step, for the manifest.
-            block: Whether to return only once it is there. Else the state is copied and may change at once.
-            storage: Where to; found from `directory` if None.
-            extra: A local directory whose content becomes part of the checkpoint; from `extra_place`.
-            optimizers: Those whose state nothing but their `step()` changes. Unless `block` is set, it is copied while
-                training continues, and the next step of any of them waits for what is left.
-
-        Returns:
-            The save; done where `block` is true.
-
-        Raises:
-            CheckpointError: It cannot be written, or the one before could not be; raised on all processes.
-        """
+        """Write a checkpoint; call it on all processes. Waits for the one before. See `save_run_state`."""
+        if optimizers is not None:
+            warn_ignored("save", "optimizers", optimizers, "Leave it out.", since="0.1.0", removed_in="0.3.0")
         self.finish()
-        optimizers = list(optimizers)
-        parameters, states = _changed_by(optimizers)
-        changing = parameters | states
-        save = Save(directory, shared, own, self._state, step, storage, extra, self._plan, changing)
-        self._plan = save.plan
+        save = Save(directory, shared, own, self._state, step, storage, extra)
         if block:
             save.run()
-            return PendingSave.finished(save.directory)
-        pending = PendingSave(save.directory)
-        self._late = save.stage(self._buffer, self._watch(optimizers, states))
-        self._running = pending
+            return PendingSave(save.directory, finished=True)
+        save.copy()
+        self._running = pending = PendingSave(save.directory)
         # Not a daemon: the interpreter waits for it at the end. Not a process: a spawned one imports the script again.
         threading.Thread(target=self._work, args=(save, pending), name="drivetrain-save").start()
         return pending
 
+    @deprecated(since="0.1.0", removed_in="0.3.0")
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Get memory for the first save in the background while training continues; without, that save waits for it.
+        """Do nothing: memory for copies comes with the first save in the background."""
 
-        Args:
-            tensors: What is large of what will be saved: all parameters and the state of their optimizers.
-        """
-        likely = limit = 0
-        for tensor in tensors:
-            if isinstance(tensor, DTensor):
-                tensor = tensor.to_local()
-                likely += tensor.numel() * tensor.itemsize
-            else:
-                likely += tensor.numel() * tensor.itemsize // self._state.num_processes
-            limit += tensor.numel() * tensor.itemsize
-        self._buffer.prepare(likely, limit + _SMALL_STATES, self._state.kind)
-
+    @deprecated(since="0.1.0", removed_in="0.3.0")
     def settle(self) -> None:
-        """Wait until the copies for the save in flight are made, if any; from then on anything may change."""
-        late, self._late = self._late, None
-        if late is not None:
-            late.finish(torch.get_num_threads())
+        """Do nothing: a save in the background has its copies once it returns, so that anything may change."""
 
-    def _watch(self, optimizers: Iterable[Optimizer], states: set[int]) -> set[int]:
-        """Have steps wait for copies, and return which of the states may so be copied late."""
-        unwatched: list[Optimizer] = []
-        for optimizer in optimizers:
-            if optimizer not in self._watched:
-                try:
-                    optimizer.register_step_pre_hook(self._before_step)
-                except AttributeError:  # it never called Optimizer.__init__
-                    unwatched.append(optimizer)
-                    continue
-                self._watched.add(optimizer)
-        return states - _changed_by(unwatched)[1]
+    @property
+    @deprecated(since="0.1.0", removed_in="0.3.0")
+    def staging_bytes(self) -> int:
+        """Return 0: no memory is held for copies between saves."""
+        return 0
 
-    def _before_step(self, *step: Any) -> None:
-        if self._late is not None:
-            self.settle()
+    @deprecated(since="0.1.0", removed_in="0.3.0", use="finish")
+    def release(self) -> None:
+        """Wait for the save in flight; its copies go with it."""
+        self._wait_quietly()
 
     @property
     def has_lost(self) -> bool:
@@ -247,16 +188,10 @@ class SaveQueue:
 
     def finish(self) -> None:
         """Wait for the save in flight, and raise its error if it failed and that was not raised yet."""
-        self.settle()
         if self._running is not None:
             self._running._finished.wait()
             self._running = None
         self.check()
-
-    def release(self) -> None:
-        """Wait for the save in flight and give the memory for copies back."""
-        self._wait_quietly()
-        self._buffer.release()
 
     def _work(self, save: Save, pending: PendingSave) -> None:
         error: BaseException | None = None
@@ -278,27 +213,6 @@ class SaveQueue:
         self._wait_quietly()
         if self.failed is not None and not self.failed._reported:
             logger.error(f"A checkpoint was lost: {self.failed._error}", main_process_only=False)
-
-
-# What torch.compiler.disable notes; it would import the compiler, which takes half a second. Compiled steps call it as
-# it is, where tracing it would warn of locks.
-vars(SaveQueue)["settle"]._torchdynamo_disable = True
-
-
-def _changed_by(optimizers: Iterable[Optimizer]) -> tuple[set[int], set[int]]:
-    """Addresses of the parameters and of the states that optimizers change; the two have none in common."""
-    parameters: set[int] = set()
-    fixed: set[int] = set()
-    states: set[int] = set()
-    for optimizer in optimizers:
-        # Of another package, or of a class that never called Optimizer.__init__, it may have neither.
-        known = getattr(optimizer, "state", None)
-        for state in known.values() if isinstance(known, Mapping) else ():
-            states |= addresses_of(state.values() if isinstance(state, dict) else ())
-        for group in getattr(optimizer, "param_groups", ()):
-            for parameter in group["params"]:
-                (parameters if parameter.requires_grad else fixed).update(addresses_of([parameter.detach()]))
-    return parameters, states - parameters - fixed
 
 
 def _report(reference: weakref.ref[SaveQueue]) -> None:

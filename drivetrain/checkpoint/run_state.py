@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from drivetrain.checkpoint.discovery import whole_beside
 from drivetrain.checkpoint.lightning_file import extras_at
@@ -33,7 +32,7 @@ def save_run_state(
     block: bool = True,
     storage: Storage | None = None,
     extra: str | None = None,
-    optimizers: Iterable[Optimizer] = (),
+    optimizers: object = None,
 ) -> PendingSave:
     """Write a checkpoint; call it on all processes. Waits for one that is still being written.
 
@@ -48,8 +47,7 @@ def save_run_state(
             and are written in the background.
         storage: Where to; found from `directory` if None.
         extra: A local directory whose content becomes part of the checkpoint; from `extra_place`.
-        optimizers: Those whose state nothing but their `step()` changes: unless `block` is set, it is copied while
-            training continues, and the next step of any of them waits for what is left.
+        optimizers: Deprecated, without effect: all of the state is copied before the call returns.
 
     Returns:
         The save: done where `block` is true, else to be waited for.
@@ -108,7 +106,7 @@ def load_run_state(
     peers = Peers(state)
 
     def read() -> tuple[Any, Any | None]:
-        checkpoint = Checkpoint(directory, verify, storage, once=state is None or state.num_processes == 1)
+        checkpoint = Checkpoint(directory, verify, storage)
         shared, _ = checkpoint.shared(into, strict, only)
         same_world = state is not None and checkpoint.manifest.world_size == state.num_processes
         own = checkpoint.own(peers.rank) if same_world else None

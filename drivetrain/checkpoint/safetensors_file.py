@@ -5,10 +5,6 @@ Layout: https://huggingface.co/docs/safetensors/index#format
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
-import hashlib
 import json
 import math
 import mmap
@@ -18,190 +14,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from queue import Queue, SimpleQueue
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from drivetrain.runtime.errors import CheckpointError
-
-# Reading and writing local files past the page cache (`O_DIRECT`, Linux)
-
-
-DIRECT_BLOCK = 4 << 20
-"""Bytes that are written or read past the cache at once."""
-
-ALIGNMENT = 4096
-"""Of memory, offset and length in direct transfers; some devices would take less."""
-
-HUGE_PAGE = 2 << 20
-_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-_KNOWN = sys.platform == "linux" and _O_DIRECT != 0
-# EFAULT: memory that a driver has mapped, from which the kernel copies but a device may not.
-_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EFAULT)
-
-
-def aligned_block() -> memoryview:
-    """Memory for a block, such as direct input and output need it.
-
-    In huge pages, since a device takes only so many pieces of memory at once: that made a disk three times as fast. A
-    child gets none of it: a fork during a transfer could part the memory from the transfer, open(2).
-    """
-    return huge_memory(DIRECT_BLOCK)
-
-
-def huge_memory(size: int) -> memoryview:
-    """Memory in huge pages that no child gets; ordinary memory where there are none. It comes as it is touched."""
-    if sys.platform != "linux":
-        return memoryview(bytearray(size))
-    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_DONTFORK)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    start = -address_of(memory) % HUGE_PAGE
-    return memoryview(memory)[start : start + size]
-
-
-def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy between buffers of one length, without the GIL."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-
-
-def address_of(data: memoryview | mmap.mmap) -> int:
-    """Where a buffer begins."""
-    return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
-
-
-def is_direct(data: memoryview, position: int) -> bool:
-    """Whether data can be written directly from where it lies, at a position of a file."""
-    return _KNOWN and position % ALIGNMENT == 0 and address_of(data) % ALIGNMENT == 0
-
-
-class DirectSwitch:
-    """Turns direct transfers of an open file on and off, as each transfer allows it."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self.on = False
-        self._possible = _KNOWN
-
-    def fit(self, data: memoryview, position: int) -> memoryview:
-        """Set the file up for transferring `data` at a position; returns how much of it to transfer first."""
-        length = len(data) // ALIGNMENT * ALIGNMENT
-        fits = self._possible and length > 0 and position % ALIGNMENT == 0 and address_of(data) % ALIGNMENT == 0
-        self._turn(fits)
-        return data[:length] if self.on else data
-
-    def refused(self, error: OSError) -> bool:
-        """Whether a transfer failed only because it was direct; then none is from now on."""
-        if not self.on or error.errno not in _REFUSED:
-            return False
-        self._turn(False)
-        self._possible = False
-        return True
-
-    def _turn(self, on: bool) -> None:
-        if on == self.on:
-            return
-        import fcntl
-
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT)
-        except OSError as error:
-            if not on or error.errno not in _REFUSED:
-                raise
-            self._possible = False
-            return
-        self.on = on
-
-
-class DirectReader:
-    """A local file read past the page cache, but for what is in it already.
-
-    Args:
-        path: The file.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._switch = DirectSwitch(self._descriptor)
-        self._cached = _cached_blocks(self._descriptor)
-        self._position = 0
-        self._block = aligned_block()
-        self._start = self._end = 0  # what of the file is in the block
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        """Fill the buffer, or as much of it as there is in one step; returns how much."""
-        if not len(buffer):
-            return 0
-        start = self._position
-        if not self._start <= start < self._end:
-            number = start // DIRECT_BLOCK
-            if number >= len(self._cached) or self._cached[number]:
-                # To the end of the block only, since the next one may not be cached.
-                part = buffer[: DIRECT_BLOCK - start % DIRECT_BLOCK]
-                self._switch.fit(part[:0], start)
-                count = os.preadv(self._descriptor, [part], start)
-                self._position += count
-                return count
-            self._fetch(number * DIRECT_BLOCK)
-        count = min(len(buffer), self._end - start)
-        if count <= 0:
-            return 0
-        copy_bytes(buffer[:count], self._block[start - self._start :][:count])
-        self._position += count
-        return count
-
-    def seek(self, offset: int, /) -> int:
-        """Continue reading from there."""
-        self._position = offset
-        return offset
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def _fetch(self, start: int) -> None:
-        self._start = self._end = start
-        while self._end < start + DIRECT_BLOCK:
-            part = self._switch.fit(self._block[self._end - start :], self._end)
-            try:
-                count = os.preadv(self._descriptor, [part], self._end)
-            except OSError as error:
-                if self._switch.refused(error):
-                    continue
-                raise
-            self._end += count
-            if count < len(part):
-                return  # the file's end
-
-
-def _cached_blocks(descriptor: int) -> list[bool]:
-    """For each block of a file, whether most of it is in the page cache. All, where that cannot be found out."""
-    size = os.fstat(descriptor).st_size
-    everything = [True] * -(-size // DIRECT_BLOCK)
-    if not _KNOWN or not size:
-        return everything
-    pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
-    try:
-        mapped = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
-    except OSError:
-        return everything
-    with mapped:
-        known: int = ctypes.CDLL(None).mincore(
-            ctypes.c_void_p(address_of(mapped)), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)
-        )
-    if known != 0:
-        return everything
-    each = DIRECT_BLOCK // mmap.PAGESIZE
-    return [bool((pages[start : start + each] & 1).mean() > 0.5) for start in range(0, len(pages), each)]
-
 
 BLOCK = 8 << 20
 """Bytes that are written, read and hashed at once."""
@@ -209,12 +28,8 @@ BLOCK = 8 << 20
 CACHE_LINE = 64
 """Bytes. torch's own memory begins at one, and kernels may round otherwise elsewhere."""
 
-GATHER_FROM = 16 << 20
-"""Bytes from which on a file is written in large aligned pieces."""
-
-_GATHER_BLOCKS = 4
-# Each costs a turn at the interpreter beside training, and what is left of the last is hashed after it is written.
-_DIRECT_BLOCK = 32 << 20
+WORKERS = min(4, os.cpu_count() or 1)
+"""Files that are written or read at once."""
 
 _NAMES = {
     "float64": "F64",
@@ -234,26 +49,6 @@ _NAMES = {
     "uint16": "U16",
     "complex64": "C64",
 }
-
-
-class Sink(Protocol):
-    """A file being written.
-
-    Attributes:
-        likes_blocks: Whether it is faster with much data in `aligned_block`s.
-    """
-
-    @property
-    def likes_blocks(self) -> bool: ...
-
-    def write(self, data: memoryview) -> None:
-        """Append bytes."""
-
-    def finish(self) -> None:
-        """Make the file durable and close it."""
-
-    def abandon(self) -> None:
-        """Close the file, whatever becomes of it."""
 
 
 @dataclass(frozen=True)
@@ -308,15 +103,12 @@ def dtype_named(name: str) -> torch.dtype:
     return getattr(torch, found)  # type: ignore[no-any-return]
 
 
-def layout(
-    entries: Sequence[Entry], metadata: dict[str, str] | None = None, multiple: int = CACHE_LINE
-) -> tuple[bytes, list[int]]:
+def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[bytes, list[int]]:
     """Make a file's header.
 
     Args:
         entries: What the file will hold, in the order that `aligned` gives where the file may be mapped.
         metadata: Text for the header.
-        multiple: Bytes of which the tensors begin at a multiple in the file.
 
     Returns:
         The header's bytes, and where in the file each entry begins.
@@ -328,7 +120,7 @@ def layout(
         starts.append(position)
         position += entry.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % multiple)
+    text += b" " * (-(8 + len(text)) % CACHE_LINE)
     begin = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, [begin + start for start in starts]
 
@@ -351,37 +143,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def joined_bytes(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """The bytes of tensors one after another, in one piece of those that lie behind each other in one memory."""
-    run: list[Tensor] = []
-    for tensor in tensors:
-        if run and not _continues(run[-1], tensor):
-            yield _bytes_of_run(run)
-            run = []
-        run.append(tensor)
-    if run:
-        yield _bytes_of_run(run)
-
-
-def _continues(one: Tensor, other: Tensor) -> bool:
-    """Whether a tensor begins where another ends; neither has to be copied first."""
-    both = (one, other)
-    if not all(type(each) is Tensor and each.numel() > 0 and takes_bytes(each, each.dtype) for each in both):
-        return False
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
-        return False
-    return one.data_ptr() + one.numel() * one.itemsize == other.data_ptr()
-
-
-def _bytes_of_run(run: Sequence[Tensor]) -> memoryview:
-    if len(run) == 1:
-        return bytes_of(run[0])
-    storage = run[0].untyped_storage()
-    start = run[0].data_ptr() - storage.data_ptr()
-    size = sum(tensor.numel() * tensor.itemsize for tensor in run)
-    return bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage, start, (size,), (1,)))
-
-
 def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
     """Whether a file's bytes can be read straight into a tensor's memory."""
     plain = target.device.type == "cpu" and target.is_contiguous() and not target.is_neg() and not target.is_conj()
@@ -392,114 +153,6 @@ def blocks_of(data: memoryview, size: int = BLOCK) -> Iterator[memoryview]:
     """Cut bytes into blocks."""
     for start in range(0, len(data), size):
         yield data[start : start + size]
-
-
-class Hasher:
-    """Computes a SHA-256 in a thread of its own, since hashing and input or output both release the GIL."""
-
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
-        self._queue: Queue[tuple[memoryview, Callable[[], None] | None] | None] = Queue(maxsize=8)
-        self._thread = threading.Thread(target=self._work, name="drivetrain-hash", daemon=True)
-        self._thread.start()
-        self.size = 0
-
-    def add(self, data: memoryview, done: Callable[[], None] | None = None) -> None:
-        """Hash these bytes next; they must stay as they are until `done` is called or the hash is read."""
-        self.size += len(data)
-        self._queue.put((data, done))
-
-    def close(self) -> FileDigest:
-        """Wait for the hash; may be called again."""
-        if self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join()
-        return FileDigest(self.size, self._digest.hexdigest())
-
-    def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            data, done = item
-            self._digest.update(data)
-            del data
-            if done is not None:
-                done()
-
-
-def digest_of(parts: Iterable[memoryview]) -> FileDigest:
-    """The size and hash of a file of these parts, without writing it."""
-    digest, size = hashlib.sha256(), 0
-    for part in parts:
-        digest.update(part)
-        size += len(part)
-    return FileDigest(size, digest.hexdigest())
-
-
-def write_file(sink: Sink, parts: Iterable[memoryview], size: int = 0, known: FileDigest | None = None) -> FileDigest:
-    """Write parts one after another, hashing each while it is written, and make the file durable.
-
-    Args:
-        sink: The file.
-        parts: What it is to hold.
-        size: How much that is about; 0 for little.
-        known: What `digest_of` gave for the parts; they are not hashed again then.
-    """
-    hasher = Hasher() if known is None else None
-    try:
-        for block, done in _gathered(parts) if sink.likes_blocks and size >= GATHER_FROM else _cut(parts):
-            if hasher is not None:
-                hasher.add(block, done)
-            sink.write(block)
-            if hasher is None and done is not None:
-                done()
-        sink.finish()
-    except BaseException:
-        sink.abandon()
-        raise
-    finally:
-        if hasher is not None:
-            known = hasher.close()
-    assert known is not None
-    return known
-
-
-_Blocks = Iterator[tuple[memoryview, Callable[[], None] | None]]
-
-
-def _cut(parts: Iterable[memoryview]) -> _Blocks:
-    for part in parts:
-        for block in blocks_of(part):
-            yield block, None
-
-
-def _gathered(parts: Iterable[memoryview]) -> _Blocks:
-    """Parts in aligned pieces: as they are where they lie so that a device can take them, else copied.
-
-    There are a few blocks to copy to, each used again once it is hashed and the next one is asked for.
-    """
-    position = 0
-    free: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(_GATHER_BLOCKS):
-        free.put(aligned_block())
-    block, used = free.get(), 0
-    for part in parts:
-        while len(part):
-            if len(part) >= ALIGNMENT and is_direct(part, position + used):
-                if used:
-                    yield block[:used], partial(free.put, block)
-                    position, block, used = position + used, free.get(), 0
-                whole = part[: len(part) // ALIGNMENT * ALIGNMENT]
-                for piece in blocks_of(whole, _DIRECT_BLOCK):
-                    yield piece, None
-                part, position = part[len(whole) :], position + len(whole)
-                continue
-            count = min(len(part), len(block) - used)
-            copy_bytes(block[used : used + count], part[:count])
-            part, used = part[count:], used + count
-            if used == len(block):
-                yield block, partial(free.put, block)
-                position, block, used = position + used, free.get(), 0
-    if used:
-        yield block[:used], None
 
 
 def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
@@ -805,9 +458,12 @@ def mapped_range(tensor: Tensor) -> MappedRange | None:
     return found if isinstance(found, MappedRange) else None
 
 
+_changes = attrgetter("_version")  # torch counts the changes in place
+
+
 def times_changed(tensor: Tensor) -> int:
     """How often a tensor was changed in place, as far as torch counts it."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else int(_changes(tensor))
 
 
 def merged(ranges: Iterator[MappedRange]) -> list[MappedRange]:

@@ -8,13 +8,11 @@ import re
 import shutil
 import stat
 from abc import ABC, abstractmethod
-from typing import BinaryIO, Protocol, cast
+from collections.abc import Iterable
+from typing import Any, BinaryIO, Protocol, cast
 
-from drivetrain.checkpoint.safetensors_file import BLOCK, DirectReader, DirectSwitch, FileDigest, Sink
+from drivetrain.checkpoint.safetensors_file import BLOCK, FileDigest, blocks_of
 from drivetrain.runtime.errors import CheckpointError
-from drivetrain.runtime.logging import get_logger
-
-logger = get_logger(__name__)
 
 MANIFEST = "MANIFEST.json"
 DATA_FOLDER = "data-"
@@ -41,13 +39,7 @@ class Reader(Protocol):
 
 
 class Storage(ABC):
-    """A file system that checkpoints are written to. Paths are text.
-
-    Attributes:
-        has_links: Whether `link` can give a file a second name.
-    """
-
-    has_links = False
+    """A file system that checkpoints are written to. Paths are text."""
 
     # reading
 
@@ -59,13 +51,8 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def open(self, path: str, once: bool = False) -> Reader:
-        """Open a file for reading.
-
-        Args:
-            path: The file.
-            once: Whether it is not soon read again here, so that there is no use in caching it.
-        """
+    def open(self, path: str) -> Reader:
+        """Open a file for reading."""
 
     @abstractmethod
     def read(self, path: str) -> bytes:
@@ -115,8 +102,16 @@ class Storage(ABC):
         """Make a place and the folders in it, unless another process was faster."""
 
     @abstractmethod
-    def create(self, path: str) -> Sink:
-        """Open a new file for writing."""
+    def write(self, path: str, parts: Iterable[memoryview]) -> FileDigest:
+        """Write a new file and make it durable. Returns its size and hash.
+
+        Args:
+            path: The file.
+            parts: What it is to hold, one after another.
+
+        Raises:
+            OSError: It cannot be written; the error names it.
+        """
 
     @abstractmethod
     def publish(self, place: str, directory: str, token: str, manifest: memoryview) -> None:
@@ -129,23 +124,6 @@ class Storage(ABC):
     @abstractmethod
     def remove(self, directory: str) -> None:
         """Remove a checkpoint that is not needed any more; it is no checkpoint from the first moment on."""
-
-    def touch(self, path: str) -> None:
-        """Mark a write as alive, where the storage keeps times."""
-
-    def link(self, source: str, target: str, size: int, manifest: str) -> bool:
-        """Give a file of a complete checkpoint a second name, so that it stays when either goes.
-
-        Args:
-            source: The file.
-            target: Its second name.
-            size: How many bytes it should have.
-            manifest: That of its checkpoint; a file written to later is not linked.
-
-        Returns:
-            Whether it has the name now. Where it has not, there is nothing of that name.
-        """
-        return False
 
     # names
 
@@ -165,10 +143,12 @@ class Storage(ABC):
 class LocalStorage(Storage):
     """Directories of this machine or a shared file system: written beside their name and renamed.
 
-    All that can fail goes through the methods that begin with an underscore.
+    Args:
+        system: What makes the calls of a save that can fail: the module `os`, or what stands in for it.
     """
 
-    has_links = True
+    def __init__(self, system: Any = os) -> None:
+        self._os = system
 
     def sizes(self, directory: str) -> dict[str, int]:
         found = {}
@@ -181,8 +161,8 @@ class LocalStorage(Storage):
                 found[os.path.relpath(path, directory).replace(os.sep, "/")] = size
         return found
 
-    def open(self, path: str, once: bool = False) -> Reader:
-        return DirectReader(path) if once and hasattr(os, "preadv") else cast(Reader, open(path, "rb", buffering=0))
+    def open(self, path: str) -> Reader:
+        return cast(Reader, open(path, "rb", buffering=0))
 
     def read(self, path: str) -> bytes:
         with open(path, "rb") as file:
@@ -224,45 +204,66 @@ class LocalStorage(Storage):
             return 0.0
 
     def place_for(self, directory: str, token: str) -> tuple[str, str]:
-        return self._beside(directory, token, "writing"), ""
+        # Beside the final name, so that a rename stays within one file system.
+        parent, name = os.path.split(directory)
+        return os.path.join(parent, f".{name}.{token}.writing"), ""
 
     def begin(self, place: str, folders: tuple[str, ...]) -> None:
         for folder in ("", *folders):
-            self._mkdir(self.join(place, folder))
+            self._os.makedirs(os.path.join(place, folder), exist_ok=True)
 
-    def create(self, path: str) -> Sink:
-        return _LocalSink(self, path)
+    def write(self, path: str, parts: Iterable[memoryview]) -> FileDigest:
+        digest, size = hashlib.sha256(), 0
+        descriptor = self._os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _AS_IT_IS, 0o666)
+        try:
+            for part in parts:
+                for block in blocks_of(part):
+                    digest.update(block)
+                    size += len(block)
+                    while len(block):
+                        block = block[self._os.write(descriptor, block) :]
+            self._os.fsync(descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror or str(error), path) from None
+        finally:
+            os.close(descriptor)
+        return FileDigest(size, digest.hexdigest())
 
     def publish(self, place: str, directory: str, token: str, manifest: memoryview) -> None:
-        sink = self.create(self.join(place, MANIFEST))
-        try:
-            sink.write(manifest)
-            sink.finish()
-        finally:
-            sink.abandon()
+        self.write(os.path.join(place, MANIFEST), [manifest])
+        self.replace(place, directory, token)
+
+    def replace(self, place: str, path: str, token: str) -> None:
+        """Let what is complete take the place of what has its name, if anything has, which comes back on an error.
+
+        Args:
+            place: A directory or file beside `path`, whose own files are durable.
+            path: Its name.
+            token: Distinguishes this write from others.
+        """
         for folder, _, _ in os.walk(place, topdown=False):
             self._sync_directory(folder)
-        replaced = self._beside(directory, token, "replaced") if os.path.lexists(directory) else None
+        parent, name = os.path.split(path)
+        replaced = os.path.join(parent, f".{name}.{token}.replaced") if os.path.lexists(path) else None
         if replaced is not None:
-            self._rename(directory, replaced)
+            self._os.rename(path, replaced)
         try:
-            self._rename(place, directory)
+            self._os.rename(place, path)
         except OSError:
-            self._put_back(replaced, directory)
+            self._put_back(replaced, path)
             raise
         try:
-            self._sync_directory(self.parent(directory) or ".")
+            self._sync_directory(parent or ".")
         except OSError:
-            os.rename(directory, place)
-            self._put_back(replaced, directory)
+            os.rename(path, place)
+            self._put_back(replaced, path)
             raise
         if replaced is not None:
             self.discard(replaced)
             # And what earlier writes left that failed on their way back as well.
-            parent, old = self.parent(directory) or ".", re.escape(self.name(directory))
-            for name in self.children(parent):
-                if re.fullmatch(rf"\.{old}\.[0-9a-f]+\.replaced", name):
-                    self.discard(self.join(parent, name))
+            for left in self.children(parent or "."):
+                if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]+\.replaced", left):
+                    self.discard(os.path.join(parent, left))
 
     def discard(self, place: str) -> None:
         if os.path.isdir(place) and not os.path.islink(place):
@@ -272,38 +273,13 @@ class LocalStorage(Storage):
 
     def remove(self, directory: str) -> None:
         # The name goes first: half a checkpoint must not be found under it.
-        gone = self._beside(directory, str(os.getpid()), "removed")
+        parent, name = os.path.split(directory)
+        gone = os.path.join(parent, f".{name}.{os.getpid()}.removed")
         try:
             os.rename(directory, gone)
         except FileNotFoundError:
             return
         self.discard(gone)
-
-    def touch(self, path: str) -> None:
-        try:
-            os.utime(path)
-        except OSError:
-            pass  # it is a hint to other machines only
-
-    def link(self, source: str, target: str, size: int, manifest: str) -> bool:
-        try:
-            latest = os.stat(manifest).st_mtime_ns
-            self._link(source, target)
-        except FileNotFoundError:
-            return False  # the checkpoint was removed meanwhile
-        except OSError as error:
-            # Another device, no permission, no such thing as links; where writing fails too, that is the error.
-            self.discard(target)  # a network's second attempt fails where the first one worked unheard
-            logger.warning_once(
-                f"What did not change since the checkpoint before is written again, as files of "
-                f"{os.path.dirname(manifest)} cannot be linked: {error.strerror}."
-            )
-            return False
-        status = os.lstat(target)
-        if stat.S_ISREG(status.st_mode) and status.st_size == size and status.st_mtime_ns <= latest:
-            return True
-        os.unlink(target)
-        return False
 
     def parent(self, path: str) -> str:
         return os.path.dirname(path.rstrip("/"))
@@ -312,17 +288,13 @@ class LocalStorage(Storage):
         """Make a file durable that something else has written, and hash it."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            self._fsync(descriptor, path)
+            self._os.fsync(descriptor)
             digest = hashlib.sha256()
             while data := os.read(descriptor, BLOCK):
                 digest.update(data)
             return FileDigest(os.fstat(descriptor).st_size, digest.hexdigest())
         finally:
             os.close(descriptor)
-
-    def _beside(self, directory: str, token: str, what: str) -> str:
-        """A name beside the final one, so that a rename stays within one file system."""
-        return os.path.join(self.parent(directory), f".{self.name(directory)}.{token}.{what}")
 
     def _put_back(self, replaced: str | None, directory: str) -> None:
         if replaced is not None:
@@ -333,74 +305,9 @@ class LocalStorage(Storage):
             return
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            self._fsync(descriptor, path)
+            self._os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-    def _mkdir(self, path: str) -> None:
-        os.makedirs(path, exist_ok=True)
-
-    def _open(self, path: str) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _AS_IT_IS, 0o666)
-
-    def _write(self, descriptor: int, data: memoryview, path: str) -> int:
-        return os.write(descriptor, data)
-
-    def _fsync(self, descriptor: int, path: str) -> None:
-        os.fsync(descriptor)
-
-    def _link(self, source: str, target: str) -> None:
-        os.link(source, target, follow_symlinks=False)
-
-    def _rename(self, source: str, target: str) -> None:
-        os.rename(source, target)
-
-
-class _LocalSink:
-    """A local file being written; its errors name it."""
-
-    likes_blocks = True
-
-    def __init__(self, storage: LocalStorage, path: str) -> None:
-        self._storage, self._path = storage, path
-        self._descriptor: int | None = storage._open(path)
-        self._switch = DirectSwitch(self._descriptor)
-        self._position = 0
-
-    def write(self, data: memoryview) -> None:
-        assert self._descriptor is not None
-        try:
-            while len(data):
-                count = self._write_some(self._descriptor, data)
-                self._position += count
-                data = data[count:]
-        except OSError as error:
-            raise self._named(error) from None
-
-    def _write_some(self, descriptor: int, data: memoryview) -> int:
-        part = self._switch.fit(data, self._position)
-        try:
-            return self._storage._write(descriptor, part, self._path)
-        except OSError as error:
-            if not self._switch.refused(error):
-                raise
-        return self._storage._write(descriptor, data, self._path)
-
-    def finish(self) -> None:
-        assert self._descriptor is not None
-        try:
-            self._storage._fsync(self._descriptor, self._path)
-        except OSError as error:
-            raise self._named(error) from None
-        self.abandon()
-
-    def abandon(self) -> None:
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
-            os.close(descriptor)
-
-    def _named(self, error: OSError) -> OSError:
-        return OSError(error.errno, error.strerror or str(error), self._path)
 
 
 # Checkpoints on file systems of fsspec, such as object stores
@@ -437,7 +344,7 @@ class FsspecStorage(Storage):
         found = self._system.find(base, detail=True)
         return {path[len(base) :].lstrip("/"): int(info["size"]) for path, info in found.items() if path != base}
 
-    def open(self, path: str, once: bool = False) -> Reader:
+    def open(self, path: str) -> Reader:
         return cast(Reader, self._system.open(path, "rb"))
 
     def read(self, path: str) -> bytes:
@@ -469,8 +376,21 @@ class FsspecStorage(Storage):
         for name in ("", *folders):
             self._system.makedirs(self.join(place, name), exist_ok=True)
 
-    def create(self, path: str) -> Sink:
-        return _FsspecSink(cast(BinaryIO, self._system.open(path, "wb")))
+    def write(self, path: str, parts: Iterable[memoryview]) -> FileDigest:
+        digest, size = hashlib.sha256(), 0
+        file = cast(BinaryIO, self._system.open(path, "wb"))
+        try:
+            for part in parts:
+                for block in blocks_of(part):
+                    digest.update(block)
+                    size += file.write(block)
+        except BaseException:
+            if hasattr(file, "discard"):
+                file.discard()
+            file.close()
+            raise
+        file.close()  # only now it is there
+        return FileDigest(size, digest.hexdigest())
 
     def publish(self, place: str, directory: str, token: str, manifest: memoryview) -> None:
         self._system.pipe_file(self.join(directory, MANIFEST), bytes(manifest))
@@ -492,28 +412,6 @@ class FsspecStorage(Storage):
             self._system.rm(directory, recursive=True)
         except FileNotFoundError:
             pass
-
-
-class _FsspecSink:
-    """A remote file being written, which is there once it is closed."""
-
-    likes_blocks = False
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def write(self, data: memoryview) -> None:
-        self._file.write(data)
-
-    def finish(self) -> None:
-        self._file.close()
-
-    def abandon(self) -> None:
-        discard = getattr(self._file, "discard", None)
-        if not self._file.closed:
-            if discard is not None:
-                discard()
-            self._file.close()
 
 
 # Which storage a path or URL is on

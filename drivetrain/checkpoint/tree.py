@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError
 
@@ -306,11 +305,20 @@ class _Packer:
         )
 
     def _keep(self, tensor: Tensor, path: str) -> str:
-        """Give a tensor its key, or that under which it is kept already."""
-        _check(tensor, path)
-        # What a peer holds has no address, but tied weights are one object here too.
-        identity = ("meta", id(tensor)) if tensor.is_meta else _identity(tensor.detach())
+        """Give a tensor its key, or the one that the same tensor has already."""
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            what = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+            raise CheckpointError(
+                f"{path} is a {what} tensor; a checkpoint holds dense ones. Save it as its dense parts."
+            )
+        identity: tuple[Any, ...] | None = None
+        if tensor.is_meta:  # a peer holds it; it has no address, but tied weights are one object here too
+            identity = ("meta", id(tensor))
         tensor = tensor.detach()
+        # Shards never count as the same: a process whose shard is empty could not see it, and all must agree.
+        if identity is None and type(tensor) is Tensor and tensor.numel():
+            place = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
+            identity = (*place, tensor.is_conj(), tensor.is_neg())
         if identity is not None and identity in self._keys:
             return self._keys[identity]
         key = path
@@ -325,23 +333,6 @@ class _Packer:
 def _join(path: str, key: str) -> str:
     escaped = key.replace("%", "%25").replace("/", "%2F")
     return f"{path}/{escaped}" if path else escaped
-
-
-def _check(tensor: Tensor, path: str) -> None:
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        what = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-        raise CheckpointError(f"{path} is a {what} tensor; a checkpoint holds dense ones. Save it as its dense parts.")
-
-
-def _identity(tensor: Tensor) -> tuple[Any, ...] | None:
-    """What two tensors that are one and the same have in common; None where that cannot be known.
-
-    Shards never count as the same: a process whose shard is empty could not see it, and all must agree.
-    """
-    if isinstance(tensor, DTensor) or type(tensor) is not Tensor or tensor.numel() == 0 or tensor.is_meta:
-        return None
-    address = (tensor.data_ptr(), tensor.device, tensor.dtype)
-    return (*address, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
 def _tensor_from(array: np.ndarray[Any, Any], path: str) -> Tensor:

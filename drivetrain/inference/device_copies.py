@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.checkpoint.safetensors_file import MappedFile, MappedRange, mapped_range, merged, times_changed
-from drivetrain.checkpoint.shards import ReadAhead
 from drivetrain.inference.offloaded import Place, places_in
 from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.errors import ConfigurationError, nearest
@@ -331,8 +330,7 @@ class MappedPages:
         self._ranges: list[list[MappedRange]] = []
         self._files: list[list[MappedFile]] = []
         self._stays: list[bool] = []
-        self._fetched: set[int] = set()
-        self._ahead = ReadAhead()
+        self._asked: set[int] = set()
         self._rest = [group.rest for group in groups]
         self._changes = [[*map(times_changed, rest)] for rest in self._rest]
         for group in groups:
@@ -345,20 +343,21 @@ class MappedPages:
             self._stays.append(budget >= 0)
 
     def enter(self, number: int, ahead: Sequence[int]) -> None:
-        """Check that a group's files are as they were, and wait until it is read, and have others read meanwhile."""
+        """Check that a group's files are as they were, and let the system read it and those that come next."""
         for file in self._files[number]:
             file.check_unchanged()
         for each in (number, *ahead):
-            if each not in self._fetched:
-                self._ahead.ask(each, self._ranges[each])
-        self._ahead.wait(number)
-        if self._stays[number]:
-            self._fetched.add(number)
+            if each not in self._asked:
+                self._asked.add(each)
+                for part in self._ranges[each]:
+                    part.file.will_need(part.start, part.end)
 
     def leave(self, number: int) -> None:
         """Take a group out of memory, unless it stays, or was changed in place and is in no file."""
-        self._ahead.forget(number)
-        if self._stays[number] or [*map(times_changed, self._rest[number])] != self._changes[number]:
+        if self._stays[number]:
+            return
+        self._asked.discard(number)
+        if [*map(times_changed, self._rest[number])] != self._changes[number]:
             return
         for each in self._ranges[number]:
             each.file.drop(each.start, each.end, cache=not self._cache)

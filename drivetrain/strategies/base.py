@@ -447,13 +447,9 @@ def class_chosen(item: Any) -> str | None:
     Returns:
         The name; None where a backend has chosen it, from a configuration that names none.
     """
-    while _package_of(item) == "deepspeed" and hasattr(item, "optimizer"):
+    while (package := type(item).__module__.partition(".")[0]) == "deepspeed" and hasattr(item, "optimizer"):
         item = item.optimizer
-    return None if _package_of(item) in ("deepspeed", "drivetrain") else type(item).__name__
-
-
-def _package_of(item: Any) -> str:
-    return type(item).__module__.partition(".")[0]
+    return None if package in ("deepspeed", "drivetrain") else type(item).__name__
 
 
 # `ModelState`: the state of a prepared model and its optimizers, under the names of the bare single-process model

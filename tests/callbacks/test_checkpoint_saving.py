@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from drivetrain.callbacks import Callback, ModelCheckpoint
 from drivetrain.checkpoint import Checkpoint
+from drivetrain.checkpoint.safetensors_file import FileDigest
 from drivetrain.checkpoint.storage import LocalStorage
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.trainer.trainer import Trainer
@@ -36,18 +38,18 @@ class FullDisk:
 
     def __init__(self, *names: str) -> None:
         self.names = names
-        self.write = LocalStorage._write
+        self.write = LocalStorage.write
 
     def __enter__(self) -> None:
-        def write(storage: LocalStorage, descriptor: int, data: memoryview, path: str) -> int:
+        def write(storage: LocalStorage, path: str, parts: Iterable[memoryview]) -> FileDigest:
             if any(f".{name}." in path for name in self.names):
                 raise OSError(28, "No space left on device")
-            return self.write(storage, descriptor, data, path)
+            return self.write(storage, path, parts)
 
-        LocalStorage._write = write  # type: ignore[method-assign]
+        LocalStorage.write = write  # type: ignore[method-assign]
 
     def __exit__(self, *raised: object) -> None:
-        LocalStorage._write = self.write  # type: ignore[method-assign]
+        LocalStorage.write = self.write  # type: ignore[method-assign]
 
 
 class Gate:

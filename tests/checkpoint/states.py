@@ -152,45 +152,54 @@ def digest(content: bytes) -> dict[str, Any]:
 
 
 class CountingStorage(LocalStorage):
-    """Counts what can fail, and lets one call of it fail, or kill the process.
+    """Counts the system calls that can fail, and lets one of them fail, or kill the process.
 
     Args:
         fail_at: number of the call that fails, from 1; 0 for none.
         error: the error number that it fails with; None kills the process as the kernel would.
-        only: which kinds of call are counted.
+        before: is called before each of them, with its kind.
     """
 
-    def __init__(self, fail_at: int = 0, error: int | None = None, only: tuple[str, ...] = ()) -> None:
-        self.fail_at, self.error, self.only = fail_at, error, only
+    def __init__(
+        self, fail_at: int = 0, error: int | None = None, before: Callable[[str], Any] = lambda kind: None
+    ) -> None:
         self.calls: list[str] = []
+        super().__init__(_CountedCalls(self.calls, fail_at, error, before))
 
-    def _met(self, kind: str, path: str) -> None:
-        if self.only and kind not in self.only:
-            return
-        self.calls.append(kind)
-        if len(self.calls) == self.fail_at:
-            if self.error is None:
+
+class _CountedCalls:
+    def __init__(self, calls: list[str], fail_at: int, error: int | None, before: Callable[[str], Any]) -> None:
+        self._calls, self._fail_at, self._error, self._before = calls, fail_at, error, before
+        self._paths: dict[int, str] = {}
+
+    def _meet(self, kind: str, path: str) -> None:
+        self._before(kind)
+        self._calls.append(kind)
+        if len(self._calls) == self._fail_at:
+            if self._error is None:
                 os.kill(os.getpid(), signal.SIGKILL)
             else:
-                raise OSError(self.error, os.strerror(self.error), path)
+                raise OSError(self._error, os.strerror(self._error), path)
 
-    def _mkdir(self, path: str) -> None:
-        self._met("mkdir", path)
-        super()._mkdir(path)
+    def makedirs(self, path: str, exist_ok: bool) -> None:
+        self._meet("mkdir", path)
+        os.makedirs(path, exist_ok=exist_ok)
 
-    def _open(self, path: str) -> int:
-        self._met("open", path)
-        return super()._open(path)
+    def open(self, path: str, *options: int) -> int:
+        self._meet("open", path)
+        descriptor = os.open(path, *options)
+        self._paths[descriptor] = path
+        return descriptor
 
-    def _write(self, descriptor: int, data: memoryview, path: str) -> int:
-        self._met("write", path)
+    def write(self, descriptor: int, data: memoryview) -> int:
+        self._meet("write", self._paths[descriptor])
         # Short writes are what a disk that fills up does first.
-        return super()._write(descriptor, data[: max(1, len(data) // 2)], path)
+        return os.write(descriptor, data[: max(1, len(data) // 2)])
 
-    def _fsync(self, descriptor: int, path: str) -> None:
-        self._met("fsync", path)
-        super()._fsync(descriptor, path)
+    def fsync(self, descriptor: int) -> None:
+        self._meet("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
+        os.fsync(descriptor)
 
-    def _rename(self, source: str, target: str) -> None:
-        self._met("rename", source)
-        super()._rename(source, target)
+    def rename(self, source: str, target: str) -> None:
+        self._meet("rename", source)
+        os.rename(source, target)

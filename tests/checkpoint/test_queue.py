@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from drivetrain import Accelerator, Callback, CheckpointError, ModelCheckpoint, Task, Trainer
 from drivetrain.checkpoint import load_run_state, save_queue, save_run_state
+from drivetrain.runtime.errors import DrivetrainDeprecationWarning
 from drivetrain.runtime.state import PartialState
 from tests.checkpoint.states import (
     CountingStorage,
@@ -34,13 +35,12 @@ class SlowStorage(CountingStorage):
     """Writes nothing until it is let."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(before=lambda kind: self.wait())
         self.reached, self.go = threading.Event(), threading.Event()
 
-    def _mkdir(self, path: str) -> None:
+    def wait(self) -> None:
         self.reached.set()
         assert self.go.wait(60)
-        super()._mkdir(path)
 
 
 def start(directory: str | Path, seed: int = 0, storage: Any = None) -> Any:
@@ -99,13 +99,9 @@ def test_there_is_one_at_a_time(block: bool, tmp_path: Path) -> None:
     assert storage.reached.wait(60)
     seen: list[bool] = []
 
-    class Second(CountingStorage):
-        def _mkdir(self, path: str) -> None:
-            seen.append(first.done())
-            super()._mkdir(path)
-
+    second_storage = CountingStorage(before=lambda kind: seen.append(first.done()))
     threading.Timer(0.05, storage.go.set).start()
-    second = save_run_state(tmp_path / "two", run_state(2), own_state(), alone(), block=block, storage=Second())
+    second = save_run_state(tmp_path / "two", run_state(2), own_state(), alone(), block=block, storage=second_storage)
     second.wait(60)
     assert seen
     assert all(seen)
@@ -157,86 +153,19 @@ def test_while_all_is_well_a_check_is_one_look(tmp_path: Path) -> None:
     assert queue.failed is None
 
 
-def test_the_copy_is_made_into_the_same_memory_each_time(tmp_path: Path) -> None:
+def test_what_a_queue_did_for_its_copies_has_no_effect_any_more_and_warns(tmp_path: Path) -> None:
     queue = save_queue(alone())
-    state = {"weights": [torch.randn(1000, 33) for _ in range(9)]}
-    size = sum(tensor.numel() * 4 for tensor in state["weights"])
-    addresses = set()
-    for number in range(3):
-        save_run_state(tmp_path / str(number), state, {}, alone(), block=False).wait(60)
-        assert queue._buffer._memory is not None
-        addresses.add(queue._buffer._memory.data_ptr())
-    assert len(addresses) == 1
-    assert size <= queue.staging_bytes <= 1.01 * size
-    queue.release()
-    assert queue.staging_bytes == 0
-
-
-@pytest.mark.parametrize("known", ["all of it", "a part of it", "more than there is"])
-def test_memory_for_the_first_copy_can_be_made_ready(known: str, tmp_path: Path) -> None:
-    queue = save_queue(alone())
-    queue.release()
-    state = {"weights": [torch.randn(4000, 2000) for _ in range(4)]}
-    tensors = {
-        "all of it": state["weights"],
-        "a part of it": state["weights"][:1],
-        "more than there is": 2 * state["weights"],
-    }
-    queue.prepare(tensors[known])
-    prepared = queue._buffer._preparation
-    assert prepared is not None
-    address = prepared._memory.data_ptr()
-    save_run_state(tmp_path / "one", state, {}, alone(), block=False).wait(60)
-    assert queue._buffer._memory is not None
-    assert (queue._buffer._memory.data_ptr() == address) == (known != "a part of it")
-    assert_same(load_run_state(tmp_path / "one", alone())[0], state)
-    queue.prepare(state["weights"])  # it is there
-    assert queue._buffer._preparation is None
-    queue.release()
-
-
-class Wide(Task):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1000, 1000)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.layer(batch).sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-
-@pytest.mark.parametrize("in_background", [True, False])
-def test_a_model_checkpoint_has_it_made_ready_after_the_first_step(in_background: bool, tmp_path: Path) -> None:
-    queue = save_queue(alone())
-    queue.release()
-    seen: dict[int, int] = {}
-
-    class Watch(Callback):
-        def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
-            prepared = save_queue(trainer.accelerator.state)._buffer._preparation
-            seen[trainer.global_step] = 0 if prepared is None else prepared._memory.data_ptr()
-
-    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=3, async_save=in_background)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=3,
-        callbacks=[checkpoint, Watch()],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Wide(), [torch.ones(1, 1000)] * 3)
-    state = 3 * 4 * 1001 * 1000
-    assert seen[0] == 0
-    if not in_background:
-        assert set(seen.values()) == {0}
-    else:
-        buffer = save_queue(trainer.accelerator.state)._buffer
-        assert buffer._memory is not None
-        assert seen[1] == seen[2] == buffer._memory.data_ptr()
-        assert state <= buffer.nbytes <= 1.01 * state
+    with pytest.warns(DrivetrainDeprecationWarning, match="SaveQueue.prepare"):
+        queue.prepare([torch.ones(3)])
+    with pytest.warns(DrivetrainDeprecationWarning, match="SaveQueue.settle"):
+        queue.settle()
+    with pytest.warns(DrivetrainDeprecationWarning, match="SaveQueue.staging_bytes"):
+        assert queue.staging_bytes == 0
+    with pytest.warns(DrivetrainDeprecationWarning, match="SaveQueue.release"):
+        queue.release()
+    with pytest.warns(DrivetrainDeprecationWarning, match="optimizers"):
+        save_run_state(tmp_path / "one", run_state(1), own_state(), alone(), optimizers=[])
+    assert seed_of(tmp_path / "one") == 1
 
 
 def test_what_is_to_happen_afterwards_happens_also_after_an_error(
@@ -297,6 +226,55 @@ def test_an_error_of_one_process_is_raised_on_all(tmp_path: Path) -> None:
     messages = run_in_processes(fail_on_one, 2, args=(str(tmp_path),))
     assert all("rank 1: " in message and "No space left" in message for message in messages)
     assert os.listdir(tmp_path) == []
+
+
+def save_each_step(root: str) -> dict[str, list[Any]]:
+    """Train under DDP, and save after each step in the background and at once."""
+    state = PartialState()
+
+    class Both(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            trainer.save_checkpoint(f"{root}/background/{trainer.global_step}", block=False)
+            if trainer.global_step % 2:
+                trainer.save_checkpoint(f"{root}/at_once/{trainer.global_step}")
+
+    class Regression(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.model(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    torch.manual_seed(3)
+    data = torch.utils.data.TensorDataset(torch.randn(48, 8))
+    keeper = ModelCheckpoint(f"{root}/kept", every_n_train_steps=1, save_top_k=-1, async_save=True)
+    trainer = Trainer(
+        max_epochs=2,
+        callbacks=[keeper, Both()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        deterministic=True,
+    )
+    trainer.fit(Regression(), torch.utils.data.DataLoader(data, batch_size=4))
+    save_queue(state).finish()
+    found: dict[str, list[Any]] = {}
+    if state.is_main_process:
+        for kind in ("background", "at_once"):
+            for step in (1, 3, 5, 7, 9, 11):
+                found.setdefault(kind, []).append(load_run_state(f"{root}/{kind}/{step}")[0])
+    return found
+
+
+def test_under_ddp_it_is_what_a_save_at_once_writes(tmp_path: Path) -> None:
+    found, _ = run_in_processes(save_each_step, 2, args=(str(tmp_path),))
+    for background, at_once in zip(found["background"], found["at_once"], strict=True):
+        assert_same(background["engine"], at_once["engine"])
+        assert_same(background["driver"]["progress"], at_once["driver"]["progress"])
 
 
 SCRIPT = """

@@ -106,11 +106,11 @@ class BrokenStorage(FsspecStorage):
         super().__init__(url)
         self.left = fail_at
 
-    def create(self, path: str) -> Any:
+    def write(self, path: str, parts: Any) -> Any:
         self.left -= 1
         if self.left == 0:
             raise OSError(errno.EIO, "the network is down", path)
-        return super().create(path)
+        return super().write(path, parts)
 
     def publish(self, place: str, directory: str, token: str, manifest: memoryview) -> None:
         self.left -= 1

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from drivetrain import CheckpointError, PartialState
 from drivetrain.checkpoint import Checkpoint, compare_states, load_run_state, save_run_state
-from drivetrain.checkpoint.shards import SafetensorsReader
 from tests.checkpoint.states import alone, assert_same, odd_tensors, own_state, run_state
 from tests.pool import run_in_processes
 
@@ -110,11 +109,9 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
 
 def test_torchs_own_load_reads_it(tmp_path: Path) -> None:
     save_run_state(tmp_path / "one", run_state(4), {}, alone())
-    opened = Checkpoint(tmp_path / "one")
     wanted = {"state_dict/layer.bias": torch.zeros(8)}
-    reader = SafetensorsReader(opened.storage, opened.directory, opened.manifest)
     with pytest.warns(UserWarning, match="single process"):
-        torch.distributed.checkpoint.load(wanted, storage_reader=reader)
+        torch.distributed.checkpoint.load(wanted, storage_reader=Checkpoint(tmp_path / "one").tensors)
     assert_same(wanted["state_dict/layer.bias"], run_state(4)["state_dict"]["layer.bias"])
 
 

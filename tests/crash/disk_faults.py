@@ -126,6 +126,6 @@ def sites_in(*files: str) -> set[Site]:
 
 def _kind_of(node: ast.AST) -> str | None:
     call = node.func if isinstance(node, ast.Call) else None
-    if isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name) and call.value.id == "os":
+    if isinstance(call, ast.Attribute) and ast.unparse(call.value) in ("os", "self._os"):
         return _SPELLINGS.get(call.attr)
     return None

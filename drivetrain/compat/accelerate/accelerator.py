@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain import accelerator as engine
 from drivetrain.accelerator.preparation import PrecisionForward
-from drivetrain.accelerator.run_state import HookHandle, LoadHook, SaveHook
+from drivetrain.accelerator.run_state import LoadHook, SaveHook
 from drivetrain.compat.accelerate.data_loader import DataLoaderShard, SkipDataLoader, skip_first_batches
 from drivetrain.compat.accelerate.members import ReadMembers
 from drivetrain.compat.accelerate.optimizer import AcceleratedOptimizer
@@ -230,7 +231,7 @@ class Accelerator(ReadMembers):
         finally:
             config.data_seed, config.seed_samples, config.dispatch_batches = given, samples, dispatch
 
-    def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """As `drivetrain.Accelerator.register_save_state_pre_hook`; models are given as they were.
 
         Args:
@@ -240,7 +241,7 @@ class Accelerator(ReadMembers):
             lambda models, weights, folder: hook([self.strategy.unwrap(each) for each in models], weights, folder)
         )
 
-    def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """As `drivetrain.Accelerator.register_load_state_pre_hook`; models are given as they were.
 
         Args:

@@ -79,11 +79,11 @@ class ReadMembers(engine.Accelerator):
 
     @property
     def _save_model_state_pre_hook(self) -> Mapping[int, SaveHook]:
-        return MappingProxyType(dict(enumerate(self.run_state.hooks.on_save)))
+        return MappingProxyType(dict(enumerate(self.run_state.save_hooks.values())))
 
     @property
     def _load_model_state_pre_hook(self) -> Mapping[int, LoadHook]:
-        return MappingProxyType(dict(enumerate(self.run_state.hooks.on_load)))
+        return MappingProxyType(dict(enumerate(self.run_state.load_hooks.values())))
 
     def _handler(self, kind: type) -> Any:
         return next((each for each in self.kwargs_handlers if isinstance(each, kind)), None)

@@ -598,18 +598,8 @@ class TrainingBatches:
         """Whether the epoch ends with the window that was finished last."""
         return (self.finished is not None and self.finished.last) or self._progress.batches_in_epoch >= self.limit
 
-    def positions(self) -> list[dict[str, Any]]:
-        """Where in the data the last finished step left each loader that the training data consist of."""
-        position = self._position()
-        loaders: list[dict[str, Any]] = position.get("loaders", [position])
-        return loaders
-
-    def combined_position(self) -> dict[str, Any] | None:
-        """What a combination of loaders keeps beside their positions; None where there is one loader."""
-        position = self._position()
-        return {name: position[name] for name in ("index", "ended")} if "loaders" in position else None
-
-    def _position(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
+        """Return where in the data the last finished step left the loader, as its `state_dict` gives it."""
         done, reached = self._progress.batches_in_epoch, self.loader.reached
         if self._progress.batches_are_done:
             return self.loader.state_dict()

@@ -65,7 +65,7 @@ def save_in_format(
             checkpoint.remove_checkpoint(beside)
 
     decide_on_main_process(write)
-    return checkpoint.PendingSave.finished(os.fspath(target))
+    return checkpoint.PendingSave(os.fspath(target), finished=True)
 
 
 def _write_whole(
@@ -95,7 +95,7 @@ def _write_whole(
         _write(trainer, target, shared, processes)
 
     decide_on_main_process(write)
-    return checkpoint.PendingSave.finished(os.fspath(target))
+    return checkpoint.PendingSave(os.fspath(target), finished=True)
 
 
 def _write(

@@ -251,29 +251,30 @@ def save_run(
         block: Whether to return only when it is durable.
         write: What writes the state, with the arguments of `RunState.write`; that itself if None.
     """
-    task = trainer.task
-    if trainer.spawning is not None:
-        raise CheckpointError(
-            f"strategy={trainer.strategy.name!r}: the state of a run, such as that of its optimizers, ends with the "
-            "processes that fit() has started. Let a ModelCheckpoint save it there; its best_model_path and "
-            "last_model_path are known here."
-        )
-    if task is None or not trainer.task_run.is_placed:
+    placed = trainer.task_run
+    task = placed.task
+    if task is None or not placed.is_placed:
+        if trainer.spawning is not None:
+            raise CheckpointError(
+                f"strategy={trainer.strategy.name!r}: the state of a run, such as that of its optimizers, ends with "
+                "the processes that fit() has started. Let a ModelCheckpoint save it there; its best_model_path and "
+                "last_model_path are known here."
+            )
         raise CheckpointError(
             "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
         )
     loop, run = trainer.loop, trainer.accelerator.run_state
-    is_evaluated = all(model is not trainer.model for model in run.prepared.models)  # and was never trained here
+    is_evaluated = all(model is not placed.model for model in run.prepared.models)  # and was never trained here
     weights_only = weights_only or is_evaluated
     committed = Committed(task, trainer.logged, trainer.progress) if loop is None else loop.batches.committed
-    moment, number = moment_of(trainer), _number_of_model(trainer)
-    keeps_objects = trainer.pickles and write is not None  # which no directory holds
+    moment, number = moment_of(trainer), _number_of(placed.model, run.prepared.models)
+    keeps_objects = write is not None and trainer.pickles  # which no directory holds
     with committed.buffers_restored():
-        if is_evaluated and trainer.model is not None:
-            engine = run.engine_of(trainer.model)
+        if is_evaluated and placed.model is not None:
+            engine = run.engine_of(placed.model)
         else:
             engine = run.engine(weights_only, moment)
-        state = for_hooks(engine, number, _entries(trainer, task, weights_only, keeps_objects))
+        state = for_hooks(engine, number, _entries(trainer, task, moment.combined, weights_only, keeps_objects))
         with trainer.shown_to_hooks(state) as shown:
             for callback in trainer.callbacks:
                 callback.on_save_checkpoint(trainer, task, shown)
@@ -282,8 +283,8 @@ def save_run(
         own: dict[str, Any] = {"layout": layout_of(trainer.strategy)}
         if not weights_only:
             own |= committed.state_dict()
-        write = write or run.write
-        return write(directory, engine, driver, own, step=trainer.global_step, block=block, moment=moment)
+        step = trainer.progress.global_step
+        return (write or run.write)(directory, engine, driver, own, step=step, block=block, moment=moment)
 
 
 def _watched(trainer: Trainer, data: DataModule, name: str) -> Callable[..., Any]:
@@ -292,20 +293,26 @@ def _watched(trainer: Trainer, data: DataModule, name: str) -> Callable[..., Any
     return trainer.actions.watch(trainer.actions.of_owner(data, name), method)
 
 
-def _entries(trainer: Trainer, task: Task, weights_only: bool, keeps_objects: bool) -> dict[str, Any]:
+def _entries(
+    trainer: Trainer, task: Task, combined: Mapping[str, Any] | None, weights_only: bool, keeps_objects: bool
+) -> dict[str, Any]:
     """The Trainer's own entries, by name."""
-    data, secrets = trainer.datamodule, trainer.tracker_group.secrets
+    data = trainer.task_run.datamodule
+
+    def plain(values: Mapping[str, Any], drops_modules: bool = True) -> dict[str, Any]:
+        if not values:
+            return {}
+        if drops_modules:  # whose weights a checkpoint holds already
+            values = without_modules(values)
+        return trainer.tracker_group.secrets.drop(storable(values, keeps_objects))  # type: ignore[no-any-return]
 
     def constructor_of(owner: HoldsHyperParameters) -> dict[str, Any] | None:
         found = owner.constructor_arguments
-        values = {} if found is None else secrets.drop(storable(without_modules(found["values"]), keeps_objects))
-        return None if found is None else found | {"values": values}
+        return None if found is None else found | {"values": plain(found["values"])}
 
-    of_data = {} if data is None else data.hparams
-    of_task, of_data = (each if keeps_objects else without_modules(each) for each in (task.hparams, of_data))
     entries: dict[str, Any] = {
         "progress": trainer.progress.state_dict(),
-        "hyper_parameters": secrets.drop(storable(of_task, keeps_objects)),
+        "hyper_parameters": plain(task.hparams, not keeps_objects),
         "hparams_name": task.__dict__.get("_hparams_name"),
         "hparams_constructor": constructor_of(task),
         LOSS_IS_FINITE: trainer.is_finite,  # marks the manifest, too: the last choice for a resume
@@ -319,17 +326,16 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool, keeps_objects: bo
         "should_stop": any(gather_object([trainer.control.stops_for_good])),
         "stop_askers": trainer.control.stop_askers,
         "datamodule": _watched(trainer, data, "state_dict")() if data is not None else {},
-        "datamodule_hyper_parameters": secrets.drop(storable(of_data, keeps_objects)),
+        "datamodule_hyper_parameters": {} if data is None else plain(data.hparams, not keeps_objects),
         "datamodule_hparams_constructor": None if data is None else constructor_of(data),
         "datamodule_hparams_name": None if data is None else data.__dict__.get("_hparams_name"),
-        "combined_loader": None if trainer.loop is None else trainer.loop.batches.combined_position(),
+        "combined_loader": combined,
     }
 
 
-def _number_of_model(trainer: Trainer) -> int:
-    """Which of the engine's models is the task."""
-    models = trainer.accelerator.prepared.models
-    return next((number for number, model in enumerate(models) if model is trainer.model), 0)
+def _number_of(model: nn.Module | None, models: Sequence[nn.Module]) -> int:
+    """Return the position of the task's model among those that are prepared; 0 if it is none of them."""
+    return next((number for number, one in enumerate(models) if one is model), 0)
 
 
 class SavedRun:
@@ -396,7 +402,7 @@ class SavedRun:
         self._saved.refuse_weights_only()
         if trainer.datamodule is not None and (found := state_of(type(trainer.datamodule), entries)):
             _watched(trainer, trainer.datamodule, "load_state_dict")(found)
-        number = _number_of_model(trainer)
+        number = _number_of(trainer.model, trainer.accelerator.prepared.models)
         state = for_hooks(engine, number, entries)
         with trainer.shown_to_hooks(state) as shown:
             self._migrate(shown)
@@ -517,7 +523,13 @@ def _is_finished(position: Mapping[str, Any]) -> bool:
 def moment_of(trainer: Trainer) -> Moment:
     """The moment that a save within `fit` describes: the last finished step."""
     loop = trainer.loop
-    return Moment() if loop is None else Moment(loop.batches.committed.random, loop.batches.positions())
+    if loop is None:
+        return Moment()
+    position = loop.batches.position()
+    if "loaders" not in position:
+        return Moment(loop.batches.committed.random, [position])
+    combined = {name: position[name] for name in ("index", "ended")}
+    return Moment(loop.batches.committed.random, position["loaders"], combined)
 
 
 def _batches_before(loader: PreparedLoader | CombinedLoader, state: Mapping[str, Any]) -> int:
