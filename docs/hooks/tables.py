@@ -23,11 +23,11 @@ ROOT = HOOKS.parents[1]
 PACKAGE = ROOT / "drivetrain"
 sys.path.insert(0, str(ROOT))  # the command line imports no torch, so it can be read as it is
 
-from drivetrain.cli.launch import LaunchOption  # noqa: E402
+from drivetrain.cli.launch import section_of as heading_of  # noqa: E402
 from drivetrain.cli.main import cli  # noqa: E402
+from drivetrain.launch.options import GROUPS, SETTINGS  # noqa: E402
 from drivetrain.launch.settings.setting import Setting  # noqa: E402
 from drivetrain.launch.settings.sources import KEYS  # noqa: E402
-from drivetrain.launch.settings.table import GROUPS, SETTINGS  # noqa: E402
 
 MARK = re.compile(r"^<!-- list: ([a-z ]+) -->$", re.MULTILINE)
 
@@ -60,9 +60,9 @@ def commands(command: click.Command = cli, name: str = "drivetrain") -> Iterator
 def own_options(name: str, command: click.Command) -> list[click.Option]:
     """The flags that a command's section lists; those of the launcher are in its own section alone."""
     options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
-    if name == "drivetrain launch":
+    if name == "drivetrain launch" or not SETTINGS.keys() <= {each.name for each in options}:
         return options
-    return [each for each in options if not isinstance(each, LaunchOption) or each.name not in SETTINGS]
+    return [each for each in options if each.name not in SETTINGS]
 
 
 def list_commands() -> str:
@@ -80,7 +80,7 @@ def section_of(name: str, command: click.Command) -> str:
         lines += ["It takes the flags of [`drivetrain launch`](#drivetrain-launch) too.", ""]
     section = ""
     for option in options:
-        heading = option.section if isinstance(option, LaunchOption) else ""
+        heading = heading_of(str(option.name)) if name == "drivetrain launch" else ""
         if heading != section:
             lines += [f"**{heading}**", ""]
             section = heading

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import click
 
 from drivetrain.cli.launch import add_settings
-from drivetrain.launch.settings.table import FP8_SETTINGS_OF, SETTINGS
+from drivetrain.launch.launcher import settings_table
+from drivetrain.launch.options import SETTINGS, LaunchOptions
+from drivetrain.launch.settings.setting import FP8_SETTINGS_OF
+from drivetrain.launch.settings.sources import collect, default_config_file, find_config_file, read_config, write_config
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.terminal import visible
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
+ONE, CPUS, GPUS, TPU = "one process", "several processes on the CPU", "several accelerators", "a TPU"
+PLAIN, FSDP, DEEPSPEED, MEGATRON = "DDP", "FSDP", "DeepSpeed", "Megatron"
 _INSTALL = 'pip install "drivetrain[config]"'
 _FILE = click.option("--config_file", "--config-file", metavar="FILE", help="The file. Default: the user's own.")
 
@@ -29,7 +31,6 @@ def config(context: click.Context, config_file: str | None) -> None:
     """Ask how scripts are launched, and write it to a file that `drivetrain launch` and Accelerate read."""
     if context.invoked_subcommand is None:
         path = _file(config_file)
-
         _write(path, Questionnaire(_terminal()).ask())
     elif config_file is not None:
         context.obj = config_file
@@ -67,8 +68,6 @@ def default(group_file: str | None, config_file: str | None, mixed_precision: st
 @click.pass_obj
 def update(group_file: str | None, config_file: str | None) -> None:
     """Write a file again in today's keys, such as one of an older Accelerate."""
-    from drivetrain.launch.settings.sources import read_config
-
     path = _file(config_file or group_file)
     values = read_config(path)
     _write(path.with_suffix(".yaml") if path.suffix == ".json" else path, values)
@@ -80,10 +79,6 @@ def update(group_file: str | None, config_file: str | None) -> None:
 @click.pass_obj
 def show(group_file: str | None, /, config_file: str | None, **flags: Any) -> None:
     """Show each setting and where its value comes from, with the launcher's flags if some are given."""
-    from drivetrain.launch.launcher import settings_table
-    from drivetrain.launch.options import LaunchOptions
-    from drivetrain.launch.settings.sources import collect, default_config_file, find_config_file
-
     named = config_file or group_file
     given = collect({name: value for name, value in flags.items() if value != ()}, os.environ, named)
     options = LaunchOptions.from_given(given)
@@ -93,15 +88,10 @@ def show(group_file: str | None, /, config_file: str | None, **flags: Any) -> No
 
 
 def _file(named: str | None) -> Path:
-    from drivetrain.launch.settings.sources import default_config_file
-
     return default_config_file({"DRIVETRAIN_CONFIG_FILE": named} if named else None)
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    from drivetrain.launch.options import LaunchOptions
-    from drivetrain.launch.settings.sources import write_config
-
     LaunchOptions.from_sources(values)  # refuses what cannot be
     write_config(path, values)
     click.echo(visible(f"Written: {path}"))
@@ -163,29 +153,6 @@ class Terminal:
             raise click.exceptions.Abort from None
 
 
-# The questions of `drivetrain config`: which are asked depends on the answers to those before
-
-
-ONE, CPUS, GPUS, TPU = "one process", "several processes on the CPU", "several accelerators", "a TPU"
-PLAIN, FSDP, DEEPSPEED, MEGATRON = "DDP", "FSDP", "DeepSpeed", "Megatron"
-
-
-class Asks(Protocol):
-    """Asks the user."""
-
-    def choose(self, question: str, choices: Sequence[str], default: str) -> str:
-        """One of several answers."""
-        ...
-
-    def confirm(self, question: str, default: bool) -> bool:
-        """Yes or no."""
-        ...
-
-    def enter(self, question: str, name: str, default: str) -> Any:
-        """The value of a setting, checked; None where nothing is entered."""
-        ...
-
-
 class Questionnaire:
     """Asks for the settings of a launch.
 
@@ -196,7 +163,7 @@ class Questionnaire:
         values: The answers, by name of setting.
     """
 
-    def __init__(self, terminal: Asks) -> None:
+    def __init__(self, terminal: Terminal) -> None:
         self.values: dict[str, Any] = {}
         self._terminal = terminal
 

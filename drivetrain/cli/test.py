@@ -75,8 +75,8 @@ def _settings(flags: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
         ConfigurationError: There is more than flags.
     """
     from drivetrain.cli.launch import launch
+    from drivetrain.launch.options import SETTINGS
     from drivetrain.launch.settings.sources import collect
-    from drivetrain.launch.settings.table import SETTINGS
 
     # A script is what the launcher needs; what it finds before ours is not a flag.
     parsed: dict[str, Any] = launch.make_context("drivetrain test", [*flags, "-m", _TRIAL]).params

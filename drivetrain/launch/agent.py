@@ -11,22 +11,30 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import psutil
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from drivetrain.launch.preload import Preloader
-from drivetrain.launch.report import FailureRecord, RankFailure, first_failure, read_record
+from drivetrain.launch.report import (
+    INTERRUPTED,
+    LOST_AFTER,
+    FailureRecord,
+    RankFailure,
+    announce,
+    announce_restart,
+    describe,
+    first_failure,
+    read_record,
+    write,
+)
 from drivetrain.launch.watchdog import RankReport, Watchdog
 from drivetrain.runtime.errors import LaunchError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
@@ -35,14 +43,11 @@ from drivetrain.runtime.heartbeat import HEARTBEAT_VARIABLE, is_expendable
 # The ranks of one machine during one attempt: who lives, who failed and how, and ending them
 
 
-def _signals(*names: str) -> tuple[signal.Signals, ...]:
-    return tuple(getattr(signal, name) for name in names if hasattr(signal, name))  # Windows has few
-
-
-PREEMPTION_SIGNALS = _signals("SIGTERM", "SIGUSR1")
-FORWARDED_SIGNALS = (*_signals("SIGINT"), *PREEMPTION_SIGNALS, *_signals("SIGHUP", "SIGQUIT"))
+# Windows has few of them.
+PREEMPTION_SIGNALS = tuple(each for each in signal.Signals if each.name in ("SIGTERM", "SIGUSR1"))
+_ENDING = ("SIGINT", "SIGHUP", "SIGQUIT")
+FORWARDED_SIGNALS = (*PREEMPTION_SIGNALS, *(each for each in signal.Signals if each.name in _ENDING))
 EXIT_PATIENCE = 10.0  # seconds that a failed rank has for its exit handlers: trackers upload in them
-LOST_AFTER = 30.0  # seconds without a sign of life after which a machine counts as gone
 STOP_PATIENCE = 2.0  # seconds that the peers of a failed rank have between SIGTERM and SIGKILL
 _POLL_INTERVAL = 0.02
 _DYING = 0.2  # seconds that a killed process may take to be gone after its peers have seen its sockets close
@@ -54,19 +59,6 @@ class Ending:
 
     exit_code: int
     last_seen: float
-
-
-def require_posix() -> None:
-    """Raise where the system lacks what starting and ending ranks needs.
-
-    Raises:
-        LaunchError: It is Windows.
-    """
-    if not (hasattr(signal, "SIGUSR1") and hasattr(os, "fork")):
-        raise LaunchError(
-            "drivetrain starts several processes on Linux, macOS and WSL only. On Windows run the script in one "
-            "process (`python script.py`, Trainer(devices=1)), or in WSL."
-        )
 
 
 class LocalRanks:
@@ -317,8 +309,6 @@ def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, fa
     Returns:
         The largest of each over all machines.
     """
-    if machines == 1:
-        return attempts, failures
     store.set(f"drivetrain/counts/{machine}", json.dumps([attempts, failures]))
     counts = [json.loads(store.get(f"drivetrain/counts/{peer}")) for peer in range(machines)]
     return max(count[0] for count in counts), max(count[1] for count in counts)
@@ -328,13 +318,13 @@ class Peers:
     """The launchers of all machines of a run, seen from one of them, during one attempt.
 
     Args:
-        store: The store that the rendezvous gave.
+        store: The store that the rendezvous gave; None before there is one, for one machine.
         machine: Index of this one.
         machines: How many there are.
         attempt: Number of restarts so far.
     """
 
-    def __init__(self, store: Store, machine: int, machines: int, attempt: int) -> None:
+    def __init__(self, store: Any, machine: int, machines: int, attempt: int) -> None:
         self._store = store
         self._machine = machine
         self._machines = machines
@@ -357,7 +347,10 @@ class Peers:
 
     def any_stopping(self) -> bool:
         """Whether another launcher was asked to end."""
-        return self._any_wrote("stopping")
+        try:
+            return any(self._store.check([key]) for key in self._keys("stopping") if self._machines > 1)
+        except RuntimeError:
+            return False
 
     def failed_elsewhere(self) -> bool:
         """Whether another machine has published a failure."""
@@ -491,11 +484,8 @@ class Peers:
         except RuntimeError:
             self._machines = 1  # the machine that served the store is gone
 
-    def _any_wrote(self, what: str) -> bool:
-        try:
-            return any(self._store.check([key]) for key in self._keys(what) if self._machines > 1)
-        except RuntimeError:
-            return False
+
+_LOST = "The others continue: it was taking items from a work queue, and the one that it had is given to another."
 
 
 class RankAgent(LocalElasticAgent):
@@ -503,16 +493,11 @@ class RankAgent(LocalElasticAgent):
 
     Args:
         spec: What to run, as torch's agent takes it.
+        variables: Environment variables of each rank, over those of this process.
         grace_period: Seconds that ranks have to save and end once they were asked to, or once one of them has
             reported that the run was preempted.
         can_shrink: Whether the run may continue with fewer machines.
         signal_all: Whether a signal also goes to all that a rank has started.
-        on_restart: Called with the first failure of an attempt that is followed by another (None: a machine is
-            gone), and with the number of that restart.
-        on_resize: Called when the number of machines has changed, with the old one and the new one.
-        on_loss: Called with the failure of a rank that the others can do without, once.
-        on_interrupt: Called when the first Ctrl-C has been passed on.
-        start_ranks: Makes the context in which torch's agent starts ranks; what it does decides how they start.
         watchdog: Finds ranks that make no progress; None where nothing shall.
         *arguments: Those of torch's agent.
         **options: Those of torch's agent, by name.
@@ -522,32 +507,24 @@ class RankAgent(LocalElasticAgent):
         self,
         spec: WorkerSpec,
         *arguments: Any,
+        variables: Mapping[str, str],
         grace_period: float,
         can_shrink: bool,
         signal_all: bool,
-        on_restart: Callable[[RankFailure | None, int], None],
-        on_resize: Callable[[int, int], None],
-        on_loss: Callable[[RankFailure], None],
-        on_interrupt: Callable[[], None],
-        start_ranks: Callable[[], AbstractContextManager[None]],
         watchdog: Watchdog | None = None,
         **options: Any,
     ) -> None:
         super().__init__(spec, *arguments, **options)
+        self._variables = variables
         self._grace_period = grace_period
         self._can_shrink = can_shrink
         self._signal_all = signal_all
-        self._on_restart = on_restart
-        self._on_resize = on_resize
-        self._on_loss = on_loss
-        self._on_interrupt = on_interrupt
-        self._start_ranks = start_ranks
         self._watchdog = watchdog
         self._attempt = -1  # number of restarts so far, the same on every machine
         self._failed_attempts = 0
         self._machines = 0
-        self._ranks: LocalRanks | None = None
-        self._peers: Peers | None = None
+        self._ranks = LocalRanks({}, {}, {})  # of the attempt under way; none has begun yet
+        self._peers = Peers(None, machine=0, machines=1, attempt=0)
         self._fresh_store: TCPStore | None = None
         self._watching = False  # ranks run, and signals are for them
         self._stopping = False  # one has failed, and all are being ended
@@ -557,7 +534,7 @@ class RankAgent(LocalElasticAgent):
         self.ended_by_signal = False
         self.preempted = False
         self.lost_machines = False
-        self._lost: dict[int, RankFailure] = {}  # by global rank
+        self.lost: dict[int, RankFailure] = {}  # ranks that the others can do without, by global rank
         self.overdue: list[int] = []  # global ranks that did not end within the grace period
 
     @property
@@ -567,33 +544,22 @@ class RankAgent(LocalElasticAgent):
         return workers[0].world_size if workers else 0
 
     @property
-    def on_several_machines(self) -> bool:
-        """Whether other launchers take part."""
-        return (self._worker_group.group_world_size or 1) > 1
-
-    @property
     def restarting(self) -> bool:
         """Whether an attempt has ended and the next one has not begun."""
         return self._attempt >= 0 and not self._watching
 
     def first_failure(self, *, final: bool = True) -> RankFailure | None:
         """The first failure over all machines; None where no rank failed by itself."""
-        failures = self._ranks.failures() if self._ranks is not None else []
-        own = first_failure(failures) if failures else None
-        return self._peers.agree_on_first(own, final=final) if self._peers is not None else own
+        failures = self._ranks.failures()
+        return self._peers.agree_on_first(first_failure(failures) if failures else None, final=final)
 
     def ended_early(self) -> list[int]:
         """Global ranks of this machine that had ended well before the others failed."""
-        return self._ranks.ended_early() if self._ranks is not None else []
-
-    @property
-    def status_without_lost(self) -> int:
-        """The exit code of a run whose other ranks have ended well: that of rank 0, which speaks for all."""
-        return self._lost[0].status if 0 in self._lost else 0
+        return self._ranks.ended_early()
 
     def all_succeeded(self) -> bool:
         """Whether every rank of this machine has ended with exit code 0."""
-        return self._ranks is not None and self._ranks.all_succeeded()
+        return self._ranks.all_succeeded()
 
     def restore_signals(self) -> None:
         """Restore the handlers that the signals had before."""
@@ -615,13 +581,13 @@ class RankAgent(LocalElasticAgent):
             # Machines count alike: the failure of one is everybody's. But the store stays, with its old keys.
             if self._attempt > 0:
                 worker_group.master_port = self._fresh_port(store, machine, worker_group.master_addr or "")
-        else:
+        elif machines > 1:
             counts = agree_on_counts(store, machine, machines, self._attempt, self._failed_attempts)
             self._attempt, self._failed_attempts = counts
         self._remaining_restarts = max(0, worker_group.spec.max_restarts - self._failed_attempts)
         self._peers = Peers(store, machine, machines, self._attempt)
         if self._machines not in (0, machines):
-            self._on_resize(self._machines, machines)
+            announce(f"continuing with {machines} machine(s) instead of {self._machines}.")
         self._machines = machines
 
     def _fresh_port(self, store: Any, machine: int, address: str) -> Any:
@@ -636,6 +602,7 @@ class RankAgent(LocalElasticAgent):
         # Where torch has put together what it gives the ranks, by local rank; in 2.9 too, which has no hook for one.
         super()._setup_local_watchdog(envs)
         for local_rank, variables in envs.items():
+            variables.update(self._variables)
             variables["TORCHELASTIC_RESTART_COUNT"] = str(self._attempt)  # torch counts failures of this machine alone
             if self._watchdog is not None:
                 variables[HEARTBEAT_VARIABLE] = self._watchdog.path(local_rank)
@@ -643,8 +610,7 @@ class RankAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         in_main_thread = threading.current_thread() is threading.main_thread()
         before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
-        with self._start_ranks():
-            started: dict[int, Any] = super()._start_workers(worker_group)
+        started: dict[int, Any] = super()._start_workers(worker_group)
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
         self._ranks = LocalRanks(
@@ -657,14 +623,14 @@ class RankAgent(LocalElasticAgent):
             global_ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
             self._watchdog.start(self._ranks.pids, global_ranks, self.world_size)
         self.preempted = False
-        self._lost = {}
+        self.lost = {}
         self._watching, self._stopping = True, False
         if in_main_thread:
             self._take_signals(before)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        ranks, peers = self._running()
+        ranks, peers = self._ranks, self._peers
         ranks.poll()
         if self.received is not None and not ranks.any_failed():
             return self._end_by_signal(self.received)
@@ -705,14 +671,15 @@ class RankAgent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         # Also called when machines come or go, which is no failure.
-        ranks, peers = self._running()
+        ranks, peers = self._ranks, self._peers
         if alive := ranks.alive():
             self._stopping = True
             if peers.failed_elsewhere():
                 self._failed_attempts += 1
                 ranks.kill(alive)
             else:
-                self._save_and_end()
+                ranks.forward(alive, signal.SIGTERM)  # machines have come: the ranks save and end
+                self._await_savers(signal.SIGTERM)
         self._watching = False
         self._raise_if_signalled()
         failure = None
@@ -721,18 +688,14 @@ class RankAgent(LocalElasticAgent):
         elif ranks.failures() or peers.failed_elsewhere():
             failure = self.first_failure(final=False)
         if failure is not None or self.lost_machines:
-            self._on_restart(failure, self._failed_attempts)
+            most = worker_group.spec.max_restarts
+            announce_restart(failure, self.world_size, self._failed_attempts, most)
         self.lost_machines = False
         ranks.end_what_they_left()
         self._raise_if_signalled()
         super()._restart_workers(worker_group)
 
     # ending
-
-    def _running(self) -> tuple[LocalRanks, Peers]:
-        assert self._ranks is not None
-        assert self._peers is not None
-        return self._ranks, self._peers
 
     def _failed(self) -> RunResult:
         """This attempt has failed. Torch's loop starts another where restarts are left."""
@@ -744,14 +707,14 @@ class RankAgent(LocalElasticAgent):
         """Report ranks that are gone, and that the others can do without; whether there are any."""
         gone = {ranks.global_rank(local) for local in ranks.lost()}
         for failure in ranks.failures():
-            if failure.rank in gone and failure.rank not in self._lost:
-                self._lost[failure.rank] = failure
-                self._on_loss(failure)
-        return bool(self._lost)
+            if failure.rank in gone and failure.rank not in self.lost:
+                self.lost[failure.rank] = failure
+                write(describe(failure, self.world_size, then=_LOST))
+        return bool(self.lost)
 
     def _without_lost(self, worker_group: WorkerGroup) -> RunResult:
         """Let the ranks that are not lost run to their end."""
-        ranks, peers = self._running()
+        ranks, peers = self._ranks, self._peers
         if not set(ranks.alive()) - set(ranks.lost()):
             ranks.wait(ranks.alive(), EXIT_PATIENCE)
             ranks.kill(ranks.alive())
@@ -766,13 +729,13 @@ class RankAgent(LocalElasticAgent):
         self._watching = False
         return RunResult(state=WorkerState.FAILED)
 
-    def _stop_peers(self, locals_: Any) -> None:
+    def _stop_peers(self, locals_: Iterable[int]) -> None:
         """End ranks that another's failure leaves alone: at once where they start again, else asking them first."""
-        self._running()[0].stop(locals_, patience=0.0 if self._remaining_restarts else STOP_PATIENCE)
+        self._ranks.stop(locals_, patience=0.0 if self._remaining_restarts else STOP_PATIENCE)
 
     def _end_hang(self, watchdog: Watchdog, reports: list[RankReport]) -> RunResult:
         """End all ranks, of which one makes no progress."""
-        ranks, peers = self._running()
+        ranks, peers = self._ranks, self._peers
         self._stopping = True
         ranks.hang = watchdog.failure(reports, peers.collect_stacks(watchdog.describe(reports)))
         peers.publish(ranks.hang)
@@ -781,36 +744,29 @@ class RankAgent(LocalElasticAgent):
 
     def _end_preempted(self) -> RunResult:
         """One rank has saved and ended. The others, who agreed on the step, get the time to do the same."""
-        _, peers = self._running()
         self._await_savers()
         self.preempted = True
         if self.received is None and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
             # Asked to by another launcher, because machines have come: torch's loop starts the larger group.
             self._watching = False
             return RunResult(state=WorkerState.HEALTHY)
-        leaving = self.received is not None or (not self._can_shrink and peers.any_stopping())
+        leaving = self.received is not None or (not self._can_shrink and self._peers.any_stopping())
         return self._give_up() if leaving else self._failed()
 
     def _end_by_signal(self, number: signal.Signals) -> RunResult:
-        ranks, peers = self._running()
+        ranks, peers = self._ranks, self._peers
         self.ended_by_signal = True
         peers.publish_stopping()
         ranks.forward(ranks.alive(), number)
         if number == signal.SIGINT:
-            self._on_interrupt()
+            announce(INTERRUPTED)
         self._await_savers(number)
         self.preempted = ranks.was_preempted()
         return self._give_up()
 
-    def _save_and_end(self) -> None:
-        """Let ranks save and end, because machines have come."""
-        ranks, _ = self._running()
-        ranks.forward(ranks.alive(), signal.SIGTERM)
-        self._await_savers(signal.SIGTERM)
-
     def _await_savers(self, number: signal.Signals | None = None) -> None:
         """Wait for ranks that save and end; where one crashes meanwhile, the others cannot, and are ended."""
-        ranks, _ = self._running()
+        ranks = self._ranks
         ranks.wait(ranks.alive(), self._grace_period, until=lambda: ranks.any_crashed(number))
         if ranks.any_crashed(number):
             ranks.stop(local for local in ranks.alive() if not ranks.is_failing(local))
@@ -836,7 +792,7 @@ class RankAgent(LocalElasticAgent):
         again = number == signal.SIGTERM and number in self._seen
         self._seen.add(signal.Signals(number))
         again = again or (number == signal.SIGINT and (self.received is not None or self._stopping))
-        if again and self._ranks is not None:
+        if again:
             self._ranks.send(self._ranks.alive(), signal.SIGKILL)
         if self.received is None:
             self.received = signal.Signals(number)
@@ -849,80 +805,16 @@ class RankAgent(LocalElasticAgent):
             raise KeyboardInterrupt
 
 
-# The ranks of torch's elastic agent, forked from a process that has imported torch, where that can be done
+# The failure of processes under the name by which scripts over torch's elastic agent catch it
 
 
-class PreloadedContext(SubprocessContext):
-    """The ranks of one attempt.
-
-    Args:
-        preloader: What they are forked from.
-        report: Called with the reason where they cannot be.
-        **settings: Those of torch's own context.
-    """
-
-    def __init__(self, preloader: Preloader, report: Callable[[str], None], **settings: Any) -> None:
-        super().__init__(**settings)
-        self._preloader = preloader
-        self._report = report
-
-    def _start(self) -> None:
-        reason = self._preloader.why_not(_environment(self.envs[0]))
-        if reason is not None:
-            self._report(f"Nothing is preloaded: {reason}.")
-            super()._start()  # type: ignore[no-untyped-call]
-            return
-        for local_rank in range(self.nprocs):
-            self.subprocess_handlers[local_rank] = _ForkedHandler(
-                self._preloader,
-                entrypoint=str(self.entrypoint),
-                args=self.args[local_rank],
-                env=self.envs[local_rank],
-                stdout=self.stdouts[local_rank],
-                stderr=self.stderrs[local_rank],
-                local_rank_id=local_rank,
-                numa_options=None,
-            )
-
-
-class _ForkedHandler(SubprocessHandler):
-    """Torch's handle of one rank: it opens the files, and the preloader starts the process."""
-
-    def __init__(self, preloader: Preloader, **settings: Any) -> None:
-        self._preloader = preloader
-        super().__init__(**settings)
-
-    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        return self._preloader.fork(env, self._stdout, self._stderr)
-
-
-@contextmanager
-def forking_from(preloader: Preloader, report: Callable[[str], None]) -> Iterator[None]:
-    """Let the agent fork the ranks that it starts.
+class ProcessesFailed(LaunchError, ChildFailedError):
+    """A `LaunchError` that is torch's `ChildFailedError` too.
 
     Args:
-        preloader: What they are forked from.
-        report: Called with the reason where they cannot be.
+        message: What happened.
     """
 
-    def start(start_method: str = "", **settings: Any) -> PreloadedContext:
-        context = PreloadedContext(preloader, report, **settings)
-        try:
-            context.start()
-        except BaseException:
-            context.close()
-            raise
-        return context
-
-    # The agent has no place for another kind of context (torch 2.13): it calls this function of its module.
-    module: Any = local_elastic_agent
-    before = module.start_processes
-    module.start_processes = start
-    try:
-        yield
-    finally:
-        module.start_processes = before
-
-
-def _environment(own: dict[str, str]) -> dict[str, str]:
-    return {**os.environ, **own}
+    def __init__(self, message: str) -> None:
+        Exception.__init__(self, message)
+        self.name, self.failures = "launch", {}

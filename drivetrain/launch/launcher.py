@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
@@ -24,14 +27,18 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
-from drivetrain.launch.agent import LOST_AFTER, PREEMPTION_SIGNALS, RankAgent, forking_from, require_posix
+from drivetrain.launch.agent import PREEMPTION_SIGNALS, RankAgent
 from drivetrain.launch.interpreter import Invocation
-from drivetrain.launch.messages import announce, announce_restart, exit_code_after, resumable, variables_of_run, write
-from drivetrain.launch.options import DEFAULT_PORT, THREADS_VARIABLE, LaunchOptions, threads_per_process
-from drivetrain.launch.preload import Preloader
-from drivetrain.launch.report import RankFailure, describe
-from drivetrain.launch.settings.sources import Given, variables_of
-from drivetrain.launch.settings.table import GROUPS, SETTINGS
+from drivetrain.launch.options import (
+    DEFAULT_PORT,
+    GROUPS,
+    SETTINGS,
+    THREADS_VARIABLE,
+    Given,
+    LaunchOptions,
+    variables_of,
+)
+from drivetrain.launch.report import LOST_AFTER, RankFailure, announce, describe, exit_code_after, resumable, write
 from drivetrain.launch.watchdog import Watchdog
 from drivetrain.launch.worker import AFFINITY_VARIABLE
 from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device_kind
@@ -69,22 +76,39 @@ class LaunchPlan:
             local_processes = len(options.device_ids)
         else:
             local_processes = kind.default_processes()
-        count = len(options.device_ids) if options.device_ids is not None else kind.count()
-        if kind.name != "cpu" and local_processes > count:
-            raise ConfigurationError(
-                f"{local_processes} processes were asked for on this machine, but it has {count} {kind.name} "
-                f"device(s). Ask for at most {count * options.max_machines} over all machines, or run on the "
-                "CPU with cpu (`--cpu`).",
-                code="DT-030",
-            )
-        if kind.drives_all and local_processes > 1:
-            raise ConfigurationError(
-                f"{local_processes} processes were asked for on this machine, but one drives all of its {count} "
-                f"{kind.name} device(s). Leave the number out. In a notebook, notebook_launcher can start one for "
-                "each.",
-                code="DT-030",
-            )
-        return cls(local_processes, kind.name, _run_variables(options, kind, local_processes))
+        if kind.name != "cpu":
+            count = len(options.device_ids) if options.device_ids is not None else kind.count()
+            if local_processes > count:
+                raise ConfigurationError(
+                    f"{local_processes} processes were asked for on this machine, but it has {count} {kind.name} "
+                    f"device(s). Ask for at most {count * options.max_machines} over all machines, or run on the "
+                    "CPU with cpu (`--cpu`).",
+                    code="DT-030",
+                )
+            if kind.drives_all and local_processes > 1:
+                raise ConfigurationError(
+                    f"{local_processes} processes were asked for on this machine, but one drives all of its {count} "
+                    f"{kind.name} device(s). Leave the number out. In a notebook, notebook_launcher can start one for "
+                    "each.",
+                    code="DT-030",
+                )
+        variables = options.variables
+        if options.enable_cpu_affinity:
+            if not hasattr(os, "sched_setaffinity"):
+                raise ConfigurationError("enable_cpu_affinity needs Linux. Leave it out on this system.", code="DT-015")
+            variables[AFFINITY_VARIABLE] = "1"
+        if options.device_ids is not None:
+            if (name := kind.visible_variable) is None:
+                raise ConfigurationError(
+                    f"gpu_ids cannot choose among {kind.name} devices. Leave it out.", code="DT-024"
+                )
+            variables[name] = ",".join(options.device_ids)
+        if options.num_cpu_threads_per_process is not None:
+            variables[THREADS_VARIABLE] = str(options.num_cpu_threads_per_process)
+        elif THREADS_VARIABLE not in os.environ and local_processes > 1:
+            # Torch takes every core for each process, which is far slower than an equal share.
+            variables[THREADS_VARIABLE] = str(max(1, _available_cores() // local_processes))
+        return cls(local_processes, kind.name, variables)
 
     @contextmanager
     def environment(self) -> Iterator[None]:
@@ -102,6 +126,9 @@ class LaunchPlan:
 
 
 def _device_kind(options: LaunchOptions) -> DeviceKind:
+    """Return the kind of device that the ranks run on."""
+    if options.cpu:
+        return get_device_kind("cpu")
     kind = detect_device_kind()
     if options.tpu and not kind.drives_all:
         raise DeviceNotAvailableError(
@@ -114,38 +141,32 @@ def _device_kind(options: LaunchOptions) -> DeviceKind:
             f"{flag} asks for accelerators, but torch sees none on this machine. Leave it out to run on the "
             "CPU, or install a torch built for your devices and check that their driver works."
         )
-    return get_device_kind("cpu") if options.cpu else kind
+    return kind
 
 
-def _run_variables(options: LaunchOptions, kind: DeviceKind, local_processes: int) -> dict[str, str]:
-    """The environment variables through which the options reach the ranks."""
-    variables = variables_of_run(options)
-    if options.enable_cpu_affinity:
-        if not hasattr(os, "sched_setaffinity"):
-            raise ConfigurationError("enable_cpu_affinity needs Linux. Leave it out on this system.", code="DT-015")
-        variables[AFFINITY_VARIABLE] = "1"
-    if options.device_ids is not None:
-        name = kind.visible_variable
-        if name is None:
-            raise ConfigurationError(f"gpu_ids cannot choose among {kind.name} devices. Leave it out.", code="DT-024")
-        variables[name] = ",".join(options.device_ids)
-    threads = threads_per_process(options, local_processes)
-    if threads is not None:
-        variables[THREADS_VARIABLE] = str(threads)
-    return variables
+def _available_cores() -> int:
+    """Count the physical cores that this process may use, within its affinity mask and its container's quota."""
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = min(cores, len(os.sched_getaffinity(0)))
+    try:
+        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
+            quota, period = file.read().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return cores
 
 
 _WORKER = "drivetrain.launch.worker"
 _LOOPBACK = "127.0.0.1"
 _RENDEZVOUS_TIMEOUT = 900  # seconds that machines wait for each other, as with torchrun
 _CONNECT_TIMEOUT, _CONNECT_INTERVAL = 5.0, 0.5  # seconds
-_LOST = "The others continue: it was taking items from a work queue, and the one that it had is given to another."
 _QUIET_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 
 
-def launch_script(
-    options: LaunchOptions, script: str, args: Sequence[str] = (), preloader: Preloader | None = None
-) -> int:
+def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
     """Run a script as several processes and wait for them.
 
     The first rank that fails stops the others; its traceback is written to stderr, once.
@@ -154,7 +175,6 @@ def launch_script(
         options: How many processes, where, and with which settings.
         script: The script's path, or a module's or program's name if the options ask for that.
         args: Its arguments, passed on as they are.
-        preloader: What the processes are forked from, if it was started before; None starts one.
 
     Returns:
         0; the exit code of the first rank that failed; 128 + the number of the signal that ended it; the same for
@@ -166,85 +186,82 @@ def launch_script(
         DeviceNotAvailableError: Accelerators were asked for where there are none.
         LaunchError: The machines did not meet, a port is taken, or this is Windows.
     """
-    require_posix()
     options.check_script(script)
+    if options.mpirun_config:
+        return launch_with_mpi(options, script, args)
     if options.launcher == "ray":
         from drivetrain.launch.ray_launcher import launch_with_ray
 
         return launch_with_ray(options, script, args)
-    if preloader is None:
-        with Preloader.start(options, script, args) as preloader:
-            return launch_script(options, script, args, preloader)
+    if not (hasattr(signal, "SIGUSR1") and hasattr(os, "fork")):
+        raise LaunchError(
+            "drivetrain starts several processes on Linux, macOS and WSL only. On Windows run the script in one "
+            "process (`python script.py`, Trainer(devices=1)), or in WSL."
+        )
     plan = LaunchPlan.make(options)
-    report = announce if options.debug else _ignore
-    report(f"{plan.local_processes} process(es) on this machine, on {plan.kind}")
-    for name, value in plan.variables.items():
-        report(f"{name}={value}")
-    entrypoint, arguments = _command(options, script, args)
-    with (
-        _quiet_loggers(enabled=not options.debug),
-        _log_directory(options) as log_directory,
-        _watchdog(options) as watchdog,
-        plan.environment(),
-    ):
-        return _run(options, plan, entrypoint, arguments, log_directory, watchdog, preloader)
+    if options.debug:
+        announce(f"{plan.local_processes} process(es) on this machine, on {plan.kind}")
+        for name, value in plan.variables.items():
+            announce(f"{name}={value}")
+    if options.log_dir is not None and os.path.isfile(options.log_dir):
+        raise ConfigurationError(f"log_dir {options.log_dir!r} is a file. Name a directory.", code="DT-009")
+    with ExitStack() as stack:
+        if not options.debug:
+            stack.enter_context(_quiet_loggers())
+        temporary = partial(tempfile.TemporaryDirectory, prefix="drivetrain_", ignore_cleanup_errors=True)
+        log_dir = options.log_dir or stack.enter_context(temporary())
+        watchdog = None
+        if options.hang_limit != 0:
+            memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            heartbeats = stack.enter_context(temporary(dir=memory))
+            watchdog = Watchdog(heartbeats, options.hang_limit, debug=options.compares_calls)
+        return _run(options, plan, [script, *args], log_dir, watchdog)
 
 
-def _command(options: LaunchOptions, script: str, args: Sequence[str]) -> tuple[str, list[str]]:
-    """The program that each rank is, and its arguments."""
-    if options.no_python:
-        entrypoint, arguments = script, list(args)
-    else:
-        entrypoint = sys.executable
-        kind = "module" if options.module else "script"
-        arguments = [*Invocation.current().options, "-m", _WORKER, kind, script, *args]
-    # The agent takes arguments for templates.
-    return entrypoint, [argument.replace("$", "$$") for argument in arguments]
-
-
-def _run(
-    options: LaunchOptions,
-    plan: LaunchPlan,
-    entrypoint: str,
-    arguments: list[str],
-    log_directory: str,
-    watchdog: Watchdog | None,
-    preloader: Preloader,
-) -> int:
+def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: str, watchdog: Watchdog | None) -> int:
+    """Meet the other machines, then start and watch the ranks. Returns the exit code."""
     parameters = _rendezvous(options)
+    static = parameters.backend == "static"
     try:
-        _wait_for_machine_0(options, parameters)
+        if options.max_machines > 1:
+            _wait_for_machine_0(options, parameters)
         handler = get_rendezvous_handler(parameters)
-        if options.max_machines > 1 and parameters.backend == "static":
+        if options.max_machines > 1 and static:
             _meet(handler, parameters.endpoint)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         raise _rendezvous_failed(options, parameters, error) from error
-    address, port = parameters.endpoint.rsplit(":", 1) if parameters.backend == "static" else (None, None)
+    if not options.no_python:
+        kind = "module" if options.module else "script"
+        script = [sys.executable, *Invocation.current().options, "-m", _WORKER, kind, *script]
+    program, *arguments = script
+    address, port = parameters.endpoint.rsplit(":", 1)
+    tee = options.tee if options.tee is not None else "3" if options.log_dir else "0"
+    streams: Any = (
+        Std(int(tee))
+        if ":" not in tee
+        else {int(rank): Std(int(which)) for rank, which in (pair.split(":") for pair in tee.split(","))}
+    )
     agent = RankAgent(
         WorkerSpec(
             role="default",
             local_world_size=plan.local_processes,
-            entrypoint=entrypoint,
-            args=tuple(arguments),
+            entrypoint=program,
+            args=tuple(argument.replace("$", "$$") for argument in arguments),  # the agent takes them for templates
             rdzv_handler=handler,
             max_restarts=options.max_restarts,
             monitor_interval=options.monitor_interval,
-            master_addr=address,
-            master_port=int(port) if port is not None else None,
+            master_addr=address if static else None,
+            master_port=int(port) if static else None,
             local_addr=parameters.local_addr,
         ),
-        _logs(options, log_directory),
+        DefaultLogsSpecs(log_dir, tee=streams),
         log_line_prefix_template="[rank${rank}]: ",
+        variables=plan.variables,
         grace_period=options.preemption_grace_period,
         can_shrink=options.min_machines < options.max_machines,
         signal_all=options.no_python,
-        on_restart=lambda failure, number: announce_restart(failure, agent.world_size, number, options.max_restarts),
-        on_resize=lambda old, new: announce(f"continuing with {new} machine(s) instead of {old}."),
-        on_loss=lambda failure: write(describe(failure, agent.world_size, then=_LOST)),
-        start_ranks=lambda: forking_from(preloader, announce if options.debug else _ignore),
-        on_interrupt=lambda: announce("interrupted: the processes are ending; Ctrl-C again kills them."),
         watchdog=watchdog,
     )
     try:
@@ -266,10 +283,14 @@ def _watch(
         if agent.preempted:
             return resumable()
         if result is None or not result.is_failed():
-            return agent.status_without_lost
+            return agent.lost[0].status if 0 in agent.lost else 0  # rank 0 speaks for all that have ended well
         failure = agent.first_failure()
         if failure is None:
-            raise LaunchError(_unexplained(agent))
+            if agent.lost_machines:
+                raise LaunchError(
+                    f"Another machine gave no sign of life for {LOST_AFTER:g} s, so the processes here were stopped."
+                )
+            raise LaunchError("The processes were stopped, and none of them left a reason.")
         write(_described(options, failure, agent))
         return failure.status
     except (KeyboardInterrupt, SignalException) as stop:
@@ -301,18 +322,10 @@ def _after_signal(options: LaunchOptions, agent: RankAgent) -> int:
     )
 
 
-def _unexplained(agent: RankAgent) -> str:
-    if agent.lost_machines:
-        return f"Another machine gave no sign of life for {LOST_AFTER:g} s, so the processes here were stopped."
-    return "The processes were stopped, and none of them left a reason."
-
-
 def _described(options: LaunchOptions, failure: RankFailure, agent: RankAgent) -> str:
-    early = agent.ended_early()
     then = ""
-    if early:
-        ranks = ", ".join(str(rank) for rank in early)
-        then = f"Already ended, with exit code 0: rank {ranks}. All others were stopped."
+    if early := agent.ended_early():
+        then = f"Already ended, with exit code 0: rank {', '.join(map(str, early))}. All others were stopped."
     return describe(failure, agent.world_size, then=then, debug=options.compares_calls)
 
 
@@ -322,7 +335,8 @@ def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
     # A file that was written for several machines may name an address: one machine has no use for it.
     address = options.main_process_ip if options.max_machines > 1 else None
     port = options.main_process_port
-    backend, local_address = options.rendezvous_backend, None
+    backend = options.rdzv_backend or ("static" if options.min_machines == options.max_machines else "c10d")
+    local_address = None
     run = "drivetrain"  # the same on every machine
     if options.max_machines == 1:
         run, local_address = uuid.uuid4().hex, _LOOPBACK
@@ -355,7 +369,7 @@ def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters
     """
     host, _, port = parameters.endpoint.rpartition(":")
     serves = parameters.get("is_host", False) or _matches_machine_hostname(host)
-    if options.max_machines == 1 or (options.machine_rank == 0 if parameters.backend == "static" else serves):
+    if options.machine_rank == 0 if parameters.backend == "static" else serves:
         return
     limit = float(parameters.get("timeout", _RENDEZVOUS_TIMEOUT))
     deadline, announced = time.monotonic() + limit, False
@@ -434,42 +448,10 @@ def _rendezvous_failed(options: LaunchOptions, parameters: RendezvousParameters,
     )
 
 
-def _logs(options: LaunchOptions, directory: str) -> DefaultLogsSpecs:
-    tee = options.tee if options.tee is not None else "3" if options.log_dir else "0"
-    if ":" in tee:
-        pairs = (pair.split(":") for pair in tee.split(","))
-        return DefaultLogsSpecs(directory, tee={int(rank): Std(int(which)) for rank, which in pairs})
-    return DefaultLogsSpecs(directory, tee=Std(int(tee)))
-
-
 @contextmanager
-def _log_directory(options: LaunchOptions) -> Iterator[str]:
-    """The user's directory, or one that is gone afterwards."""
-    if options.log_dir is not None:
-        if os.path.isfile(options.log_dir):
-            raise ConfigurationError(f"log_dir {options.log_dir!r} is a file. Name a directory.", code="DT-009")
-        yield options.log_dir
-        return
-    with tempfile.TemporaryDirectory(prefix="drivetrain_", ignore_cleanup_errors=True) as directory:
-        yield directory
-
-
-@contextmanager
-def _watchdog(options: LaunchOptions) -> Iterator[Watchdog | None]:
-    """What finds ranks that make no progress, with a directory in memory for their heartbeats."""
-    limit = options.hang_limit
-    if limit == 0:
-        yield None
-        return
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="drivetrain_", dir=memory, ignore_cleanup_errors=True) as directory:
-        yield Watchdog(directory, limit, debug=options.compares_calls)
-
-
-@contextmanager
-def _quiet_loggers(*, enabled: bool) -> Iterator[None]:
+def _quiet_loggers() -> Iterator[None]:
     """Keep the agent's messages from the terminal; what matters to users is printed here."""
-    loggers = [logging.getLogger(name) for name in _QUIET_LOGGERS] if enabled else []
+    loggers = [logging.getLogger(name) for name in _QUIET_LOGGERS]
     silence = logging.NullHandler()
     for logger in loggers:
         logger.addHandler(silence)
@@ -480,10 +462,6 @@ def _quiet_loggers(*, enabled: bool) -> Iterator[None]:
         for logger in loggers:
             logger.removeHandler(silence)
             logger.propagate = True
-
-
-def _ignore(text: str) -> None:
-    pass
 
 
 # Settings as a table for people: what is in force, and where each value comes from
@@ -581,7 +559,7 @@ def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, arg
 
 def _on_ray(options: LaunchOptions) -> LaunchPlan:
     """What is known of a run on Ray before its cluster is asked."""
-    variables = variables_of_run(options)
+    variables = options.variables
     if options.num_cpu_threads_per_process is not None:
         variables[THREADS_VARIABLE] = str(options.num_cpu_threads_per_process)
     return LaunchPlan(options.num_processes or 1, "cpu", variables)
@@ -617,3 +595,81 @@ def _variables(options: LaunchOptions, plan: LaunchPlan, given: Mapping[str, Giv
         if name.startswith(("DRIVETRAIN_", "ACCELERATE_", "OMP_", "CUDA_VISIBLE")) and name not in plan.variables
     ]
     return rows + inherited
+
+
+# Starting the processes with mpirun, on the hosts of a file
+
+
+_PROGRAMS = ("mpirun", "mpiexec")
+
+
+def launch_with_mpi(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
+    """Run a script as several processes that mpirun starts, and wait for them.
+
+    Ranks find their place from MPI's variables.
+
+    Args:
+        options: How many processes, where, and with which settings.
+        script: The script's path, or a module's or program's name if the options ask for that.
+        args: Its arguments, passed on as they are.
+
+    Returns:
+        The exit code of mpirun.
+
+    Raises:
+        ConfigurationError: The options do not fit this machine.
+        LaunchError: There is no mpirun.
+    """
+    command, variables = mpi_command(options, script, args)
+    return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
+
+
+def mpi_command(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
+    """The command line for mpirun, and the environment variables that its processes get.
+
+    Args:
+        options: How many processes, where, and with which settings.
+        script: What they run.
+        args: Its arguments.
+
+    Raises:
+        ConfigurationError: The options do not fit this machine.
+        LaunchError: There is no mpirun.
+    """
+    program = next((found for name in _PROGRAMS if (found := shutil.which(name))), None)
+    if program is None:
+        raise LaunchError(
+            f"mpirun_hostfile={options.mpirun_config['mpirun_hostfile']!r} asks for mpirun, but neither "
+            f"{' nor '.join(_PROGRAMS)} is on PATH. Install Open MPI (apt-get install openmpi-bin) or Intel MPI, or "
+            "leave it out: drivetrain's own launcher needs neither."
+        )
+    if options.min_machines != options.max_machines:
+        raise ConfigurationError(
+            f"num_machines is {options.num_machines!r}, but mpirun starts a fixed number. Give a single one.",
+            code="DT-033",
+        )
+    plan = LaunchPlan.make(options)
+    variables = {
+        **plan.variables,
+        "MASTER_ADDR": options.main_process_ip or _LOOPBACK,
+        "MASTER_PORT": str(options.main_process_port or DEFAULT_PORT),
+    }
+    total, here = plan.local_processes * options.max_machines, plan.local_processes
+    hosts = os.path.expanduser(options.mpirun_config["mpirun_hostfile"])
+    if _is_open_mpi(program):
+        places = ["--hostfile", hosts, "-n", str(total), "--npernode", str(here), "--bind-to", "none"]
+        places += [part for name in sorted(variables) for part in ("-x", name)]
+    else:
+        places = ["-f", hosts, "-n", str(total), "-ppn", str(here)]
+    if options.no_python:
+        return [program, *places, script, *args], variables
+    interpreter = [sys.executable, *Invocation.current().options]
+    return [program, *places, *interpreter, *(["-m"] if options.module else []), script, *args], variables
+
+
+def _is_open_mpi(program: str) -> bool:
+    try:
+        shown = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{program} --version failed: {error}. Check that MPI is installed.") from None
+    return "Open MPI" in shown

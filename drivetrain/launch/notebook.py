@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import io
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -14,27 +17,96 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from types import FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 from drivetrain.launch.launcher import LaunchPlan
-from drivetrain.launch.notebook_xla import launch_on_xla, runs_on_xla
 from drivetrain.launch.options import LaunchOptions
-from drivetrain.launch.preloaded import (
-    NotebookError,
-    cloudpickle_module,
-    free_port,
-    refuse_existing_state,
-    refuse_what_a_fork_would_break,
-)
 from drivetrain.launch.report import RankFailure, describe, first_failure
-from drivetrain.launch.script_main import ScriptMain, script_hidden, stop_at_start_of_processes
+from drivetrain.runtime import xla
+from drivetrain.runtime.devices import detect_device_kind, get_device_kind
 from drivetrain.runtime.errors import ConfigurationError, LaunchError, short_tracebacks
-from drivetrain.runtime.state import leave_run
+from drivetrain.runtime.state import PartialState, leave_run
 from drivetrain.runtime.terminal import flush_output
+
+# What starting ranks out of a notebook's process needs
+
+
+_MOST_LINES = 12
+
+
+class NotebookError(LaunchError):
+    """A process failed. A notebook shows the message in 12 lines at most, without the launcher's own frames."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in the cell."""
+        lines = str(self).splitlines()
+        left_out = len(lines) - _MOST_LINES
+        if left_out <= 0:
+            return lines
+        note = f"  ... {left_out + 1} lines are left out: `import sys; print(sys.last_value)` shows all"
+        return [*lines[:2], note, *lines[left_out + 3 :]]
+
+
+def cloudpickle_module() -> Any:
+    """What pickles functions by value, where it is installed, by itself or as a part of joblib; else None."""
+    for name in ("cloudpickle", "joblib.externals.cloudpickle"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    return None
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def refuse_existing_state() -> None:
+    """Raise where this process has taken its place in a run, which a function's processes would inherit.
+
+    Raises:
+        LaunchError: It has.
+    """
+    if PartialState.existing() is not None:
+        raise LaunchError(
+            "An Accelerator, Trainer or PartialState exists in this process already, so its processes could "
+            "not make their own. Restart the kernel, and make it only inside the function given to "
+            "notebook_launcher."
+        )
+
+
+def refuse_what_a_fork_would_break(kind: str) -> None:
+    """Raise where this process cannot be forked into ranks.
+
+    Args:
+        kind: Name of the kind of device that they run on.
+
+    Raises:
+        LaunchError: Something is in the way; the message names it.
+    """
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise LaunchError(
+            "This system has no fork, which starting processes from a notebook needs. Save the training as a file and "
+            "run `drivetrain launch` on it."
+        )
+    if get_device_kind(kind).is_started():
+        raise LaunchError(
+            f"{kind} is in use in this process already, and its state does not survive a fork. Restart the "
+            f"kernel, and touch {kind} only in the processes that are started (inside the function given to "
+            'notebook_launcher, or the hooks of a task), or start new interpreters: start_method="spawn" of '
+            "notebook_launcher, strategy='ddp_spawn' of a Trainer."
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise LaunchError("Processes must be forked from the main thread, where that is safe.")
+
 
 # What goes to a new interpreter, as bytes: by pickle, and where that cannot, by cloudpickle if it is installed
 
@@ -131,25 +203,179 @@ def _reason(value: Any, has_script: bool) -> str:
     return ""
 
 
+# A function on a TPU from a notebook: in this process, which drives all devices, or forked into one for each
+
+
+def runs_on_xla() -> bool:
+    """Whether ranks of this machine run on XLA devices where nothing else is asked for."""
+    return detect_device_kind().drives_all and not os.environ.get("DRIVETRAIN_USE_CPU")
+
+
+def launch_on_xla(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    num_processes: int | None,
+    mixed_precision: str,
+    num_nodes: int,
+) -> None:
+    """Run a function in one process, or in one for each XLA device of this machine.
+
+    The processes are forked by torch_xla, which gives each its device; what is in `args`, such as a model that was made
+    before, is shared with them until they change it.
+
+    Args:
+        function: What each process runs.
+        args: Its arguments.
+        num_processes: 1 for this process, which drives all devices; the number of devices for one each. None for one
+            each, where a device can have a process of its own.
+        mixed_precision: Default number format.
+        num_nodes: Machines; 1.
+
+    Raises:
+        ConfigurationError: Another number of processes or machines.
+        LaunchError: Forking is not possible any more, or a process failed.
+    """
+    if num_nodes > 1:
+        raise ConfigurationError(
+            f"num_nodes={num_nodes}: on TPUs notebook_launcher runs on one host. Start the script on each host "
+            "instead.",
+            code="DT-034",
+        )
+    devices = xla.device_count()
+    apart = xla.has_process_per_device()
+    processes = (devices if apart else 1) if num_processes is None else num_processes
+    plan = LaunchPlan.make(LaunchOptions(num_processes=1, mixed_precision=mixed_precision))
+    if processes == 1:
+        with plan.environment():
+            function(*args)
+        return
+    if xla.runs_on_cpu():
+        raise ConfigurationError(
+            f"num_processes={processes}: XLA on the CPU cannot join several processes; each would train alone and seem "
+            "to work. Give num_processes=1; CPU_NUM_DEVICES=4 gives it four devices.",
+            code="DT-034",
+        )
+    if not apart:
+        raise ConfigurationError(
+            f"num_processes={processes}: on TPUs v2 and v3 a process drives two cores in threads, which share what "
+            "drivetrain keeps for each process. Give num_processes=1, which drives all cores.",
+            code="DT-030",
+        )
+    if processes != devices:
+        raise ConfigurationError(
+            f"num_processes={processes}, but this host has {devices} XLA devices. Allowed: 1, which drives all "
+            f"of them, or {devices}, one for each.",
+            code="DT-030",
+        )
+    refuse_what_a_fork_would_break("xla")
+    variables = {**plan.variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    try:
+        xla.import_torch_xla().launch(_run_xla_rank, args=(function, tuple(args), variables), start_method="fork")
+    except Exception as error:
+        raise LaunchError(f"A process of {devices} failed: {type(error).__name__}: {error}") from error
+
+
+def _run_xla_rank(index: int, function: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str]) -> None:
+    """What each forked process does; its place comes from XLA's runtime, which starts here."""
+    runtime = importlib.import_module("torch_xla.runtime")
+    places = {
+        "RANK": runtime.global_ordinal(),
+        "WORLD_SIZE": runtime.world_size(),
+        "LOCAL_RANK": runtime.local_ordinal(),
+        "LOCAL_WORLD_SIZE": runtime.local_process_count(),
+    }
+    os.environ.update(variables)
+    os.environ.update({name: str(value) for name, value in places.items()})
+    function(*args)
+
+
+# The running script's module in processes that start as new interpreters: imported again, up to what starts them
+
+
+_NAME = "__mp_main__"  # multiprocessing's own, under which both it and pickle find it
+_IMPORTS = "imports_script"
+
+
+class ScriptReached(BaseException):
+    """The script has come to what starts processes, in a process that it has started."""
+
+
+@dataclass(frozen=True)
+class ScriptMain:
+    """Where the code of `__main__` is.
+
+    Attributes:
+        path: Its file.
+        module: Its name, where it was started by `python -m`.
+    """
+
+    path: str
+    module: str | None = None
+
+    @classmethod
+    def here(cls) -> ScriptMain | None:
+        """That of this process; None where there is no file, as in a notebook, or only that of a package's command."""
+        main = sys.modules["__main__"]
+        path, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+        if path is None or not os.path.isfile(path):
+            return None
+        if spec is None:
+            return cls(os.path.abspath(path))
+        return None if spec.name.rpartition(".")[2] == "__main__" else cls(os.path.abspath(path), spec.name)
+
+    def load(self) -> None:
+        """Let the names that the script defines be those of `__main__` here.
+
+        Its top level runs under another name than `"__main__"`, until it comes to what would start processes again.
+        """
+        module = ModuleType(_NAME)
+        module.__file__ = self.path
+        sys.modules["__main__"] = sys.modules[_NAME] = module
+        PartialState.registry()[_IMPORTS] = True
+        try:
+            exec(self._code(module), module.__dict__)
+        except ScriptReached:
+            pass
+        finally:
+            PartialState.registry().pop(_IMPORTS, None)
+
+    def _code(self, module: ModuleType) -> CodeType:
+        if self.module is not None:
+            module.__spec__ = importlib.util.find_spec(self.module)
+            module.__package__ = self.module.rpartition(".")[0]
+        with open(self.path, "rb") as file:
+            return compile(file.read(), self.path, "exec")
+
+
+def stop_at_start_of_processes() -> None:
+    """End the top level of the script here, in a process that imports it for what it defines.
+
+    Raises:
+        ScriptReached: This is such a process.
+    """
+    if PartialState.registry().get(_IMPORTS):
+        raise ScriptReached
+
+
+@contextmanager
+def script_hidden() -> Iterator[None]:
+    """Let multiprocessing not import the script in the processes that the body starts, which do so themselves."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 # The processes that run one function: started, waited for, and ended together
 
 
 _STOP_PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL for the peers of a failed process
 _INTERRUPT_PATIENCE = 30.0  # seconds to end cleanly after an interrupt; another interrupt cuts it short
 _SETTLE = 0.2  # seconds in which a peer's failure may still arrive with an earlier time
+Prepare = tuple[Callable[..., Any], tuple[Any, ...]]
 _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-
-
-def variables_of_processes(plan: LaunchPlan, world_size: int, address: str = "127.0.0.1") -> dict[str, str]:
-    """The environment variables that all processes of this machine have, but for the port that they meet at.
-
-    Args:
-        plan: What runs here.
-        world_size: Processes over all machines.
-        address: Where they meet.
-    """
-    here = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(plan.local_processes), "MASTER_ADDR": address}
-    return {**plan.variables, **here}
 
 
 class InterruptedProcessesError(KeyboardInterrupt):
@@ -165,31 +391,41 @@ class InterruptedProcessesError(KeyboardInterrupt):
 
 
 class Call:
-    """What each process calls."""
+    """What each process calls.
 
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
-        self._function, self._args = function, args
+    Args:
+        function: What each process runs.
+        args: Its arguments.
+        prepare: What it calls before; a function and its arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], prepare: Prepare | None = None) -> None:
+        self._function, self._args, self._prepare = function, args, prepare
 
     def prepare(self) -> None:
         """Get ready, before the process has its place among the others."""
+        if self._prepare is not None:
+            function, args = self._prepare
+            function(*args)
 
     def __call__(self) -> Any:
         return self._function(*self._args)
 
 
-class PickledCall:
-    """The same by value, for a new interpreter, which imports the running script again.
+class PickledCall(Call):
+    """A call by value, for a new interpreter, which imports the running script again.
 
     Args:
         function: What each process runs.
         args: Its arguments.
+        prepare: What it calls before it unpickles them.
 
     Raises:
         LaunchError: They cannot be pickled.
     """
 
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
-        self._script = ScriptMain.here()
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], prepare: Prepare | None = None) -> None:
+        self._script, self._prepare = ScriptMain.here(), prepare
         if self._script is None and function.__module__ == "__main__" and cloudpickle_module() is None:
             raise LaunchError(
                 f"start_method='spawn' needs cloudpickle for {function.__qualname__!r}, which no file defines. Run "
@@ -207,6 +443,7 @@ class PickledCall:
         """Import the script, for what it defines."""
         if self._script is not None:
             self._script.load()
+        super().prepare()
 
     def __call__(self) -> Any:
         function, args = pickle.loads(self._pickled)
@@ -227,7 +464,7 @@ class Processes:
     def __init__(
         self,
         method: str,
-        call: Call | PickledCall,
+        call: Call,
         variables: dict[str, str],
         first_rank: int = 0,
         forwards_signals: bool = False,
@@ -245,7 +482,7 @@ class Processes:
             for local_rank in range(int(variables["LOCAL_WORLD_SIZE"])):
                 self._start(context, call, variables, local_rank)
 
-    def _start(self, context: Any, call: Call | PickledCall, variables: dict[str, str], local_rank: int) -> None:
+    def _start(self, context: Any, call: Call, variables: dict[str, str], local_rank: int) -> None:
         rank = self._first_rank + local_rank
         receiver, sender = context.Pipe(duplex=False)
         own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
@@ -376,7 +613,7 @@ class Processes:
             report.close()
 
 
-def _run_rank(call: Call | PickledCall, variables: dict[str, str], report: Connection, leaves_group: bool) -> None:
+def _run_rank(call: Call, variables: dict[str, str], report: Connection, leaves_group: bool) -> None:
     """What each process does; its failure goes to the parent instead of the screen, and so does what it returns."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if leaves_group:
@@ -440,6 +677,7 @@ def notebook_launcher(
     log_line_prefix_template: str | None = None,
     *,
     start_method: str = "fork",
+    cpu: bool = False,
 ) -> Any:
     """Run a function in several processes and wait for them.
 
@@ -462,6 +700,7 @@ def notebook_launcher(
         log_line_prefix_template: Accepted for Accelerate's sake.
         start_method: `"fork"`, or `"spawn"` for new interpreters, also where a device is in use here
             already. What is spawned gets the function and its arguments by pickle, and sees no other variable.
+        cpu: Run on the CPU, also where there are accelerators.
 
     Returns:
         What the function returned in the first process of this machine, if it can be pickled.
@@ -482,7 +721,7 @@ def notebook_launcher(
         ```
     """
     _check_start(start_method, max_restarts, num_nodes)
-    if runs_on_xla():
+    if not cpu and runs_on_xla():
         launch_on_xla(function, args, num_processes, mixed_precision, num_nodes)
         return None
     if rdzv_endpoint:
@@ -494,29 +733,70 @@ def notebook_launcher(
         machine_rank=node_rank,
         main_process_ip=master_addr,
         main_process_port=_port(use_port, num_nodes),
+        cpu=cpu,
         mixed_precision=mixed_precision,
         max_restarts=max_restarts,
     )
+    return call_in_processes(function, args, options, start_method)
+
+
+def call_in_processes(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    options: LaunchOptions,
+    start_method: str,
+    *,
+    prepare: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
+    takes_over: bool = False,
+) -> Any:
+    """Run a function in the processes of this machine, and wait for them. They end with this process.
+
+    Args:
+        function: What each runs.
+        args: Its arguments; pickled for new interpreters.
+        options: How many processes there are, on how many machines, and how often they are started again.
+        start_method: `"fork"`, or `"spawn"` for new interpreters.
+        prepare: What each calls before it unpickles the function: a function of a module, and its arguments.
+        takes_over: Whether they continue a run that this process has begun: an Accelerator may exist here already, and
+            Ctrl-C, SIGTERM and SIGUSR1 reach each of them once, from here.
+
+    Returns:
+        What the function returned in the first process of this machine.
+
+    Raises:
+        InterruptedProcessesError: Ctrl-C, after which the first process has returned a value.
+        LaunchError: A process failed, or cannot be started; the message holds the first one's traceback.
+        ConfigurationError: There are fewer devices than processes.
+    """
+    stop_at_start_of_processes()
     plan = LaunchPlan.make(options)
-    world_size = plan.local_processes * num_nodes
+    world_size = plan.local_processes * options.max_machines
     if world_size == 1:
         with plan.environment():
             return function(*args)
     if start_method == "fork":
-        refuse_existing_state()
+        if not takes_over:
+            refuse_existing_state()
         refuse_what_a_fork_would_break(plan.kind)
-    variables = variables_of_processes(plan, world_size, master_addr)
-    call = Call(function, args) if start_method == "fork" else PickledCall(function, args)
-    for attempt in range(max_restarts + 1):
+    call = (Call if start_method == "fork" else PickledCall)(function, args, prepare)
+    variables = {
+        **plan.variables,
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(plan.local_processes),
+        "MASTER_ADDR": options.main_process_ip or "127.0.0.1",
+    }
+    for attempt in range(options.max_restarts + 1):
         variables["MASTER_PORT"] = str(options.main_process_port or free_port())
         variables["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+        first_rank = options.machine_rank * plan.local_processes
         try:
-            return Processes(start_method, call, variables, first_rank=node_rank * plan.local_processes).run()
+            return Processes(start_method, call, variables, first_rank, takes_over).run()
         except NotebookError as error:
-            if attempt == max_restarts:
+            if attempt == options.max_restarts:
                 raise
-            print(f"{error}\nStarting all processes again (restart {attempt + 1} of {max_restarts}).", file=sys.stderr)
-    return None
+            again = f"Starting all processes again (restart {attempt + 1} of {options.max_restarts})."
+            print(f"{error}\n{again}", file=sys.stderr)
+    raise AssertionError("unreachable")
 
 
 def _check_start(method: str, restarts: int, machines: int) -> None:
@@ -544,37 +824,3 @@ def _port(given: str | int, machines: int) -> int | None:
             "use_port is 0, but several machines must agree on one. Give the same port on each.", code="DT-033"
         )
     return port
-
-
-# Processes for one function, from a script that stays one process: they end with it, and its value comes back
-
-
-def call_in_processes(
-    function: Callable[..., Any], args: Sequence[Any], num_processes: int, start_method: str, cpu: bool
-) -> Any:
-    """Run a function of a module in several processes of this machine.
-
-    Ctrl-C, SIGTERM and SIGUSR1 reach each of them once. They end with this process, however it ends.
-
-    Args:
-        function: What each runs.
-        args: Its arguments; pickled for new interpreters.
-        num_processes: How many.
-        start_method: `"spawn"` for new interpreters, or `"fork"`.
-        cpu: Run them on the CPU, also where there are accelerators.
-
-    Returns:
-        What it returned in the first process.
-
-    Raises:
-        InterruptedProcessesError: Ctrl-C, after which the first process has returned a value.
-        LaunchError: A process failed, or cannot be started; the message holds the first one's traceback.
-        ConfigurationError: There are fewer devices than processes.
-    """
-    stop_at_start_of_processes()
-    plan = LaunchPlan.make(LaunchOptions(num_processes=num_processes, cpu=cpu))
-    if start_method == "fork":
-        refuse_what_a_fork_would_break(plan.kind)
-    call = Call(function, args) if start_method == "fork" else PickledCall(function, args)
-    variables = {**variables_of_processes(plan, num_processes), "MASTER_PORT": str(free_port())}
-    return Processes(start_method, call, variables, forwards_signals=True).run()

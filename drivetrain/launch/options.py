@@ -1,96 +1,106 @@
-"""What a launch is asked to do: every option, checked at once, under the names of Accelerate's launcher."""
+"""The settings of a launch, each described once, and what a launch is asked to do.
+
+A field of `LaunchOptions`, or an entry of a group, gives a flag of `drivetrain launch` and its help, a key of its file,
+and a variable of its processes. The names are those of Accelerate's launcher.
+"""
 
 from __future__ import annotations
 
 import glob
 import os
 import re
+import shlex
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
-import psutil
-
-from drivetrain.launch.settings.sources import Given, merge, variables_of
-from drivetrain.launch.settings.table import (
-    ALTERNATIVES,
-    GROUPS,
-    LAUNCHERS,
-    MIXED_PRECISIONS,
-    RENDEZVOUS_BACKENDS,
-    SETTINGS,
-    STAND_INS,
+from drivetrain.launch.settings.setting import (
+    DEEPSPEED,
+    DYNAMO,
+    FP8,
+    FSDP,
+    GRADIENT_ACCUMULATION,
+    GRID,
+    MEGATRON,
+    MPI,
+    Group,
+    Setting,
     check_grid,
 )
-from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.environment import COMMAND_VARIABLE, LAUNCHED_VARIABLE
+from drivetrain.runtime.errors import FULL_VARIABLE, ConfigurationError, nearest
 
-HANG_TIMEOUT_VARIABLE = "DRIVETRAIN_HANG_TIMEOUT"
-# Of machines that this launcher starts processes on by itself.
-_NOT_ON_RAY = ("main_process_ip", "hang_timeout", "enable_cpu_affinity", "tee", "log_dir", "tpu", "preload")
 DEFAULT_PORT = 29500  # where machines meet when no port is named, as with torchrun
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+HANG_TIMEOUT_VARIABLE = "DRIVETRAIN_HANG_TIMEOUT"
+MIXED_PRECISIONS = (
+    "no",
+    "fp16",
+    "bf16",
+    "fp8",
+    "32",
+    "64",
+    "16-mixed",
+    "bf16-mixed",
+    "fp16-true",
+    "bf16-true",
+    "16-true",
+    "32-true",
+    "64-true",
+)
+STAND_INS = ("accelerate", "lightning")
+LAUNCHERS = ("elastic", "ray")
+RENDEZVOUS_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
+_NO_SAGEMAKER = (
+    "drivetrain starts no jobs on SageMaker. Run `drivetrain launch` as the entry point of a job, and leave it out."
+)
+_NO_POD = (
+    "drivetrain launch opens no connection to the machines of a pod. Run it on each of them, such as with "
+    '`drivetrain tpu-config --command "drivetrain launch train.py"`, and leave it out here.'
+)
+_NO_PRELOADING = "each process imports everything by itself"
+_OF_A_POD = "it concerns the machines of a pod, on each of which `drivetrain launch` is run by itself"
+_STAND_INS = Path(__file__).parents[1] / "compat" / "stand_ins"
+# Of machines that this launcher starts processes on by itself.
+_NOT_ON_RAY = ("main_process_ip", "hang_timeout", "enable_cpu_affinity", "tee", "log_dir", "tpu")
+
+GROUPS: dict[str, Group] = {group.name: group for group in (FSDP, DEEPSPEED, GRID, MEGATRON, FP8, DYNAMO, MPI)}
+# Of each, one: a stronger source that gives one takes the place of a weaker source's others.
+ALTERNATIVES = (
+    ("use_fsdp", "use_deepspeed", "use_megatron_lm"),
+    ("cpu", "multi_gpu", "tpu"),
+    ("module", "no_python"),
+)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value of a setting.
+
+    Args:
+        value: The value.
+        source: What gave it, such as `"flag --num_processes"`.
+    """
+
+    value: Any
+    source: str
+
+
+def _option(section: str, help: str, kind: str = "text", default: Any = None, **more: Any) -> Any:
+    """Make a field of `LaunchOptions` with its `Setting`."""
+    value = False if kind == "switch" and default is None else default
+    return field(default=value, metadata={"setting": Setting("", help, kind, section, **more)})
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
     """How many processes to start, where, and with which settings.
 
-    Args:
-        num_processes: Processes over all machines together; None starts one per accelerator that is
-            visible, or one where there is none.
-        num_machines: Machines that take part; the same command runs on each. `"1:2"` for at least one and at most
-            two: the run continues when one dies or comes, and `num_processes` counts those of two.
-        machine_rank: Which of them this one is, 0 to `num_machines` - 1.
-        main_process_ip: Address of machine 0; needed for more than one machine, and not read for one.
-        main_process_port: Port on machine 0; a free one (on one machine) or 29500 if None.
-        cpu: Run on the CPU, also where there are accelerators.
-        multi_gpu: Insist on accelerators: refused where there are none.
-        tpu: Insist on a TPU: refused where there is none.
-        gpu_ids: Accelerators to use, such as `"0,2"`; None or `"all"` for all.
-        mixed_precision: Default number format of the run.
-        downcast_bf16: On XLA devices, let `bf16` round 32-bit floats to bfloat16 and compute 64-bit ones in 32 bits.
-        gradient_accumulation_steps: Default number of micro-batches in an optimizer step.
-        use_fsdp: Train with FSDP, unless the script chooses a strategy.
-        use_deepspeed: The same for DeepSpeed.
-        use_parallelism_config: The same for a grid of processes; with `use_fsdp`, over which parameters are sharded.
-        use_megatron_lm: The same for Megatron.
-        fsdp_config: Options of FSDP, by the keys of a configuration file.
-        deepspeed_config: Options of DeepSpeed.
-        parallelism_config: Sizes of the grid.
-        megatron_lm_config: Options of Megatron.
-        fp8_config: The recipe for `"fp8"`.
-        dynamo_config: How prepared models are compiled.
-        mpirun_config: `mpirun_hostfile`: start the processes with mpirun on the hosts of that file.
-        module: The script is a module's name, as in `python -m`.
-        no_python: The script is a program of its own, not Python.
-        stand_in: Framework of which the script and what it imports get drivetrain's own version: `"accelerate"` or
-            `"lightning"`.
-        launcher: Who starts the processes: `"elastic"`, this machine's own launcher, or `"ray"`, the workers of a Ray
-            cluster, which decides where they run.
-        ray_address: That cluster: `"host:port"`, `"auto"` for the one that this machine belongs to, or `"local"` to
-            start one for the run; None is `"auto"`.
-        rdzv_backend: How several machines find each other: `"static"` or `"c10d"` (or torch's `"etcd"`); None is
-            static, or c10d where the number of machines may change.
-        rdzv_conf: Further settings of that, as `"key=value,key=value"`.
-        same_network: Accepted for Accelerate's sake; the rendezvous backend decides how machines meet.
-        preload: Modules that are imported once, in a process from which the others are forked, with commas in between;
-            None for torch, and what the top of the script imports of packages that are known to be safe.
-        no_preload: Each process imports everything by itself.
-        max_restarts: How often all processes are started again after a failure.
-        preemption_grace_period: Seconds that the processes have to save and end after SIGTERM, SIGUSR1 or Ctrl-C,
-            or once one of them has saved and ended.
-        hang_timeout: Seconds without progress after which the run is ended with a report of where each rank waits;
-            0 never. With None it is DRIVETRAIN_HANG_TIMEOUT, and without that a run ends in which a rank waits in a
-            collective for almost as long as the process group's time-out (30 minutes unless the script sets another).
-        monitor_interval: Seconds between two checks of the processes.
-        num_cpu_threads_per_process: Threads of each process; an equal share of the cores if None.
-        enable_cpu_affinity: Give each process of a machine its own equal share of the cores.
-        tee: Which output to write to files as well: `"0"` none, `"1"` stdout, `"2"` stderr, `"3"` both, or by
-            local rank, as in `"0:3,1:1"`; both if None and `log_dir` is given, else none.
-        log_dir: Directory of these files.
-        debug: Show what the launcher decides and torch's own messages, and let the processes compare their calls
-            before each collective and barrier.
-        full_traceback: Show all frames of an error's traceback, also those inside drivetrain.
+    Each argument is the flag of `drivetrain launch` of the same name; `module`, `stand_in` and `tee` are `-m`, `--as`
+    and `-t`. The settings of a group, such as `fsdp_config`, are a mapping with the keys of a configuration file.
 
     Raises:
         ConfigurationError: A value that cannot be, or two that contradict each other.
@@ -103,42 +113,189 @@ class LaunchOptions:
         ```
     """
 
-    num_processes: int | None = None
-    num_machines: int | str = 1
-    machine_rank: int = 0
-    main_process_ip: str | None = None
-    main_process_port: int | None = None
-    cpu: bool = False
-    multi_gpu: bool = False
-    tpu: bool = False
-    gpu_ids: str | None = None
-    mixed_precision: str | None = None
-    downcast_bf16: bool = False
-    gradient_accumulation_steps: int | None = None
-    module: bool = False
-    no_python: bool = False
-    preload: str | None = None
-    no_preload: bool = False
-    stand_in: str | None = None
-    launcher: str = "elastic"
-    ray_address: str | None = None
-    rdzv_backend: str | None = None
-    rdzv_conf: str = ""
-    same_network: bool = True
-    max_restarts: int = 0
-    preemption_grace_period: float = 60.0
-    hang_timeout: float | None = None
-    monitor_interval: float = 0.1
-    num_cpu_threads_per_process: int | None = None
-    enable_cpu_affinity: bool = False
-    tee: str | None = None
-    log_dir: str | None = None
-    debug: bool = False
-    full_traceback: bool = False
-    use_fsdp: bool = False
-    use_deepspeed: bool = False
-    use_parallelism_config: bool = False
-    use_megatron_lm: bool = False
+    num_processes: int | None = _option(
+        "Processes",
+        "Processes over all machines. Default: one per accelerator, or one on the CPU.",
+        "int",
+        variable="DRIVETRAIN_NUM_PROCESSES",
+        of_launcher=True,
+    )
+    num_machines: int | str = _option(
+        "Several machines",
+        "Machines that take part. Default: 1. With 1:2, the run continues when one of two dies or comes.",
+        "text",
+        1,
+        flags=("--nnodes",),
+        metavar="N or MIN:MAX",
+        variable="DRIVETRAIN_NUM_MACHINES",
+        of_launcher=True,
+    )
+    machine_rank: int = _option(
+        "Several machines",
+        "Which one this is, from 0.",
+        "int",
+        0,
+        flags=("--node_rank",),
+        variable="DRIVETRAIN_MACHINE_RANK",
+        of_launcher=True,
+    )
+    main_process_ip: str | None = _option(
+        "Several machines",
+        "Address of machine 0.",
+        flags=("--master_addr",),
+        metavar="ADDRESS",
+        variable="DRIVETRAIN_MAIN_PROCESS_IP",
+        of_launcher=True,
+    )
+    main_process_port: int | None = _option(
+        "Several machines",
+        "Port on machine 0. Default: 29500; a free one where there is one machine.",
+        "int",
+        flags=("--master_port",),
+        variable="DRIVETRAIN_MAIN_PROCESS_PORT",
+        of_launcher=True,
+    )
+    cpu: bool = _option(
+        "Processes",
+        "Run on the CPU, also where there are accelerators.",
+        "switch",
+        keys=("use_cpu",),
+        flags=("--use_cpu",),
+        variable="DRIVETRAIN_USE_CPU",
+        theirs="ACCELERATE_USE_CPU",
+    )
+    multi_gpu: bool = _option("Processes", "Insist on accelerators: an error where there are none.", "switch")
+    tpu: bool = _option("TPU", "Insist on a TPU: an error where there is none.", "switch")
+    gpu_ids: str | None = _option("Processes", 'Accelerators to use, such as "0,2"; "all" for all.', metavar="IDS")
+    mixed_precision: str | None = _option(
+        "Numbers and speed",
+        f"Default number format: {', '.join(MIXED_PRECISIONS)}.",
+        "choice",
+        choices=MIXED_PRECISIONS,
+        metavar="NAME",
+        variable="DRIVETRAIN_MIXED_PRECISION",
+        theirs="ACCELERATE_MIXED_PRECISION",
+    )
+    downcast_bf16: bool = _option(
+        "Numbers and speed",
+        "On XLA devices, let bf16 round 32-bit floats to bfloat16 and compute 64-bit ones in 32 bits.",
+        "switch",
+        variable="DRIVETRAIN_DOWNCAST_BF16",
+    )
+    gradient_accumulation_steps: int | None = field(default=None, metadata={"setting": GRADIENT_ACCUMULATION})
+    module: bool = _option("Script", "SCRIPT is a module's name, as in python -m.", "switch", flags=("-m",))
+    no_python: bool = _option("Script", "SCRIPT is a program of its own, not Python.", "switch")
+    preload: str | None = _option("Script", "Accepted, and will be removed.", metavar="MODULES", inert=_NO_PRELOADING)
+    no_preload: bool = _option("Script", "Accepted, and will be removed.", "switch", inert=_NO_PRELOADING)
+    stand_in: str | None = _option(
+        "Script",
+        f"Give SCRIPT, and what it imports, drivetrain under the name of: {', '.join(STAND_INS)}.",
+        "choice",
+        flags=("--as",),
+        shown="--as",
+        choices=STAND_INS,
+        metavar="PACKAGE",
+    )
+    launcher: str = _option(
+        "Ray",
+        "Who starts the processes: elastic (here, or one launch on each machine; the default), or ray (on the workers "
+        "of a Ray cluster).",
+        "choice",
+        "elastic",
+        choices=LAUNCHERS,
+        metavar="NAME",
+    )
+    ray_address: str | None = _option(
+        "Ray",
+        "The cluster: HOST:PORT, auto for the one that this machine is in, or local to start one here for the run. "
+        "Default: RAY_ADDRESS, or auto.",
+        metavar="ADDRESS",
+        variable="RAY_ADDRESS",
+        of_launcher=True,
+    )
+    rdzv_backend: str | None = _option(
+        "Several machines",
+        f"How machines meet: {', '.join(RENDEZVOUS_BACKENDS)}. Default: static, or c10d with MIN:MAX.",
+        "choice",
+        choices=RENDEZVOUS_BACKENDS,
+        metavar="NAME",
+    )
+    rdzv_conf: str = _option(
+        "Several machines", "Further settings of that, such as timeout=60.", "text", "", metavar="KEY=VALUE,..."
+    )
+    same_network: bool = _option(
+        "Several machines", "Accepted; --rdzv_backend decides how machines meet.", "switch", True
+    )
+    max_restarts: int = _option("Failures and output", "Start all again after a failure. Default: 0.", "int", 0)
+    preemption_grace_period: float = _option(
+        "Failures and output",
+        "Time to save and end after SIGTERM, SIGUSR1 or Ctrl-C. Default: 60.",
+        "float",
+        60.0,
+        metavar="SECONDS",
+    )
+    hang_timeout: float | None = _option(
+        "Failures and output",
+        "End a run in which a rank makes no progress for so long, and report where each waits; 0 never. "
+        "Default: just before the collectives' own time-out.",
+        "float",
+        metavar="SECONDS",
+    )
+    monitor_interval: float = _option(
+        "Failures and output", "Seconds between two checks of the processes. Default: 0.1.", "float", 0.1
+    )
+    num_cpu_threads_per_process: int | None = _option(
+        "Processes", "Threads of each process (OMP_NUM_THREADS). Default: an equal share of the cores.", "int"
+    )
+    enable_cpu_affinity: bool = _option("Processes", "Bind each process to its own equal share of the cores.", "switch")
+    tee: str | None = _option(
+        "Failures and output",
+        "Which: 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:1. Default: 3 with --log_dir.",
+        flags=("-t",),
+        metavar="WHICH",
+    )
+    log_dir: str | None = _option(
+        "Failures and output", "Write each rank's output to files there as well.", metavar="DIRECTORY"
+    )
+    debug: bool = _option(
+        "Failures and output",
+        "Show what is decided, and compare the calls of all processes before each collective and barrier.",
+        "switch",
+    )
+    full_traceback: bool = _option(
+        "Failures and output",
+        "Show all frames of an error's traceback, also those inside drivetrain.",
+        "switch",
+        variable=FULL_VARIABLE,
+    )
+    use_fsdp: bool = _option(
+        "Strategy",
+        "Shard parameters, gradients and optimizer state over the processes.",
+        "switch",
+        variable="DRIVETRAIN_USE_FSDP",
+        theirs="ACCELERATE_USE_FSDP",
+    )
+    use_deepspeed: bool = _option(
+        "Strategy",
+        "Train with DeepSpeed.",
+        "switch",
+        variable="DRIVETRAIN_USE_DEEPSPEED",
+        theirs="ACCELERATE_USE_DEEPSPEED",
+    )
+    use_parallelism_config: bool = _option(
+        "Strategy",
+        "Arrange the processes in a grid: tensor and context parallelism.",
+        "switch",
+        variable="DRIVETRAIN_USE_PARALLELISM_CONFIG",
+        theirs="ACCELERATE_USE_PARALLELISM_CONFIG",
+    )
+    use_megatron_lm: bool = _option(
+        "Strategy",
+        "Train with Megatron.",
+        "switch",
+        variable="DRIVETRAIN_USE_MEGATRON_LM",
+        theirs="ACCELERATE_USE_MEGATRON_LM",
+    )
     fsdp_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     deepspeed_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     parallelism_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -146,14 +303,49 @@ class LaunchOptions:
     fp8_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     dynamo_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     mpirun_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    # of num_machines
+    min_machines: int = field(init=False, repr=False, compare=False)
+    max_machines: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._check_groups()
-        self._check_counts()
+        if self.preload is not None or self.no_preload:
+            from drivetrain.runtime.errors import warn_ignored
+
+            hint = "Each process imports everything by itself."
+            warn_ignored("launch", "preload", self.preload, hint, since="0.1.0", removed_in="0.3.0")
+            warn_ignored("launch", "no_preload", self.no_preload or None, hint, since="0.1.0", removed_in="0.3.0")
+        for setting in TOP:
+            if setting.choices:
+                where = f"{setting.name} ({setting.shown})" if setting.shown else setting.name
+                object.__setattr__(self, setting.name, setting.parse(getattr(self, setting.name), where))
+        for name, group in GROUPS.items():
+            keys, values = group.keys(), {}
+            for key, value in getattr(self, name).items():
+                if key not in keys:
+                    raise ConfigurationError(
+                        f"Unknown key {key!r} in {name}. Allowed: {', '.join(sorted(keys))}.{nearest(str(key), keys)}",
+                        code="DT-006",
+                    )
+                parsed = keys[key].parse(value, f"{key} in {name}")
+                if parsed is not None:
+                    values[keys[key].name] = parsed
+            object.__setattr__(self, name, values)
+        check_grid(dict(self.parallelism_config), "parallelism_config_sp_size")
+        for names in ALTERNATIVES:
+            asked = [name for name in names if getattr(self, name)]
+            if len(asked) > 1:
+                raise ConfigurationError(
+                    f"{' and '.join(asked)} contradict each other. Give one of them.", code="DT-004"
+                )
+        if self.use_parallelism_config and (self.use_deepspeed or self.use_megatron_lm):
+            other = "use_deepspeed" if self.use_deepspeed else "use_megatron_lm"
+            raise ConfigurationError(
+                f"use_parallelism_config and {other} contradict each other: a grid goes with use_fsdp. Give one.",
+                code="DT-004",
+            )
+        self._check_values()
         self._check_machines()
         self._check_devices()
-        self._check_choices()
-        self._check_ray()
 
     @classmethod
     def from_sources(cls, *sources: Mapping[str, Any]) -> LaunchOptions:
@@ -199,14 +391,20 @@ class LaunchOptions:
             value = getattr(self, each.name)
             if each.name in GROUPS:
                 found.update(value)
-            elif value != each.default:
+            elif each.metadata and value != each.default:
                 found[each.name] = value
         return found
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables through which the options reach the processes."""
-        variables = variables_of(self.values)
+        """The environment variables of a run that depend on no machine: settings, and what the script imports."""
+        variables = {LAUNCHED_VARIABLE: "1", COMMAND_VARIABLE: shlex.join(sys.orig_argv), **variables_of(self.values)}
+        if self.debug:
+            variables["DRIVETRAIN_DEBUG"] = "1"
+        if self.stand_in is not None:
+            # Found before the original by every Python that a rank is or starts, also by one that is not ours.
+            paths = [str(_STAND_INS / self.stand_in), os.environ.get("PYTHONPATH", "")]
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         for names in ALTERNATIVES:
             if any(getattr(self, name) for name in names):
                 # What the environment asks for otherwise would reach the processes too.
@@ -215,12 +413,17 @@ class LaunchOptions:
         return variables
 
     def check_script(self, script: str) -> None:
-        """Refuse a script or program that is not there. A module is looked for by the ranks, as `python -m` does.
+        """Refuse a script, a program or a file of settings that is not there. Ranks look for a module themselves.
 
         Raises:
             ConfigurationError: It is not there.
         """
-        self._check_files()
+        for name in ("deepspeed_config_file", "mpirun_hostfile"):
+            file = self.values.get(name)
+            if file is not None and not os.path.isfile(os.path.expanduser(file)):
+                raise ConfigurationError(
+                    f"{name} is {file!r}, but there is no such file. Give its path.", code="DT-010"
+                )
         if self.module:
             return
         if self.no_python:
@@ -237,30 +440,6 @@ class LaunchOptions:
                 "Give the path of a Python file (or a module's name with -m).",
                 code="DT-035",
             )
-
-    def _check_files(self) -> None:
-        """Refuse files that are named but are not there."""
-        for name in ("deepspeed_config_file", "mpirun_hostfile"):
-            file = self.values.get(name)
-            if file is not None and not os.path.isfile(os.path.expanduser(file)):
-                raise ConfigurationError(
-                    f"{name} is {file!r}, but there is no such file. Give its path.", code="DT-010"
-                )
-
-    @property
-    def min_machines(self) -> int:
-        """Machines that are needed."""
-        return self._machine_range()[0]
-
-    @property
-    def max_machines(self) -> int:
-        """Machines that can take part."""
-        return self._machine_range()[1]
-
-    @property
-    def rendezvous_backend(self) -> str:
-        """How machines find each other."""
-        return self.rdzv_backend or ("static" if self.min_machines == self.max_machines else "c10d")
 
     @property
     def compares_calls(self) -> bool:
@@ -288,17 +467,6 @@ class LaunchOptions:
             )
         return limit
 
-    def _machine_range(self) -> tuple[int, int]:
-        if isinstance(self.num_machines, int):
-            return self.num_machines, self.num_machines
-        numbers = self.num_machines.split(":")
-        if len(numbers) > 2 or not all(number.strip().isdigit() for number in numbers):
-            raise ConfigurationError(
-                f'num_machines is {self.num_machines!r}, but must be a number, or "least:most", such as "1:2".',
-                code="DT-007",
-            )
-        return int(numbers[0]), int(numbers[-1])
-
     @property
     def rendezvous_settings(self) -> dict[str, str]:
         """`rdzv_conf` taken apart."""
@@ -312,35 +480,7 @@ class LaunchOptions:
             return None
         return tuple(part.strip() for part in self.gpu_ids.strip().removesuffix(",").split(","))  # "0," is one
 
-    def _check_groups(self) -> None:
-        """Check the values of each group, and bring them to the names of their settings."""
-        for name, group in GROUPS.items():
-            keys, values = group.keys(), {}
-            for key, value in getattr(self, name).items():
-                if key not in keys:
-                    raise ConfigurationError(
-                        f"Unknown key {key!r} in {name}. Allowed: {', '.join(sorted(keys))}.{nearest(str(key), keys)}",
-                        code="DT-006",
-                    )
-                parsed = keys[key].parse(value, f"{key} in {name}")
-                if parsed is not None:
-                    values[keys[key].name] = parsed
-            object.__setattr__(self, name, values)
-        check_grid(dict(self.parallelism_config), "parallelism_config_sp_size")
-        for names in ALTERNATIVES:
-            asked = [name for name in names if getattr(self, name)]
-            if len(asked) > 1:
-                raise ConfigurationError(
-                    f"{' and '.join(asked)} contradict each other. Give one of them.", code="DT-004"
-                )
-        if self.use_parallelism_config and (self.use_deepspeed or self.use_megatron_lm):
-            other = "use_deepspeed" if self.use_deepspeed else "use_megatron_lm"
-            raise ConfigurationError(
-                f"use_parallelism_config and {other} contradict each other: a grid goes with use_fsdp. Give one.",
-                code="DT-004",
-            )
-
-    def _check_counts(self) -> None:
+    def _check_values(self) -> None:
         minimums = {
             "num_processes": 1,
             "gradient_accumulation_steps": 1,
@@ -351,11 +491,8 @@ class LaunchOptions:
         for name, minimum in minimums.items():
             value = getattr(self, name)
             if value is not None and value < minimum:
-                hint = (
-                    " Leave it out for one process per accelerator (or one on the CPU)."
-                    if name == "num_processes"
-                    else ""
-                )
+                of_processes = " Leave it out for one process per accelerator (or one on the CPU)."
+                hint = of_processes if name == "num_processes" else ""
                 raise ConfigurationError(f"{name} is {value}, but must be at least {minimum}.{hint}", code="DT-002")
         for name in ("monitor_interval", "preemption_grace_period"):
             if getattr(self, name) <= 0:
@@ -366,9 +503,28 @@ class LaunchOptions:
             raise ConfigurationError(
                 f"hang_timeout is {self.hang_timeout}, but must be at least 0 seconds; 0 is no limit.", code="DT-002"
             )
+        if any("=" not in pair for pair in self.rdzv_conf.split(",") if pair.strip()):
+            raise ConfigurationError(
+                f'rdzv_conf is {self.rdzv_conf!r}, but must be "key=value,key=value", such as "timeout=60".',
+                code="DT-007",
+            )
+        if self.tee is not None and not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", self.tee):
+            raise ConfigurationError(
+                f"tee is {self.tee!r}, but must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), "
+                'or these by local rank, such as "0:3,1:1".',
+                code="DT-007",
+            )
 
     def _check_machines(self) -> None:
-        least, most = self.min_machines, self.max_machines
+        numbers = str(self.num_machines).split(":")
+        if len(numbers) > 2 or not all(number.strip().removeprefix("-").isdigit() for number in numbers):
+            raise ConfigurationError(
+                f'num_machines is {self.num_machines!r}, but must be a number, or "least:most", such as "1:2".',
+                code="DT-007",
+            )
+        least, most = int(numbers[0]), int(numbers[-1])
+        object.__setattr__(self, "min_machines", least)
+        object.__setattr__(self, "max_machines", most)
         if least < 1:
             raise ConfigurationError(f"num_machines is {self.num_machines}, but must be at least 1.", code="DT-002")
         if most < least:
@@ -411,6 +567,18 @@ class LaunchOptions:
             )
 
     def _check_devices(self) -> None:
+        if self.launcher == "ray":
+            own = {each.name: each.default for each in fields(self)}
+            unused = [name for name in _NOT_ON_RAY if getattr(self, name) != own[name]]
+            unused += ["gpu_ids"] if self.device_ids is not None else []
+            unused += ["num_machines"] if self.max_machines > 1 else []
+            unused += ["mpirun_hostfile"] if self.mpirun_config else []
+            if unused:
+                raise ConfigurationError(
+                    f"{unused[0]} is {self.values[unused[0]]!r}, which has no effect with launcher='ray': Ray decides "
+                    "which machines and devices the processes get. Leave one of the two out.",
+                    code="DT-005",
+                )
         asked = "gpu_ids" if self.gpu_ids is not None else "multi_gpu" if self.multi_gpu else None
         if self.cpu and asked is not None:
             raise ConfigurationError(f"cpu and {asked} contradict each other. Give one of them.", code="DT-004")
@@ -428,78 +596,113 @@ class LaunchOptions:
                 code="DT-018",
             )
 
-    def _check_choices(self) -> None:
-        self._check_choice("mixed_precision", self.mixed_precision, MIXED_PRECISIONS)
-        self._check_choice("stand_in (--as)", self.stand_in, STAND_INS)
-        self._check_choice("launcher", self.launcher, LAUNCHERS)
-        self._check_choice("rdzv_backend", self.rdzv_backend, RENDEZVOUS_BACKENDS)
-        if any("=" not in pair for pair in self.rdzv_conf.split(",") if pair.strip()):
-            raise ConfigurationError(
-                f'rdzv_conf is {self.rdzv_conf!r}, but must be "key=value,key=value", such as "timeout=60".',
-                code="DT-007",
-            )
-        if self.tee is not None and not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", self.tee):
-            raise ConfigurationError(
-                f"tee is {self.tee!r}, but must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), "
-                'or these by local rank, such as "0:3,1:1".',
-                code="DT-007",
-            )
 
-    def _check_ray(self) -> None:
-        """Refuse what another launcher decides."""
-        if self.launcher != "ray":
-            return
-        own = {each.name: each.default for each in fields(self)}
-        asked = [name for name in _NOT_ON_RAY if getattr(self, name) != own[name]]
-        asked += ["gpu_ids"] if self.device_ids is not None else []
-        asked += ["num_machines"] if self.max_machines > 1 else []
-        asked += ["mpirun_hostfile"] if self.mpirun_config else []
-        if asked:
-            raise ConfigurationError(
-                f"{asked[0]} is {self.values[asked[0]]!r}, which has no effect with launcher='ray': Ray decides which "
-                "machines and devices the processes get. Leave one of the two out.",
-                code="DT-005",
-            )
+# Of other launchers, or what only the launcher reads: flags and keys without a field.
+_WITHOUT_FIELD = (
+    Setting(
+        "rdzv_endpoint",
+        "The same as --main_process_ip and --main_process_port in one.",
+        "text",
+        "Several machines",
+        metavar="ADDRESS:PORT",
+    ),
+    Setting(
+        "quiet",
+        "Accepted: only the traceback of the rank that failed first is shown.",
+        "switch",
+        "Failures and output",
+        flags=("-q",),
+        inert="only the traceback of the rank that failed first is shown",
+    ),
+    Setting("role", "Accepted.", "text", "Failures and output", inert="ranks are named by their number"),
+    Setting(
+        "main_training_function",
+        "Accepted: the script runs from its top.",
+        "text",
+        "TPU",
+        inert="the script runs from its top",
+    ),
+    Setting(
+        "tpu_use_cluster",
+        "A pod: run `drivetrain launch` on each machine.",
+        "switch",
+        "TPU",
+        flags=("--tpu_cluster",),
+        refused=_NO_POD,
+    ),
+    Setting("no_tpu_cluster", "Accepted.", "switch", "TPU", inert="there is no other way"),
+    Setting("tpu_use_sudo", "Accepted.", "switch", "TPU", inert=_OF_A_POD),
+    Setting("tpu_name", "Accepted.", "text", "TPU", metavar="NAME", inert=_OF_A_POD),
+    Setting("tpu_zone", "Accepted.", "text", "TPU", metavar="NAME", inert=_OF_A_POD),
+    Setting("tpu_vm", "Accepted.", "words", "TPU", flags=("--vm",), metavar="NAMES", inert=_OF_A_POD),
+    Setting("tpu_env", "Accepted.", "words", "TPU", flags=("--env",), metavar="NAME=VALUE", inert=_OF_A_POD),
+    Setting("command_file", "Accepted.", "text", "TPU", metavar="FILE", inert=_OF_A_POD),
+    Setting("commands", "Accepted.", "words", "TPU", inert=_OF_A_POD),
+    Setting("aws_access_key_id", "SageMaker: not here.", "text", "SageMaker", refused=_NO_SAGEMAKER),
+    Setting("aws_secret_access_key", "SageMaker: not here.", "text", "SageMaker", refused=_NO_SAGEMAKER),
+)
+_SECTIONS = (
+    "Script",
+    "Processes",
+    "Numbers and speed",
+    "Strategy",
+    "Ray",
+    "Several machines",
+    "Failures and output",
+    "TPU",
+    "SageMaker",
+)
+TOP = tuple(
+    sorted(
+        (
+            *(replace(each.metadata["setting"], name=each.name) for each in fields(LaunchOptions) if each.metadata),
+            *_WITHOUT_FIELD,
+        ),
+        key=lambda setting: _SECTIONS.index(setting.section),
+    )
+)
+# All settings by name, in the order of the help.
+SETTINGS: dict[str, Setting] = {
+    setting.name: setting for setting in (*TOP, *(each for group in GROUPS.values() for each in group.settings))
+}
 
-    @staticmethod
-    def _check_choice(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
-        if value is not None and value not in allowed:
-            raise ConfigurationError(
-                f"{name} is {value!r}, but must be one of {', '.join(allowed)}.{nearest(value, allowed)}", code="DT-001"
-            )
+
+def merge(sources: Iterable[Mapping[str, Given]]) -> dict[str, Given]:
+    """Merge sources, the strongest first.
+
+    Raises:
+        ConfigurationError: There is no setting of some name.
+    """
+    merged: dict[str, Given] = {}
+    for source in sources:
+        chosen = {name for name, given in merged.items() if given.value}
+        taken = {other for names in ALTERNATIVES if chosen & {*names} for other in names}
+        taken |= {"gpu_ids"} if "cpu" in chosen else {"cpu"} if "gpu_ids" in chosen else set()
+        for name, given in source.items():
+            if name not in SETTINGS:
+                raise ConfigurationError(
+                    f"There is no launch option {name!r}.{nearest(name, SETTINGS)} "
+                    f"Allowed: {', '.join(sorted(SETTINGS))}.",
+                    code="DT-006",
+                )
+            if given.value is not None and name not in taken:
+                merged.setdefault(name, given)
+    return merged
 
 
-# The cores of this machine, and each process's share of them. Imports no torch
-
-
-THREADS_VARIABLE = "OMP_NUM_THREADS"
-
-
-def available_cores() -> int:
-    """Physical cores that this process may use, within its affinity mask and its container's quota."""
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = min(cores, len(os.sched_getaffinity(0)))
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass
-    return cores
-
-
-def threads_per_process(options: LaunchOptions, local_processes: int) -> int | None:
-    """Threads that each process is given; None where the environment sets it, or it takes every core.
+def variables_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """The environment variables through which settings reach the processes.
 
     Args:
-        options: What was asked for.
-        local_processes: Processes on this machine.
+        values: Values by name of setting; of a group whose switch is off, none is passed on.
     """
-    if options.num_cpu_threads_per_process is not None:
-        return options.num_cpu_threads_per_process
-    if THREADS_VARIABLE in os.environ or local_processes == 1:
-        return None
-    # Torch takes every core for each process, which is far slower than an equal share.
-    return max(1, available_cores() // local_processes)
+    variables = {}
+    for name, value in values.items():
+        setting = SETTINGS[name]
+        switch = GROUPS[setting.group].switch if setting.group else ""
+        if value is None or setting.variable is None or setting.of_launcher or setting.inert:
+            continue
+        if (switch and not values.get(switch)) or (setting.kind == "switch" and not value):
+            continue
+        variables[setting.variable] = setting.text(value)
+    return variables

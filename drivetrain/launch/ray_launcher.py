@@ -18,9 +18,19 @@ from typing import IO, Any
 
 from drivetrain.launch.agent import EXIT_PATIENCE, FORWARDED_SIGNALS, STOP_PATIENCE, LocalRanks
 from drivetrain.launch.interpreter import Invocation
-from drivetrain.launch.messages import announce, announce_restart, exit_code_after, resumable, variables_of_run, write
 from drivetrain.launch.options import THREADS_VARIABLE, LaunchOptions
-from drivetrain.launch.report import ERROR_FILE_VARIABLE, RankFailure, describe, first_failure
+from drivetrain.launch.report import (
+    ERROR_FILE_VARIABLE,
+    INTERRUPTED,
+    RankFailure,
+    announce,
+    announce_restart,
+    describe,
+    exit_code_after,
+    first_failure,
+    resumable,
+    write,
+)
 from drivetrain.runtime.errors import DeviceNotAvailableError, LaunchError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 
@@ -586,7 +596,7 @@ class RayRanks:
         for rank in self.alive():
             self._workers[rank].forward.remote(int(signals[0]))
         if signals[0] == signal.SIGINT:
-            announce("interrupted: the processes are ending; Ctrl-C again kills them.")
+            announce(INTERRUPTED)
         self.wait(options.preemption_grace_period, until=lambda: len(signals) > 1 or self._crashed())
         if len(signals) == 1 and not self._crashed():
             # Those that have recorded how they end have saved, and only their interpreters are left to end.
@@ -621,7 +631,7 @@ def _start(
     meeting = {"MASTER_ADDR": places[0].host if several else _LOOPBACK, "MASTER_PORT": str(port[0])}
     shared = {
         **variables_to_pass_on(os.environ),
-        **variables_of_run(options),
+        **options.variables,
         **meeting,
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
     }

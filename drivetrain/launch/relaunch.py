@@ -40,40 +40,27 @@ def relaunch_script(num_processes: int, cpu: bool = False) -> NoReturn:
                 relaunch_script(num_processes=2, cpu=True)
         ```
     """
-    from drivetrain.launch.options import LaunchOptions  # here: every Trainer imports this module, and few relaunch
-
-    options = LaunchOptions(num_processes=num_processes, cpu=cpu)
     invocation = Invocation.current()
-    _refuse_without_script(invocation, num_processes)
-    from drivetrain.launch.launcher import launch_script
+    if (where := _why_not(invocation)) is not None:
+        raise LaunchError(
+            f"{num_processes} processes were asked for, but {where}, so there is no script that could be run "
+            "again in each of them. In a notebook or an interactive session, put the training into a function "
+            f"and call `notebook_launcher(function, num_processes={num_processes})` from drivetrain.launch. "
+            "Otherwise save it as a file and run "
+            f"`drivetrain launch --num_processes {num_processes} file.py`."
+        )
+    from drivetrain.launch.launcher import launch_script  # here: every Trainer imports this module, and few relaunch
+    from drivetrain.launch.options import LaunchOptions
 
-    if invocation.kind == "module":
-        options = LaunchOptions(num_processes=num_processes, cpu=cpu, module=True)
-        sys.exit(launch_script(options, invocation.target, invocation.arguments))
-    sys.exit(launch_script(options, _script_path(invocation.target), invocation.arguments))
-
-
-def _script_path(given: str) -> str:
-    """The path as given, so that `sys.argv` stays the same; in full if the directory has changed since."""
-    if os.path.exists(given):
-        return given
-    return str(getattr(sys.modules["__main__"], "__file__", given))
-
-
-def _refuse_without_script(invocation: Invocation, num_processes: int) -> None:
-    where = _why_not(invocation)
-    if where is None:
-        return
-    raise LaunchError(
-        f"{num_processes} processes were asked for, but {where}, so there is no script that could be run "
-        "again in each of them. In a notebook or an interactive session, put the training into a function "
-        f"and call `notebook_launcher(function, num_processes={num_processes})` from drivetrain.launch. "
-        "Otherwise save it as a file and run "
-        f"`drivetrain launch --num_processes {num_processes} file.py`."
-    )
+    options = LaunchOptions(num_processes=num_processes, cpu=cpu, module=invocation.kind == "module")
+    target = invocation.target
+    if not options.module and not os.path.exists(target):  # the directory has changed since
+        target = str(getattr(sys.modules["__main__"], "__file__", target))
+    sys.exit(launch_script(options, target, invocation.arguments))
 
 
 def _why_not(invocation: Invocation) -> str | None:
+    """Return why there is no script to run again; None if there is one."""
     if multiprocessing.parent_process() is not None:
         return "this is a child process that another Python process started"
     if "PYTEST_CURRENT_TEST" in os.environ:

@@ -12,14 +12,19 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 
 from drivetrain.runtime.errors import in_package, in_torch, is_library, shown_path
+from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.heartbeat import ERROR_FILE_VARIABLE as ERROR_FILE_VARIABLE
+from drivetrain.runtime.terminal import flush_output, print_text
 
+INTERRUPTED = "interrupted: the processes are ending; Ctrl-C again kills them."
+LOST_AFTER = 30.0  # seconds without a sign of life after which a machine counts as gone
 _OWN_FIELDS = "drivetrain"
 
 _LIKELY_CAUSES = {
@@ -157,11 +162,12 @@ def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: b
     then = f" {then}" if then else stopped if peers else ""
     where = f"pid {failure.pid} on {failure.host or socket.gethostname()}"
     if failure.exit_code < 0:
-        name = _signal_name(-failure.exit_code)
+        number = -failure.exit_code
+        name = next((each.name for each in signal.Signals if each == number), "unknown")
         cause = _LIKELY_CAUSES.get(name, "") if advise else ""
         if cause and name == "SIGABRT" and peers and not debug:
             cause = f"{cause}\n{COMPARE_CALLS}"
-        line = f"rank {failure.rank} ({where}) was killed by signal {-failure.exit_code} ({name}).{then}"
+        line = f"rank {failure.rank} ({where}) was killed by signal {number} ({name}).{then}"
         return f"drivetrain: {line}\n{cause}".rstrip()
     if failure.status == 128 + signal.SIGINT and not failure.text:
         return f"drivetrain: rank {failure.rank} ({where}) was interrupted (KeyboardInterrupt).{then}"
@@ -169,11 +175,74 @@ def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: b
     return f"{line}\n{failure.text}".rstrip()
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
+def write(text: str) -> None:
+    """Write to stderr, after what has been written to stdout."""
+    flush_output()
+    print_text(text, file=sys.stderr)
+
+
+def announce(text: str) -> None:
+    """Write a line in drivetrain's name."""
+    write(text if text.startswith("drivetrain: ") else f"drivetrain: {text}")
+
+
+def resumable(what: str = "the run was preempted and has saved its state") -> int:
+    """Explain that the run can be resumed; the exit code that means so."""
+    announce(f"{what}: start it again to resume (exit code {RESUME_EXIT_CODE}).")
+    return RESUME_EXIT_CODE
+
+
+def announce_restart(failure: RankFailure | None, world_size: int, number: int, most: int) -> None:
+    """Write why all processes start again, in one line, and the traceback where there is one.
+
+    Args:
+        failure: The first failure of the attempt that has ended; None where a machine is gone.
+        world_size: Processes of the run.
+        number: Which restart this is; 0 for one that does not count.
+        most: How many there may be.
+    """
+    count = f" (restart {number} of {most})" if number else ""
+    then = f"Starting all processes again{count}."
+    if failure is None:
+        announce(f"a machine gave no sign of life for {LOST_AFTER:g} s. {then}")
+    elif failure.exit_code == RESUME_EXIT_CODE:
+        announce(f"the run was preempted and has saved its state. {then}")
+    else:
+        write(describe(failure, world_size, then=then, advise=False))
+
+
+def exit_code_after(
+    received: signal.Signals,
+    *,
+    overdue: Sequence[int],
+    grace_period: float,
+    preempted: bool,
+    succeeded: bool,
+    described: str,
+) -> int:
+    """Explain how a run ended after a signal was passed on to its ranks; the exit code for it.
+
+    Args:
+        received: The signal.
+        overdue: Ranks that had to be killed.
+        grace_period: Seconds that they had.
+        preempted: Whether they have saved, so that the run can be resumed.
+        succeeded: Whether all were through before they had to stop.
+        described: The failure to show; empty where there is none.
+    """
+    if overdue:
+        ranks = ", ".join(str(rank) for rank in overdue)
+        announce(
+            f"{grace_period:g} s after {received.name}, rank {ranks} had not ended and was killed. Give more time with "
+            "--preemption_grace_period."
+        )
+    if preempted:
+        return resumable()
+    if received == signal.SIGUSR1 and succeeded:
+        return 0
+    if described:
+        write(described)
+    return 128 + received
 
 
 # The stack that a rank writes when its launcher asks, and what can be read from it: the collective and the line

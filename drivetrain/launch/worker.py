@@ -19,7 +19,6 @@ import signal
 import sys
 import traceback
 import zipfile
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
@@ -40,25 +39,12 @@ def main() -> int:
     Returns:
         The exit code.
     """
-    # Registered before the script has registered anything, so it runs after all of the script's exit handlers.
-    atexit.register(leave_process_group, [os.getpid()])
-    return run_rank(*sys.argv[1:])
-
-
-def run_rank(kind: str, target: str, *arguments: str) -> int:
-    """Prepare this process as plain Python would, and run a script or module as its main program.
-
-    Args:
-        kind: `"script"` or `"module"`.
-        target: Its path or name.
-        *arguments: Its arguments.
-
-    Returns:
-        The exit code.
-    """
+    kind, target, *arguments = sys.argv[1:]
     rank_process = os.getpid()
+    # Registered before the script has registered anything, so it runs after all of the script's exit handlers.
+    atexit.register(_leave_process_group, rank_process)
     if os.environ.get(ERROR_FILE_VARIABLE):
-        end_with_parent()
+        _end_with_parent()
     _take_share_of_cores()
     for stream in (sys.stdout, sys.stderr):
         # Whole lines at once, also into a pipe (and under PYTHONUNBUFFERED, which would write the parts of a line one
@@ -92,7 +78,7 @@ def run_script(path: str) -> None:
     handlers that outlive it, and processes that these start, still find the right `__main__`.
     """
     container = os.path.isdir(path) or zipfile.is_zipfile(path)
-    if not _safe_path():
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):  # the user's `-P` and `-I` ask for neither
         # `-m` had put the working directory first; runpy puts a directory or archive there itself.
         sys.path[0:1] = [] if container else [os.path.dirname(os.path.realpath(path))]
     if container or path.endswith(".pyc"):
@@ -132,11 +118,6 @@ def _run_as_main(code: CodeType, path: str | None, loader: Any, spec: ModuleSpec
     )
     sys.modules["__main__"] = main_module
     exec(code, main_module.__dict__)
-
-
-def _safe_path() -> bool:
-    """Whether the user asked (`-P`, `-I`) that no directory be put before the module path."""
-    return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
 
 
 def _exit_code(stop: SystemExit, *, report: bool) -> int:
@@ -190,8 +171,8 @@ def _let_go(error: BaseException) -> None:
         chain = chain.__cause__ or chain.__context__
 
 
-def leave_process_group(rank_process: Sequence[int]) -> None:
-    """Destroy a process group that the script has left behind, after all that may use it.
+def _leave_process_group(rank_process: int) -> None:
+    """Destroy a process group that the script has left behind, after all that may use it, and free what holds one.
 
     Otherwise the interpreter ends with gloo's threads alive, which aborts the process in one run of two where a DDP
     model lives at the script's top level (seen with torch 2.13): the run would fail after it had succeeded.
@@ -200,22 +181,26 @@ def leave_process_group(rank_process: Sequence[int]) -> None:
         rank_process: The id of the process that is the rank; nothing is done in another, such as one that it forks.
     """
     distributed = sys.modules.get("torch.distributed")
-    if os.getpid() not in rank_process or distributed is None:
+    if os.getpid() != rank_process or distributed is None or not distributed.is_available():
         return
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
+    joined = distributed.is_initialized()
+    ddp = sys.modules["torch"].nn.parallel.DistributedDataParallel
     script = vars(sys.modules["__main__"])
-    for name in [name for name in script if not name.startswith("__")]:
+    names = [name for name in script if not name.startswith("__")]
+    held = [name for name in names if joined or issubclass(type(script[name]), ddp)]
+    for name in held:
         del script[name]
-    gc.collect()
-    distributed.destroy_process_group()
+    if held:
+        gc.collect()
+    if joined:
+        distributed.destroy_process_group()
 
 
 def _is_ours(filename: str) -> bool:
     return filename in (__file__, runpy.__file__) or filename.startswith("<frozen ")
 
 
-def end_with_parent() -> None:
+def _end_with_parent() -> None:
     """Let the kernel end this process if its parent is killed, so that no rank keeps a device without a run.
 
     The launcher starts ranks in sessions of their own, where nothing else would end them. Linux only.

@@ -7,7 +7,7 @@ then takes over where that of the first process is, and gives its task the weigh
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,15 @@ import torch
 
 from drivetrain.callbacks import Callback, ModelCheckpoint
 from drivetrain.callbacks.base import Stage
-from drivetrain.launch.notebook import InterruptedProcessesError, call_in_processes, sent, what_cannot_be_sent
-from drivetrain.launch.script_main import ScriptMain, stop_at_start_of_processes
+from drivetrain.launch.notebook import (
+    InterruptedProcessesError,
+    ScriptMain,
+    call_in_processes,
+    sent,
+    stop_at_start_of_processes,
+    what_cannot_be_sent,
+)
+from drivetrain.launch.options import LaunchOptions
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.seeds import RandomState, recorded_seed, set_seed
 from drivetrain.runtime.state import forget_process
@@ -32,8 +39,6 @@ if TYPE_CHECKING:
     from drivetrain.runtime.timing import Timing
     from drivetrain.trainer.trainer import Trainer
     from drivetrain.trainer.tuning.tuner import Advice
-
-Preparation = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 @dataclass
@@ -234,11 +239,16 @@ def run_spawned(trainer: Trainer, stage: Stage, model: Task | None, given: dict[
     trainer.task_run.attach(task, data, stage, {})
     if stage is Stage.TRAIN:
         trainer.control.begin()
-    arguments = (trainer.prepares_processes, packed)
+    options = LaunchOptions(num_processes=spawning.num_processes, cpu=spawning.kind == "cpu")
     stopped: InterruptedProcessesError | None = None
     try:
         found = call_in_processes(
-            _run_verb, arguments, spawning.num_processes, spawning.start_method, cpu=spawning.kind == "cpu"
+            _run_verb,
+            (packed,),
+            options,
+            spawning.start_method,
+            prepare=trainer.prepares_processes,
+            takes_over=True,
         )
     except InterruptedProcessesError as error:
         stopped, found = error, error.value
@@ -309,11 +319,8 @@ def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
     }
 
 
-def _run_verb(prepare: Preparation | None, packed: SpawnedVerb | bytes) -> bytes:
+def _run_verb(packed: SpawnedVerb | bytes) -> bytes:
     """What each process does. Returns the pickled outcome; of a process whose outcome does not count, nothing."""
-    if prepare is not None:
-        function, args = prepare
-        function(*args)
     verb: SpawnedVerb = pickle.loads(packed) if isinstance(packed, bytes) else packed
     outcome = verb.run()
     return sent(outcome, has_script=True)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from drivetrain.cli.config import Questionnaire
+from drivetrain.launch.options import SETTINGS
 from drivetrain.launch.settings.sources import read_config, write_config
-from drivetrain.launch.settings.table import SETTINGS
 from tests.launch.launching import clean_environment, run
 
 

@@ -32,7 +32,6 @@ HEAVY = {
     "drivetrain.trainer",
     "drivetrain.accelerator",
     "drivetrain.strategies",
-    "drivetrain.launch.options",
     "drivetrain.launch.launcher",
 }
 

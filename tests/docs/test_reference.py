@@ -16,8 +16,8 @@ import yaml
 
 import drivetrain
 from drivetrain.cli.main import cli
+from drivetrain.launch.options import GROUPS, SETTINGS
 from drivetrain.launch.settings.sources import KEYS
-from drivetrain.launch.settings.table import GROUPS, SETTINGS
 from drivetrain.runtime import errors
 from tests.docs.built import page_of, pages_in
 from tests.house import PACKAGE

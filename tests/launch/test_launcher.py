@@ -138,6 +138,23 @@ def test_a_script_that_leaves_its_process_group_and_model_behind_ends_cleanly(tm
     assert sorted(ended.out.splitlines()) == [f"saved by {rank} 20" for rank in range(3)]
 
 
+def test_a_model_that_outlives_its_process_group_is_freed_before_the_interpreter_ends(tmp_path: Path) -> None:
+    script = """
+        import sys, weakref
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(torch.nn.Linear(1, 1))
+        dist.destroy_process_group()
+        sys.watched = weakref.ref(model, lambda _, sys=sys: print("freed, finalizing:", sys.is_finalizing()))
+    """
+    write_script(tmp_path, script)
+    ended = launch("--cpu", "--num_processes", "2", "script.py", cwd=tmp_path)
+    assert (ended.code, ended.out.splitlines()) == (0, ["freed, finalizing: False"] * 2), ended.err
+
+
 def test_a_module_runs_as_python_m_would_run_it(tmp_path: Path) -> None:
     write_script(tmp_path, "value = 5", "pkg/__init__.py")
     write_script(

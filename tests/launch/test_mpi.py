@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.launch import LaunchOptions
-from drivetrain.launch.slurm import mpi_command
+from drivetrain.launch.launcher import mpi_command
 from drivetrain.runtime.errors import LaunchError
 from tests.launch.launching import run, write_script
 

@@ -117,6 +117,21 @@ def _notes_that_it_leaves(folder: str) -> None:
     state.before_leaving(Path(folder, f"rank {state.process_index} left").touch)
 
 
+@pytest.mark.slow
+def test_a_script_without_a_guard_is_imported_as_far_as_it_starts_processes(tmp_path: Path) -> None:
+    script = """
+        from drivetrain import PartialState, notebook_launcher
+
+        def count(more):
+            return PartialState().num_processes + more
+
+        print("counted", notebook_launcher(count, (1,), num_processes=2, start_method="spawn", cpu=True))
+    """
+    write_script(tmp_path, script)
+    ended = run("script.py", cwd=tmp_path, timeout=100)
+    assert (ended.code, ended.out.splitlines()) == (0, ["counted 3"]), ended.err
+
+
 def test_a_value_that_cannot_be_pickled_is_left_out_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="cannot be pickled"):
         assert notebook_launcher(_returns_a_function, num_processes=2) is None

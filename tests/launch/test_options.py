@@ -8,7 +8,7 @@ from drivetrain.launch import LaunchOptions
 from drivetrain.launch.launcher import LaunchPlan
 from drivetrain.launch.options import MIXED_PRECISIONS
 from drivetrain.runtime.devices import detect_device_kind
-from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError
+from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, DrivetrainDeprecationWarning
 
 # what is given; what the message must say: the value, what is allowed, what to do
 MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
@@ -92,6 +92,13 @@ def test_a_time_that_is_none_is_refused(variable: str, monkeypatch: pytest.Monke
         _ = LaunchOptions().hang_limit
 
 
+@pytest.mark.parametrize("given", [{"preload": "torch"}, {"no_preload": True}], ids=["preload", "no_preload"])
+def test_options_of_preloading_warn_and_change_nothing(given: dict[str, Any]) -> None:
+    with pytest.warns(DrivetrainDeprecationWarning, match=f"{next(iter(given))}=.* has no effect"):
+        options = LaunchOptions(cpu=True, **given)
+    assert options.variables == LaunchOptions(cpu=True).variables
+
+
 def test_the_first_source_that_gives_an_option_counts() -> None:
     flags = {"num_processes": 2, "mixed_precision": None, "cpu": None}
     file = {"num_processes": 8, "mixed_precision": "bf16"}
@@ -111,12 +118,12 @@ def test_gpu_ids_are_taken_apart(gpu_ids: str | None, ids: tuple[str, ...] | Non
 
 
 @pytest.mark.parametrize(
-    ("given", "least", "most", "backend"),
-    [(1, 1, 1, "static"), (2, 2, 2, "static"), ("2", 2, 2, "static"), ("1:4", 1, 4, "c10d")],
+    ("given", "least", "most"),
+    [(1, 1, 1), (2, 2, 2), ("2", 2, 2), ("1:4", 1, 4)],
 )
-def test_machines_may_come_and_go_where_a_range_is_given(given: int | str, least: int, most: int, backend: str) -> None:
+def test_machines_may_come_and_go_where_a_range_is_given(given: int | str, least: int, most: int) -> None:
     options = LaunchOptions(num_machines=given, main_process_ip="10.0.0.1", num_processes=8, cpu=True)
-    assert (options.min_machines, options.max_machines, options.rendezvous_backend) == (least, most, backend)
+    assert (options.min_machines, options.max_machines) == (least, most)
     assert LaunchPlan.make(options).local_processes == 8 // most
 
 

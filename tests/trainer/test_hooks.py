@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drivetrain import PartialState
 from drivetrain.callbacks import Callback
-from drivetrain.launch.preloaded import free_port
+from drivetrain.launch.notebook import free_port
 from drivetrain.trackers import CSVLogger
 from tests.callbacks.tasks import Scripted, fit
 from tests.launch.launching import end, started, write_script

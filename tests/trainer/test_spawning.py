@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from drivetrain import ModelCheckpoint, Trainer
-from drivetrain.launch.notebook import what_cannot_be_sent
-from drivetrain.launch.script_main import ScriptMain, ScriptReached, stop_at_start_of_processes
+from drivetrain.launch.notebook import ScriptMain, ScriptReached, stop_at_start_of_processes, what_cannot_be_sent
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.trainer import setup
 from tests.launch.launching import end, run, started, wait_for_lines, write_script
@@ -282,7 +281,7 @@ def test_a_script_is_imported_as_far_as_it_starts_processes(tmp_path: Path, monk
     path = write_script(
         tmp_path,
         """
-        from drivetrain.launch.script_main import stop_at_start_of_processes
+        from drivetrain.launch.notebook import stop_at_start_of_processes
         name, before = __name__, 1
         stop_at_start_of_processes()
         after = 1

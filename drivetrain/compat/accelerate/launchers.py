@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from drivetrain.launch.child_failed import ProcessesFailed
+from drivetrain.launch.agent import ProcessesFailed
 from drivetrain.launch.notebook import notebook_launcher as start_notebook
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
 
@@ -85,12 +84,4 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         args: Its arguments.
         num_processes: How many.
     """
-    before = os.environ.get("DRIVETRAIN_USE_CPU")
-    os.environ["DRIVETRAIN_USE_CPU"] = "1"
-    try:
-        start_notebook(function, args, num_processes)
-    finally:
-        if before is None:
-            del os.environ["DRIVETRAIN_USE_CPU"]
-        else:
-            os.environ["DRIVETRAIN_USE_CPU"] = before
+    start_notebook(function, args, num_processes, cpu=True)

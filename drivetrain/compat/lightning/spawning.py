@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,22 +24,9 @@ def call_spawned(spawning: StartsProcesses, function: Callable[..., Any], *args:
         function: A function of a module.
         *args: Its arguments, which are pickled for new interpreters.
     """
-    from drivetrain.launch.notebook import call_in_processes, sent
-    from drivetrain.launch.script_main import ScriptMain  # here: few scripts start processes
+    from drivetrain.launch.notebook import call_in_processes  # here: few scripts start processes
+    from drivetrain.launch.options import LaunchOptions
 
-    given: Any = function, args
-    if spawning.start_method != "fork":
-        given = sent(given, ScriptMain.here() is not None)
-    arguments = installed_packages(), given
-    return call_in_processes(
-        _call, arguments, spawning.num_processes, spawning.start_method, cpu=spawning.kind == "cpu"
-    )
-
-
-def _call(prepare: tuple[Callable[..., Any], tuple[str, ...]] | None, given: Any) -> Any:
-    """What each process does, once the packages are there."""
-    if prepare is not None:
-        install, names = prepare
-        install(*names)
-    function, args = pickle.loads(given) if isinstance(given, bytes) else given
-    return function(*args)
+    options = LaunchOptions(num_processes=spawning.num_processes, cpu=spawning.kind == "cpu")
+    prepare = installed_packages()
+    return call_in_processes(function, args, options, spawning.start_method, prepare=prepare, takes_over=True)

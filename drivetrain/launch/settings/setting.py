@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
@@ -179,16 +179,29 @@ class Group:
     Args:
         name: Its key in the file.
         prefix: What the names of its settings begin with, which a file may leave out.
+        section: Heading in the help.
         settings: Its settings.
+        variables: What the names of their variables begin with, ours and Accelerate's; empty if they have none.
         switch: The switch at the top without which they have no effect; empty where there is none.
         also: Settings of the top that a file may give here.
     """
 
     name: str
     prefix: str
+    section: str
     settings: tuple[Setting, ...]
+    variables: tuple[str, ...] = ()
     switch: str = ""
     also: tuple[Setting, ...] = ()
+
+    def __post_init__(self) -> None:
+        settings = []
+        for each in self.settings:
+            short = each.name.removeprefix(self.prefix).upper()
+            ours, theirs = (f"{start}{short}" for start in self.variables) if self.variables else (None, None)
+            ours, theirs = each.variable or ours, each.theirs or theirs
+            settings.append(replace(each, group=self.name, section=self.section, variable=ours, theirs=theirs))
+        object.__setattr__(self, "settings", tuple(settings))
 
     def keys(self) -> Mapping[str, Setting]:
         """Each setting by every key that a file may give it."""
@@ -212,3 +225,371 @@ def _printable(text: str, where: str) -> str:
 def _short(value: Any) -> str:
     shown = repr(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+# Settings of the strategies that shard a model: FSDP, DeepSpeed and the grid of processes
+
+
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+
+
+FSDP = Group(
+    "fsdp_config",
+    "fsdp_",
+    "FSDP (with --use_fsdp)",
+    (
+        Setting("fsdp_version", "1 or 2.", "choice", choices=("1", "2"), inert="both run on torch's fully_shard"),
+        Setting("fsdp_sharding_strategy", f"{', '.join(_STRATEGIES)}.", "choice", choices=_STRATEGIES, metavar="NAME"),
+        Setting(
+            "fsdp_reshard_after_forward",
+            "Whether parameters are freed after the forward: true, false, or a sharding strategy's name.",
+            "choice",
+            choices=("true", "false", *_STRATEGIES),
+            metavar="NAME",
+        ),
+        Setting("fsdp_offload_params", "Keep parameters and gradients on the CPU.", "bool", keys=("fsdp_cpu_offload",)),
+        Setting(
+            "fsdp_auto_wrap_policy",
+            "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP. Default: the model's repeated blocks.",
+            "choice",
+            choices=("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+            metavar="NAME",
+        ),
+        Setting(
+            "fsdp_transformer_layer_cls_to_wrap",
+            "Class names of the layers that are sharded each by itself, by commas.",
+            "words",
+            theirs="FSDP_TRANSFORMER_CLS_TO_WRAP",
+            metavar="NAMES",
+        ),
+        Setting("fsdp_min_num_params", "Parameters of a unit under SIZE_BASED_WRAP.", "int", least=1),
+        Setting(
+            "fsdp_backward_prefetch",
+            "Accepted: the next unit is always gathered during a backward.",
+            "choice",
+            choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
+            keys=("fsdp_backward_prefetch_policy",),
+            metavar="NAME",
+            inert="the next unit is always gathered while one computes its backward",
+        ),
+        Setting(
+            "fsdp_state_dict_type",
+            "Accepted: checkpoints are always sharded, exports always whole.",
+            "choice",
+            choices=("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
+            metavar="NAME",
+            inert="checkpoints are always written in shards that any layout reads, and exports are whole",
+        ),
+        Setting("fsdp_forward_prefetch", "Gather the next unit early during the forward.", "bool"),
+        Setting(
+            "fsdp_use_orig_params",
+            "Accepted: parameters are always the model's own.",
+            "bool",
+            inert="parameters are always the model's own",
+        ),
+        Setting(
+            "fsdp_cpu_ram_efficient_loading", "Load weights on rank 0 only, and send the shards from there.", "bool"
+        ),
+        Setting("fsdp_sync_module_states", "Begin with the values of rank 0 on all processes.", "bool"),
+        Setting("fsdp_activation_checkpointing", "Compute activations again during the backward.", "bool"),
+        Setting(
+            "fsdp_activation_checkpointing_offload",
+            "Keep the inputs of checkpointed layers in memory of the CPU.",
+            "bool",
+        ),
+        Setting(
+            "fsdp_ignored_modules", "Name, or pattern over names, of modules that are not sharded.", metavar="PATTERN"
+        ),
+    ),
+    variables=("DRIVETRAIN_FSDP_", "FSDP_"),
+    switch="use_fsdp",
+)
+
+
+_OF_THE_OTHER_LAUNCHER = "processes are started by drivetrain's launcher, on each machine by itself"
+_DEVICES = ("none", "cpu", "nvme")
+
+GRADIENT_ACCUMULATION = Setting(
+    "gradient_accumulation_steps",
+    "Default number of micro-batches in an optimizer step.",
+    "int",
+    "Numbers and speed",
+    least=1,
+    auto=True,
+    variable="DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS",
+    theirs="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+)
+
+DEEPSPEED = Group(
+    "deepspeed_config",
+    "deepspeed_",
+    "DeepSpeed (with --use_deepspeed)",
+    (
+        Setting("deepspeed_config_file", "DeepSpeed's own configuration, a JSON file.", metavar="FILE"),
+        Setting("zero_stage", "0, 1, 2 or 3. Default: 2.", "choice", choices=("0", "1", "2", "3"), auto=True),
+        Setting(
+            "offload_optimizer_device", "none, cpu or nvme.", "choice", choices=_DEVICES, auto=True, metavar="NAME"
+        ),
+        Setting("offload_param_device", "none, cpu or nvme.", "choice", choices=_DEVICES, auto=True, metavar="NAME"),
+        Setting("offload_optimizer_nvme_path", "Folder for that.", auto=True, metavar="FOLDER"),
+        Setting("offload_param_nvme_path", "Folder for that.", auto=True, metavar="FOLDER"),
+        Setting(
+            "gradient_clipping",
+            "Total norm to which gradients are clipped.",
+            "float",
+            theirs="ACCELERATE_GRADIENT_CLIPPING",
+            least=0,
+            auto=True,
+        ),
+        Setting(
+            "zero3_init_flag",
+            "Shard parameters as the model is built, under stage 3.",
+            "bool",
+            variable="DRIVETRAIN_DEEPSPEED_ZERO3_INIT",
+            theirs="ACCELERATE_DEEPSPEED_ZERO3_INIT",
+            auto=True,
+        ),
+        Setting("zero3_save_16bit_model", "Save whole 16-bit weights under stage 3.", "bool", auto=True),
+        Setting(
+            "deepspeed_moe_layer_cls_names",
+            "Class names of layers with experts, by commas.",
+            "words",
+            metavar="NAMES",
+        ),
+        Setting("deepspeed_hostfile", "Accepted.", metavar="FILE", inert=_OF_THE_OTHER_LAUNCHER),
+        Setting("deepspeed_exclusion_filter", "Accepted.", inert=_OF_THE_OTHER_LAUNCHER),
+        Setting("deepspeed_inclusion_filter", "Accepted.", inert=_OF_THE_OTHER_LAUNCHER),
+        Setting("deepspeed_multinode_launcher", "Accepted.", metavar="NAME", inert=_OF_THE_OTHER_LAUNCHER),
+    ),
+    variables=("DRIVETRAIN_DEEPSPEED_", "ACCELERATE_DEEPSPEED_"),
+    switch="use_deepspeed",
+    also=(GRADIENT_ACCUMULATION,),
+)
+
+
+_NO_ULYSSES = (
+    "sequences are split over processes with parallelism_config_cp_size; DeepSpeed's ALST is not used. Set "
+    "parallelism_config_sp_size to 1."
+)
+
+GRID = Group(
+    "parallelism_config",
+    "parallelism_config_",
+    "Grid of processes (with --use_parallelism_config)",
+    (
+        Setting(
+            "parallelism_config_dp_replicate_size",
+            "Groups of processes that each hold the whole model.",
+            "int",
+            least=1,
+        ),
+        Setting(
+            "parallelism_config_dp_shard_size",
+            "Processes over which a model is sharded; -1 for all that are left.",
+            "int",
+        ),
+        Setting("parallelism_config_tp_size", "Processes that share the computation of each layer.", "int", least=1),
+        Setting("parallelism_config_cp_size", "Processes that share each sequence.", "int", least=1),
+        Setting(
+            "parallelism_config_cp_backend",
+            "torch.",
+            "choice",
+            choices=("torch",),
+            inert="context parallelism is drivetrain's own here",
+        ),
+        Setting(
+            "parallelism_config_cp_comm_strategy",
+            "allgather (keys and values are gathered) or alltoall (they pass from process to process).",
+            "choice",
+            choices=("allgather", "alltoall"),
+            metavar="NAME",
+        ),
+        Setting(
+            "parallelism_config_sp_size", "1: sequences are split with parallelism_config_cp_size.", "int", least=1
+        ),
+        Setting("parallelism_config_sp_backend", "Accepted.", "choice", choices=("deepspeed",), inert=_NO_ULYSSES),
+        Setting("parallelism_config_sp_seq_length", "Accepted.", "text", inert=_NO_ULYSSES),
+        Setting("parallelism_config_sp_seq_length_is_variable", "Accepted.", "bool", inert=_NO_ULYSSES),
+        Setting("parallelism_config_sp_attn_implementation", "Accepted.", "text", inert=_NO_ULYSSES),
+    ),
+    variables=("DRIVETRAIN_PARALLELISM_CONFIG_", "PARALLELISM_CONFIG_"),
+    switch="use_parallelism_config",
+)
+
+
+def check_grid(values: dict[str, object], where: str) -> None:
+    """Refuse a size of the grid that has no meaning here.
+
+    Raises:
+        ConfigurationError: `parallelism_config_sp_size` is more than 1.
+    """
+    from drivetrain.runtime.errors import ConfigurationError
+
+    size = values.get("parallelism_config_sp_size")
+    if isinstance(size, int) and size > 1:
+        raise ConfigurationError(f"{where}={size}: {_NO_ULYSSES}", code="DT-008")
+
+
+# Settings of number formats and of compilation, and of a launch through MPI
+
+
+FP8 = Group(
+    "fp8_config",
+    "fp8_",
+    "8-bit floats (with --mixed_precision fp8)",
+    (
+        Setting(
+            "fp8_backend", "ao (torchao), te (TransformerEngine) or msamp.", "choice", choices=("ao", "te", "msamp")
+        ),
+        Setting("fp8_use_autocast_during_eval", "te: use 8-bit floats in evaluation too.", "switch"),
+        Setting("fp8_margin", "te: margin of the scales.", "int"),
+        Setting("fp8_interval", "te: accepted; scales are computed in every step.", "int"),
+        Setting(
+            "fp8_format", "te: HYBRID, E4M3 or E5M2.", "choice", choices=("HYBRID", "E4M3", "E5M2"), metavar="NAME"
+        ),
+        Setting("fp8_amax_history_len", "te: steps of the history.", "int", keys=("fp8_amax_history_length",), least=1),
+        Setting(
+            "fp8_amax_compute_algo",
+            "te: max or most_recent.",
+            "choice",
+            keys=("fp8_amax_compute_algorithm",),
+            choices=("max", "most_recent"),
+            metavar="NAME",
+        ),
+        Setting(
+            "fp8_override_linear_precision",
+            "te: compute the three products of a layer in more bits; only false,false,false.",
+            "bools",
+            metavar="BOOL,BOOL,BOOL",
+        ),
+        Setting("fp8_use_mxfp8_block_scaling", "te: one scale for each block of 32.", "bool"),
+        Setting("fp8_opt_level", "msamp: O1 or O2.", "choice", keys=("fp8_optimization_level",), choices=("O1", "O2")),
+        Setting("fp8_enable_fsdp_float8_all_gather", "ao: gather shards in 8-bit floats.", "bool"),
+        Setting("fp8_pad_inner_dim", "ao: pad products to multiples of 16.", "bool"),
+    ),
+    variables=("DRIVETRAIN_FP8_", "ACCELERATE_FP8_"),
+)
+FP8_SETTINGS_OF = {
+    "ao": ("fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim"),
+    "te": tuple(each.name for each in FP8.settings[1:9]),
+    "msamp": ("fp8_opt_level",),
+}
+
+_BACKENDS = (
+    *("no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt"),
+    *("onnxrt", "tensorrt", "aot_torchxla_trace_once", "torhchxla_trace_once", "torchxla_trace_once", "tvm"),
+    *("hpu_backend", "neuron", "openxla"),
+)
+
+
+DYNAMO = Group(
+    "dynamo_config",
+    "dynamo_",
+    "torch.compile",
+    (
+        Setting(
+            "dynamo_backend",
+            "Compile prepared models: inductor, aot_eager, ...",
+            "choice",
+            choices=_BACKENDS,
+            metavar="NAME",
+        ),
+        Setting(
+            "dynamo_mode",
+            "default, reduce-overhead or max-autotune.",
+            "choice",
+            choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+            metavar="NAME",
+        ),
+        Setting("dynamo_use_fullgraph", "Refuse models that are not one graph.", "switch"),
+        Setting("dynamo_use_dynamic", "Expect changing shapes.", "switch"),
+        Setting("dynamo_use_regional_compilation", "Compile repeated blocks each once.", "switch"),
+    ),
+    variables=("DRIVETRAIN_DYNAMO_", "ACCELERATE_DYNAMO_"),
+)
+
+MPI = Group(
+    "mpirun_config",
+    "mpirun_",
+    "MPI",
+    (
+        Setting(
+            "mpirun_hostfile",
+            "Start the processes with mpirun on the hosts of this file.",
+            metavar="FILE",
+        ),
+        Setting(
+            "mpirun_ccl",
+            "Accepted.",
+            inert="processes meet over gloo, NCCL or the device's own backend",
+        ),
+    ),
+)
+
+
+# Settings of the Megatron strategy
+
+
+_CHECKPOINTS = "a checkpoint holds the optimizer, and what is loaded is chosen where it is loaded"
+
+MEGATRON = Group(
+    "megatron_lm_config",
+    "megatron_lm_",
+    "Megatron (with --use_megatron_lm)",
+    (
+        Setting("megatron_lm_tp_degree", "Processes that share the computation of each layer.", "int", least=1),
+        Setting("megatron_lm_pp_degree", "Stages that the layers are spread over.", "int", least=1),
+        Setting("megatron_lm_context_parallel_size", "Processes that share each sequence.", "int", least=1),
+        Setting(
+            "megatron_lm_expert_model_parallel_size", "Processes that the experts are spread over.", "int", least=1
+        ),
+        Setting("megatron_lm_expert_tensor_parallel_size", "Processes that share each expert.", "int", least=1),
+        Setting("megatron_lm_num_micro_batches", "Micro-batches of a step.", "int", least=1),
+        Setting(
+            "megatron_lm_gradient_clipping", "Total norm to which gradients are clipped; 0 for none.", "float", least=0
+        ),
+        Setting("megatron_lm_sequence_parallelism", "Split sequences where layers are not split.", "bool"),
+        Setting(
+            "megatron_lm_use_distributed_optimizer",
+            "Shard the optimizer's state over the data-parallel processes.",
+            "bool",
+        ),
+        Setting("megatron_lm_recompute_activations", "Compute attention again during the backward.", "bool"),
+        Setting("megatron_lm_recompute_granularity", "full or selective.", "choice", choices=("full", "selective")),
+        Setting("megatron_lm_recompute_method", "uniform or block.", "choice", choices=("uniform", "block")),
+        Setting("megatron_lm_recompute_num_layers", "Layers of a block that is computed again.", "int", least=1),
+        Setting("megatron_lm_decoder_last_pipeline_num_layers", "Layers of the last stage.", "int", least=1),
+        Setting("megatron_lm_attention_dropout", "Rate of dropout in attention.", "float", least=0),
+        Setting("megatron_lm_hidden_dropout", "Rate of dropout elsewhere.", "float", least=0),
+        Setting("megatron_lm_attention_softmax_in_fp32", "Compute attention's softmax in 32 bits.", "bool"),
+        Setting(
+            "megatron_lm_calculate_per_token_loss", "Average the loss over tokens, not over micro-batches.", "bool"
+        ),
+        Setting("megatron_lm_optimizer_cpu_offload", "Keep the optimizer's state on the CPU.", "bool"),
+        Setting("megatron_lm_overlap_cpu_optimizer_d2h_h2d", "Overlap that with copies.", "bool"),
+        Setting("megatron_lm_use_precision_aware_optimizer", "Keep the optimizer's state in fewer bits.", "bool"),
+        Setting(
+            "megatron_lm_attention_backend", "Accepted.", "bool", inert="Megatron chooses the attention that is there"
+        ),
+        Setting("megatron_lm_eod_mask_loss", "Accepted.", "bool", inert="the task's loss_func decides"),
+        Setting(
+            "megatron_lm_use_rotary_position_embeddings", "Accepted.", "bool", inert="the task's model_provider decides"
+        ),
+        Setting("megatron_lm_no_load_optim", "Accepted.", "bool", inert=_CHECKPOINTS),
+        Setting("megatron_lm_no_save_optim", "Accepted.", "bool", inert=_CHECKPOINTS),
+        Setting(
+            "megatron_lm_use_custom_fsdp",
+            "false: --use_fsdp shards parameters.",
+            "bool",
+            inert="it is off",
+            refused="Megatron's own FSDP is not used. Leave it out, or shard parameters with use_fsdp.",
+        ),
+        # Older files and plugins.
+        Setting("megatron_lm_seq_length", "Accepted.", "int", inert="the batches decide"),
+        Setting("megatron_lm_train_iters", "Accepted.", "int", inert="the loop decides"),
+        Setting("megatron_lm_eval_iters", "Accepted.", "int", inert="the loop decides"),
+        Setting("megatron_lm_eval_interval", "Accepted.", "int", inert="the loop decides"),
+    ),
+    variables=("DRIVETRAIN_MEGATRON_LM_", "MEGATRON_LM_"),
+    switch="use_megatron_lm",
+)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drivetrain.launch.settings.setting import Setting
-from drivetrain.launch.settings.table import ALTERNATIVES, FP8_SETTINGS_OF, GROUPS, SETTINGS, TOP, check_grid
+from drivetrain.launch.options import GROUPS, SETTINGS, TOP, Given, merge
+from drivetrain.launch.settings.setting import FP8_SETTINGS_OF, Setting, check_grid
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
 # Settings as environment variables: how a launcher passes them to the processes, drivetrain's or Accelerate's
@@ -46,57 +45,20 @@ def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[st
     for setting in SETTINGS.values():
         read = setting.variable is not None and not setting.of_launcher and not setting.inert
         given = variables.get(str(setting.variable)) if read else None
-        if given is not None and (value := _parsed(setting, given, str(setting.variable))) is not None:
+        if given and setting.name == "mixed_precision":
+            found[setting.name] = given  # by a name that the script may have registered: the registry checks it
+        elif given is not None and (value := setting.parse(given, str(setting.variable))) is not None:
             found[setting.name] = value
     theirs = _theirs(variables)
     if any(found.get(switch) for switch in _SWITCHES):
         # The strategy is drivetrain's choice, so that of another launcher does not count.
-        theirs = {name: value for name, value in theirs.items() if not _of_strategy(name)}
+        groups = {group.name for group in GROUPS.values() if group.switch}
+        theirs = {
+            name: value
+            for name, value in theirs.items()
+            if name not in _SWITCHES and SETTINGS[name].group not in groups
+        }
     return {**theirs, **found}
-
-
-def settings_of_launch(environ: Mapping[str, str] | None = None) -> dict[str, tuple[Any, str]]:
-    """What the environment asks of the launcher: values, each with its variable, by name of setting.
-
-    Raises:
-        ConfigurationError: A variable's value cannot be.
-    """
-    variables = os.environ if environ is None else environ
-    found = {}
-    for setting in SETTINGS.values():
-        given = variables.get(setting.variable) if setting.variable else None
-        if given is not None and (value := setting.parse(given, str(setting.variable))) is not None:
-            found[setting.name] = (value, str(setting.variable))
-    return found
-
-
-def variables_of(values: Mapping[str, Any]) -> dict[str, str]:
-    """The environment variables through which settings reach the processes.
-
-    Args:
-        values: Values by name of setting; of a group whose switch is off, none is passed on.
-    """
-    variables = {}
-    for name, value in values.items():
-        setting = SETTINGS[name]
-        switch = GROUPS[setting.group].switch if setting.group else ""
-        if value is None or setting.variable is None or setting.of_launcher or setting.inert:
-            continue
-        if (switch and not values.get(switch)) or (setting.kind == "switch" and not value):
-            continue
-        variables[setting.variable] = setting.text(value)
-    return variables
-
-
-def _parsed(setting: Setting, given: str, variable: str) -> Any:
-    if setting.name == "mixed_precision":
-        return given or None  # by a name that the script may have registered: the registry checks it
-    return setting.parse(given, variable)
-
-
-def _of_strategy(name: str) -> bool:
-    setting = SETTINGS[name]
-    return name in _SWITCHES or bool(setting.group and GROUPS[setting.group].switch)
 
 
 def _theirs(variables: Mapping[str, str]) -> dict[str, Any]:
@@ -350,7 +312,8 @@ def config_of(values: Mapping[str, Any]) -> dict[str, Any]:
         if name == "gradient_accumulation_steps" and kind == "DEEPSPEED":
             groups.setdefault("deepspeed_config", {})[name] = value
         elif setting.group:
-            groups.setdefault(setting.group, {})[_file_key(setting)] = _written(setting, value)
+            key = "backend" if name == "fp8_backend" else name
+            groups.setdefault(setting.group, {})[key] = _written(setting, value)
         else:
             config[name] = int(value) if name == "num_machines" and str(value).isdigit() else value
     return {**dict(sorted(config.items())), **dict(sorted(groups.items()))}
@@ -374,10 +337,6 @@ def write_config(path: Path, values: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"{path} cannot be written: {error}. Name another file with --config_file.", code="DT-010"
         ) from None
-
-
-def _file_key(setting: Setting) -> str:
-    return "backend" if setting.name == "fp8_backend" else setting.name
 
 
 def _written(setting: Setting, value: Any) -> Any:
@@ -420,19 +379,6 @@ def _load(path: Path) -> Any:
         raise ConfigurationError(f"{path} is not {kind}: {reason[:300]}.", code="DT-011") from None
 
 
-@dataclass(frozen=True)
-class Given:
-    """A value of a setting.
-
-    Args:
-        value: The value.
-        source: What gave it, such as `"flag --num_processes"`.
-    """
-
-    value: Any
-    source: str
-
-
 def collect(
     flags: Mapping[str, Any],
     environ: Mapping[str, str],
@@ -450,23 +396,27 @@ def collect(
     Raises:
         ConfigurationError: A value cannot be, or a flag has no effect without another.
     """
-    from_flags = {}
+    from_flags: dict[str, Given] = {}
     for name, value in flags.items():
         flag = SETTINGS[name].flag
-        parsed = SETTINGS[name].parse(value, flag) if value is not None else None
-        if parsed is not None:
+        if value is not None and (parsed := SETTINGS[name].parse(value, flag)) is not None:
             from_flags[name] = Given(parsed, f"flag {flag}")
-    from_environment = {
-        name: Given(value, f"environment {variable}") for name, (value, variable) in settings_of_launch(environ).items()
-    }
-    file = find_config_file(config_file, environ)
-    from_file = (
-        {name: Given(_beside(file, name, value), f"file {file}") for name, value in read_config(file).items()}
-        if file
-        else {}
-    )
+    if "rdzv_endpoint" in from_flags:
+        _take_endpoint_apart(from_flags)
+    from_environment: dict[str, Given] = {}
+    for setting in SETTINGS.values():
+        text = environ.get(setting.variable) if setting.variable else None
+        if text is not None and (parsed := setting.parse(text, str(setting.variable))) is not None:
+            from_environment[setting.name] = Given(parsed, f"environment {setting.variable}")
     from_job = {name: Given(value, "the SLURM job") for name, value in (job or {}).items()}
-    merged = merge((_with_endpoint(from_flags), from_environment, from_job, from_file))
+    from_file: dict[str, Given] = {}
+    if (file := find_config_file(config_file, environ)) is not None:
+        for name, value in read_config(file).items():
+            if name == "deepspeed_config_file" and not Path(value).expanduser().exists():
+                beside = file.parent / value
+                value = str(beside) if beside.exists() else value
+            from_file[name] = Given(value, f"file {file}")
+    merged = merge((from_flags, from_environment, from_job, from_file))
     for name, given in merged.items():
         group = GROUPS.get(SETTINGS[name].group)
         switch = group.switch if group is not None else ""
@@ -483,14 +433,6 @@ def collect(
     return merged
 
 
-def _beside(file: Path, name: str, value: Any) -> Any:
-    """Return a value of a configuration file; a path that is not here is looked up beside the file."""
-    if name == "deepspeed_config_file" and not Path(value).expanduser().exists():
-        found = file.parent / value
-        return str(found) if found.exists() else value
-    return value
-
-
 def find_config_file(named: str | None, environ: Mapping[str, str]) -> Path | None:
     """The configuration file in force: the one named, else the user's own if it is there.
 
@@ -503,43 +445,16 @@ def find_config_file(named: str | None, environ: Mapping[str, str]) -> Path | No
     return file if environ.get(CONFIG_FILE_VARIABLE) or file.is_file() else None
 
 
-def merge(sources: Iterable[Mapping[str, Given]]) -> dict[str, Given]:
-    """Merge sources, the strongest first.
-
-    Raises:
-        ConfigurationError: There is no setting of some name.
-    """
-    merged: dict[str, Given] = {}
-    for source in sources:
-        chosen = {name for name, given in merged.items() if given.value}
-        taken = {other for names in ALTERNATIVES if chosen & {*names} for other in names}
-        taken |= {"gpu_ids"} if "cpu" in chosen else {"cpu"} if "gpu_ids" in chosen else set()
-        for name, given in source.items():
-            if name not in SETTINGS:
-                raise ConfigurationError(
-                    f"There is no launch option {name!r}.{nearest(name, SETTINGS)} "
-                    f"Allowed: {', '.join(sorted(SETTINGS))}.",
-                    code="DT-006",
-                )
-            if given.value is not None and name not in taken:
-                merged.setdefault(name, given)
-    return merged
-
-
-def _with_endpoint(flags: dict[str, Given]) -> dict[str, Given]:
-    """The flags with `--rdzv_endpoint` taken apart into an address and a port."""
-    given = flags.get("rdzv_endpoint")
-    if given is None:
-        return flags
+def _take_endpoint_apart(flags: dict[str, Given]) -> None:
+    """Replace `--rdzv_endpoint` among the flags by the address and the port that it names."""
+    given = flags.pop("rdzv_endpoint")
     address, _, port = given.value.rpartition(":") if ":" in given.value else (given.value, "", "")
     if not address or (port and not port.isdigit()):
         raise ConfigurationError(
             f"--rdzv_endpoint={given.value!r}: give an address and a port, such as 10.0.0.1:29500.", code="DT-007"
         )
-    rest = {name: value for name, value in flags.items() if name != "rdzv_endpoint"}
     for name, value in (("main_process_ip", address), ("main_process_port", int(port) if port else None)):
-        if value is not None and rest.setdefault(name, Given(value, given.source)).value != value:
+        if value is not None and flags.setdefault(name, Given(value, given.source)).value != value:
             raise ConfigurationError(
                 f"--rdzv_endpoint={given.value!r} contradicts --{name}. Give one of the two.", code="DT-004"
             )
-    return rest

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from drivetrain.launch import LaunchOptions
+from drivetrain.launch.options import Given
 from drivetrain.launch.settings.sources import (
-    Given,
     collect,
     config_of,
     default_config_file,

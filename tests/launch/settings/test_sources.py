@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from drivetrain.launch import LaunchOptions
-from drivetrain.launch.settings.sources import collect, settings_in_environment, variables_of
-from drivetrain.launch.settings.table import SETTINGS
+from drivetrain.launch.options import SETTINGS, variables_of
+from drivetrain.launch.settings.sources import collect, settings_in_environment
 from drivetrain.runtime.errors import ConfigurationError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from drivetrain.compat.lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from drivetrain.launch.preloaded import free_port
+from drivetrain.launch.notebook import free_port
 
 __all__ = ["LightningEnvironment"]
 

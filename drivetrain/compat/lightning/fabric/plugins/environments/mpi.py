@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 from drivetrain.compat.lightning.fabric.plugins.environments.cluster_environment import ExternalEnvironment
-from drivetrain.launch.preloaded import free_port
+from drivetrain.launch.notebook import free_port
 
 __all__ = ["MPIEnvironment"]
 
