@@ -102,7 +102,6 @@ CONTENDERS: dict[str, Callable[[int, int], Callable[[], None]]] = {
     "drivetrain Trainer, validation every 3 steps": lambda *size: with_trainer(
         *size, validates=True, val_check_interval=3
     ),
-    "drivetrain Trainer, optimizer_in_backward": lambda *size: with_trainer(*size, optimizer_in_backward=True),
     "drivetrain Accelerator": with_accelerator,
 }
 

@@ -88,7 +88,6 @@ _EXPORTS: dict[str, str] = {
     "LearningRateFinder": "drivetrain.callbacks",
     "LRFinder": "drivetrain.trainer.tuning.lr_search",
     "Tuner": "drivetrain.trainer.tuning.tuner",
-    "Advice": "drivetrain.trainer.tuning.tuner",
     "Strategy": "drivetrain.strategies",
     "DDP": "drivetrain.strategies",
     "FSDP": "drivetrain.strategies.fsdp",
@@ -328,5 +327,4 @@ if TYPE_CHECKING:
     from drivetrain.trainer.profilers import SimpleProfiler as SimpleProfiler
     from drivetrain.trainer.profilers import XLAProfiler as XLAProfiler
     from drivetrain.trainer.tuning.lr_search import LRFinder as LRFinder
-    from drivetrain.trainer.tuning.tuner import Advice as Advice
     from drivetrain.trainer.tuning.tuner import Tuner as Tuner

@@ -27,7 +27,7 @@ without that line. Codes keep their meaning from version to version.
 
 Errors of other classes have no code: `CheckpointError` (a checkpoint is missing, damaged or does not fit),
 `DataError` (a batch or loader cannot be used), `CollectiveError` (processes disagree), `DeviceNotAvailableError`,
-`TrackerError` and `LaunchError`. All are `DrivetrainError`. Tracebacks of these errors leave out most of drivetrain's
+`TrackerError` and `LaunchError`. All are `DrivetrainError`. The launcher shows them without most of drivetrain's
 own frames; `DRIVETRAIN_FULL_TRACEBACK=1` or `drivetrain launch --full_traceback` shows all.
 """
 

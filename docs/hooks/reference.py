@@ -46,7 +46,7 @@ TOPICS = {
     "tuning": Topic(
         "Tuning, timing and profilers",
         names=(
-            *("Tuner", "LRFinder", "LearningRateFinder", "BatchSizeFinder", "Advice", "Timing", "Profiler"),
+            *("Tuner", "LRFinder", "LearningRateFinder", "BatchSizeFinder", "Timing", "Profiler"),
             *("SimpleProfiler", "AdvancedProfiler", "PyTorchProfiler", "XLAProfiler", "PassThroughProfiler"),
         ),
         introduction="Learning rates and batch sizes found by trial, and where a run spends its time.",

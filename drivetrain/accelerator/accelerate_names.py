@@ -649,7 +649,7 @@ class ProjectConfiguration:
             raise ConfigurationError(
                 f"total_limit={self.total_limit!r}: keep at least 1 checkpoint, or None for all.", code="DT-002"
             )
-        self.set_directories()
+        self.logging_dir = self.logging_dir or self.project_dir
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Set `project_dir`, and `logging_dir` where it was left open."""
@@ -670,9 +670,9 @@ HANDLER_TYPES = (
 )
 
 
-def checked_handlers(given: Sequence[Any] | None) -> list[Any]:
-    """The handlers given; raises on an unknown one, or on two of one kind."""
-    handlers = list(given or [])
+def checked_handlers(given: Sequence[Any]) -> list[Any]:
+    """Return the handlers given; raise on an unknown one, or on two of one kind."""
+    handlers = list(given)
     for index, handler in enumerate(handlers):
         if not isinstance(handler, HANDLER_TYPES):
             raise ConfigurationError(
@@ -693,11 +693,6 @@ def checked_handlers(given: Sequence[Any] | None) -> list[Any]:
 def find_handler(handlers: Sequence[Any], kind: type[Handler]) -> Handler | None:
     """The handler of one kind, if it was given."""
     return next((handler for handler in handlers if isinstance(handler, kind)), None)
-
-
-def process_options(handler: InitProcessGroupKwargs | None) -> dict[str, Any]:
-    """What `PartialState` takes of the options of the process group."""
-    return {} if handler is None else {"backend": handler.backend, "timeout": handler.timeout}
 
 
 def handler_options(handler: Any) -> dict[str, Any]:
@@ -792,19 +787,6 @@ class TorchDynamoPlugin:
     to_kwargs = to_dict
 
 
-def make_dynamo_plugin(
-    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
-) -> TorchDynamoPlugin | None:
-    """How prepared models are compiled, as a script asks for it; None where it does not.
-
-    Raises:
-        ConfigurationError: A backend and a plugin were given both.
-    """
-    if backend is not None and plugin is not None:
-        raise ConfigurationError("dynamo_backend and dynamo_plugin are given both; give one.", code="DT-004")
-    return plugin if backend is None else TorchDynamoPlugin(backend)
-
-
 def _registered() -> list[str]:
     return [*torch.compiler.list_backends(exclude_tags=()), "inductor"]
 
@@ -821,6 +803,7 @@ _FIELDS = {
     "config_file": "hf_ds_config",
     "moe_layer_cls_names": "transformer_moe_cls_names",
 }
+_SWITCHES = ("use_fsdp", "use_deepspeed", "use_parallelism_config", "use_megatron_lm")
 _CP_ATTENTION = {"allgather": "gather", "alltoall": "ring"}
 _UNIT_SIZE = 100_000_000  # of SIZE_BASED_WRAP where none is given, as in Accelerate
 
@@ -891,10 +874,10 @@ class Launched:
     @property
     def compilation(self) -> Compilation | None:
         """How prepared models are compiled, if they shall be."""
-        options = self._options("dynamo_")
-        backend = options.get("backend", "no")
+        backend = self.settings.get("dynamo_backend", "no")
         if backend == "no":
             return None
+        options = self._options("dynamo_")
         return Compilation(
             backend,
             options.get("mode"),
@@ -911,11 +894,14 @@ class Launched:
 
     def strategy(self) -> Strategy | None:
         """The strategy that was asked for; None leaves it open."""
-        if self._shards_nothing(self.fsdp) and self.parallelism is None:
+        if not any(self.settings.get(name) for name in _SWITCHES):
             return None
-        grid = self.parallelism
+        fsdp, grid = self.fsdp, self.parallelism
+        # DDP is the strategy of FSDP that shards nothing.
+        if grid is None and fsdp is not None and "NO_SHARD" in (fsdp.sharding_strategy, fsdp.reshard_after_forward):
+            return None
         return strategy_of_plugins(
-            self.fsdp, self.deepspeed, grid, self.megatron, self.grid_options if grid is not None else None
+            fsdp, self.deepspeed, grid, self.megatron, self.grid_options if grid is not None else None
         )
 
     def strategy_with(
@@ -945,11 +931,6 @@ class Launched:
         """The settings with a prefix, under the names of the plugins' fields."""
         short = {name.removeprefix(prefix): value for name, value in self.settings.items() if name.startswith(prefix)}
         return {_FIELDS.get(name, name): value for name, value in short.items()}
-
-    @staticmethod
-    def _shards_nothing(plugin: FullyShardedDataParallelPlugin | None) -> bool:
-        """Whether FSDP was asked for by the name of the strategy that is DDP."""
-        return plugin is not None and "NO_SHARD" in (plugin.sharding_strategy, plugin.reshard_after_forward)
 
 
 def _filled(plugin: Any, launched: Any) -> Any:
@@ -1006,24 +987,6 @@ class Plugins:
                 )
             parallelism = ParallelismConfig(tp_size=tensor.tp_size)
         return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
-
-    def by_name(self) -> dict[str, Any]:
-        """Those that were given, by the names of their arguments."""
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in given.items() if value is not None}
-
-    def strategy(self, launched: Launched) -> Strategy | None:
-        """The strategy that they ask for, if any was given.
-
-        Args:
-            launched: What the launcher was asked for, for what they leave open.
-
-        Raises:
-            ConfigurationError: Two of them contradict each other.
-        """
-        return launched.strategy_with(
-            self.fsdp_plugin, self.deepspeed_plugin, self.parallelism_config, self.megatron_lm_plugin
-        )
 
     def each_deepspeed(self, launched: Launched) -> dict[str, Strategy]:
         """The strategies that several DeepSpeed plugins ask for, by their names.

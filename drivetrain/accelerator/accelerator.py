@@ -20,6 +20,7 @@ from drivetrain.accelerator.accelerate_names import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    Launched,
     ParallelismConfig,
     Plugins,
     ProfileKwargs,
@@ -27,8 +28,6 @@ from drivetrain.accelerator.accelerate_names import (
     TorchDynamoPlugin,
     checked_handlers,
     find_handler,
-    make_dynamo_plugin,
-    process_options,
 )
 from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
 from drivetrain.accelerator.metrics import gather_real_rows
@@ -51,7 +50,6 @@ from drivetrain.accelerator.preparation import (
 from drivetrain.accelerator.prepared import (
     AccumulationWindow,
     GradientState,
-    HeldGradients,
     Prepared,
     PreparedOptimizer,
     PreparedScheduler,
@@ -69,15 +67,69 @@ from drivetrain.data import (
 )
 from drivetrain.data import skip_first_batches as skip_first_batches_of
 from drivetrain.runtime import collectives
-from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.devices import DeviceKind
-from drivetrain.runtime.errors import ConfigurationError, KnownKeywords, made_again, warn_ignored
+from drivetrain.runtime.errors import ConfigurationError, MadeAgain, known_keywords, warn_ignored
 from drivetrain.runtime.state import DistributedType, PartialState
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import ContextParallel, Given, RunOptions, split_context
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.registry import grid_rank
 from drivetrain.trackers import Tracker
+
+# The part of the Accelerator's face that exchanges values between processes
+
+
+class Collectives:
+    """Accelerate's `gather`, `reduce` and what belongs to them."""
+
+    state: AcceleratorState
+    strategy: Strategy
+    active_loaders: ActiveLoaders
+    _is_triggered = False
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate tensors of all processes along the first dimension, on every process."""
+        return collectives.gather(tensor)
+
+    def gather_for_metrics(
+        self,
+        input_data: Any,
+        use_gather_object: bool = False,
+        *,
+        loader: PreparedLoader | SkippingLoader | None = None,
+    ) -> Any:
+        """Gather per-sample values of the current batch, without the rows that only pad it.
+
+        A tensor is per-sample where its first dimension is the batch's number of rows; others are gathered whole.
+
+        Args:
+            input_data: Nested structure of tensors, and of lists that hold one object per sample, such as a string.
+            use_gather_object: Gather as objects even where all are tensors.
+            loader: Whose batch this is, where several loaders are iterated at once.
+
+        Returns:
+            The real rows of all processes, in the order of the plain loader.
+        """
+        return gather_real_rows(input_data, loader, self.active_loaders, self.strategy.topology, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Combine tensors of all processes elementwise: `"sum"`, `"mean"`, `"max"`, `"min"` or `"none"`."""
+        return collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad tensors of all processes to the largest size along one dimension."""
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this process that `check_trigger` sees on all."""
+        self._is_triggered = True
+
+    def check_trigger(self) -> bool:
+        """Lower the flag on all processes. Returns whether any process had raised it."""
+        flag = torch.tensor(int(self._is_triggered), device=self.state.device)
+        self._is_triggered = False
+        return bool(collectives.reduce(flag, "max").item())
+
 
 # Who am I, who goes first, who speaks: the process control of `PartialState` on the Accelerator
 
@@ -586,83 +638,6 @@ class Tracking:
         return self.tracking.get(name, unwrap)
 
 
-# A flag that one process raises and all processes read
-
-
-class Trigger:
-    """A flag that any process may raise, such as on a metric that only it computes.
-
-    Args:
-        state: This process among its peers.
-    """
-
-    def __init__(self, state: PartialState) -> None:
-        self._state = state
-        self._raised = False
-
-    def set(self) -> None:
-        """Raise the flag on this process."""
-        self._raised = True
-
-    def check(self) -> bool:
-        """Whether any process raised the flag; lowers it. Call it on all processes."""
-        flag = torch.tensor(int(self._raised), device=self._state.device)
-        self._raised = False
-        return bool(reduce(flag, "max").item())
-
-
-# The part of the Accelerator's face that exchanges values between processes
-
-
-class Collectives:
-    """Accelerate's `gather`, `reduce` and what belongs to them."""
-
-    strategy: Strategy
-    active_loaders: ActiveLoaders
-    trigger: Trigger
-
-    def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors of all processes along the first dimension, on every process."""
-        return collectives.gather(tensor)
-
-    def gather_for_metrics(
-        self,
-        input_data: Any,
-        use_gather_object: bool = False,
-        *,
-        loader: PreparedLoader | SkippingLoader | None = None,
-    ) -> Any:
-        """Gather per-sample values of the current batch, without the rows that only pad it.
-
-        A tensor is per-sample where its first dimension is the batch's number of rows; others are gathered whole.
-
-        Args:
-            input_data: Nested structure of tensors, and of lists that hold one object per sample, such as a string.
-            use_gather_object: Gather as objects even where all are tensors.
-            loader: Whose batch this is, where several loaders are iterated at once.
-
-        Returns:
-            The real rows of all processes, in the order of the plain loader.
-        """
-        return gather_real_rows(input_data, loader, self.active_loaders, self.strategy.topology, use_gather_object)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors of all processes elementwise: `"sum"`, `"mean"`, `"max"`, `"min"` or `"none"`."""
-        return collectives.reduce(tensor, reduction, scale)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad tensors of all processes to the largest size along one dimension."""
-        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
-
-    def set_trigger(self) -> None:
-        """Raise a flag on this process that `check_trigger` sees on all."""
-        self.trigger.set()
-
-    def check_trigger(self) -> bool:
-        """Whether any process raised the flag; lowers it."""
-        return self.trigger.check()
-
-
 # Torch's profiler around a part of a loop
 
 
@@ -861,7 +836,7 @@ class ModelHandling:
 _ACCUMULATION = "Accelerator(gradient_accumulation_steps)"
 
 
-class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, ModelHandling, StateSaving, Tracking):
+class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHandling, StateSaving, Tracking):
     """The raw engine under a training loop: four changed lines in a plain PyTorch loop.
 
     Arguments that are given win over the launcher's environment variables. State belongs to the
@@ -921,6 +896,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         ```
     """
 
+    @known_keywords
     def __init__(
         self,
         device_placement: bool = True,
@@ -950,45 +926,60 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         device: str | None = None,
         fused_optimizer: bool | None = None,
     ) -> None:
-        warn_ignored("Accelerator", "fused_optimizer", fused_optimizer, FUSED_HINT, since="0.1.0", removed_in="0.3.0")
-        handlers = checked_handlers(kwargs_handlers)
-        process = PartialState(cpu, device=device, **process_options(find_handler(handlers, InitProcessGroupKwargs)))
+        if fused_optimizer is not None:
+            warn_ignored(
+                "Accelerator",
+                "fused_optimizer",
+                fused_optimizer,
+                FUSED_HINT,
+                since="0.1.0",
+                removed_in="0.3.0",
+                stacklevel=5,
+            )
+        handlers = checked_handlers(kwargs_handlers) if kwargs_handlers else []
+        group = find_handler(handlers, InitProcessGroupKwargs)
+        process = PartialState(
+            cpu, device=device, backend=getattr(group, "backend", None), timeout=getattr(group, "timeout", None)
+        )
+        launched = Launched.here()
         self.project_configuration = make_project(project_dir, project_config)
         self.rng_types = list(rng_types or ["generator"])
         self.profile_handler = find_handler(handlers, ProfileKwargs)
-        loading = make_dataloader_config(split_batches, dataloader_config)
-        compilation = make_dynamo_plugin(dynamo_backend, dynamo_plugin)
+        if dynamo_backend is not None:
+            if dynamo_plugin is not None:
+                raise ConfigurationError("dynamo_backend and dynamo_plugin are given both; give one.", code="DT-004")
+            dynamo_plugin = TorchDynamoPlugin(dynamo_backend)
         options = PreparationOptions(
-            device_placement, loading, step_scheduler_with_optimizer, step_scheduler_per_process, compilation
+            device_placement,
+            make_dataloader_config(split_batches, dataloader_config),
+            step_scheduler_with_optimizer,
+            step_scheduler_per_process,
+            launched.compilation if dynamo_plugin is None else dynamo_plugin.compilation(),
         )
         plugins = Plugins.given(
             fsdp_plugin, deepspeed_plugin, deepspeed_plugins, parallelism_config, megatron_lm_plugin, torch_tp_plugin
         )
-        self.strategy = set_up_strategy(strategy, plugins, process, handlers)
-        self.precision = make_precision(mixed_precision, handlers, process.kind, self.strategy)
-        self.state = make_state(self.precision, self.strategy, process, plugins, options.dynamo_plugin)
-        accumulation = make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
+        self.strategy = set_up_strategy(strategy, plugins, launched, process, handlers)
+        self.precision = make_precision(mixed_precision, handlers, launched, self.strategy)
+        self.precision.setup(process.kind)
+        self.state = make_state(self.precision, self.strategy, process, plugins, launched, dynamo_plugin)
+        accumulation = make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin, launched)
         self.strategy.check(RunOptions(self.precision, Given(_ACCUMULATION, accumulation.num_steps)))
 
         self.active_loaders, self.prepared = ActiveLoaders(), Prepared()
-        held = HeldGradients(self.prepared, self.strategy)
-        self.accumulation = AccumulationWindow(accumulation, self.active_loaders, held)
+        self.accumulation = AccumulationWindow(accumulation, self.active_loaders, self.prepared, self.strategy)
         self.gradient_state = GradientState(window=self.accumulation, active=self.active_loaders)
         self.optimizer_step = OptimizerStep(self.strategy, self.precision, self.prepared, self.accumulation)
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
         engine = (self.state, self.strategy, self.precision)
         self.preparation = Preparation(*engine, self.optimizer_step, self.prepared, self.active_loaders, options)
-        self.trigger, self.tracking = Trigger(self.state), RunTracking(self.state, log_with, self.project_configuration)
+        self.tracking = RunTracking(self.state, log_with, self.project_configuration)
         numbered = NumberedCheckpoints(self.project_configuration, self.state)
         self.run_state = RunState(*engine, numbered, self.prepared, self.tracking, self.optimizer_step)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         # It stands for this process's run, of which there is one.
         return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # In another process it is made again, with nothing prepared.
-        return made_again, (type(self), *self.made_with)
 
     # prepare
 

@@ -30,6 +30,7 @@ from drivetrain.accelerator.accelerate_names import (
     find_handler,
     handler_options,
 )
+from drivetrain.accelerator.compilation import Compilation
 from drivetrain.accelerator.prepared import (
     Prepared,
     PreparedOptimizer,
@@ -65,7 +66,7 @@ from drivetrain.strategies.base import (
 )
 from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, overrides, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
-from drivetrain.strategies.registry import distributed_type_of, is_fully_sharded
+from drivetrain.strategies.registry import distributed_type_of
 
 # `AcceleratorState`: what `accelerator.state` shows, the process's state and what one engine was made with
 
@@ -329,58 +330,10 @@ def _is_half(value: Any) -> bool:
 logger = get_logger(__name__)
 
 
-def choose_strategy(spec: str | Strategy, plugin: Strategy | None) -> str | Strategy:
-    """The strategy asked for, by its own name or by one of Accelerate's plugins."""
-    if plugin is None:
-        return spec
-    if spec not in ("auto", plugin.name):
-        raise ConfigurationError(
-            f"strategy={spec!r} contradicts a plugin, which asks for {plugin!r}. Give one.", code="DT-004"
-        )
-    return plugin
-
-
-def make_strategy(spec: str | Strategy, state: PartialState, options: DistributedDataParallelKwargs | None) -> Strategy:
-    """The strategy asked for, else the launcher's, with DDP's options in Accelerate's holder."""
-    launched = Launched.here().strategy() if spec == "auto" else None
-    if isinstance(launched, Strategy):
-        if options is not None:
-            logger.warning_once(
-                f"DistributedDataParallelKwargs change nothing: the launcher was asked for {launched.name!r}."
-            )
-        spec, options = launched, None
-    if options is None:
-        chosen = resolve_strategy(spec, state.environment, state.kind)
-        _check_device(chosen, state)
-        return chosen
-    return resolve_ddp(spec, state.environment, "DistributedDataParallelKwargs", **options.strategy_options())
-
-
-def _check_device(strategy: Strategy, state: PartialState) -> None:
-    """Refuse a strategy that cannot run on this kind of device."""
-    allowed = state.kind.strategies
-    names = {getattr(parent, "name", None) for parent in type(strategy).__mro__}
-    if allowed and not names & {*allowed}:
-        raise ConfigurationError(
-            f"strategy={strategy.name!r} cannot run on {state.kind.name!r} devices. Use "
-            f"{' or '.join(repr(name) for name in allowed)}, or another device: cpu=True, Trainer(accelerator='cpu').",
-            code="DT-022",
-        )
-
-
-def find_batch_placement(strategy: Strategy, active: ActiveLoaders) -> BatchPlacement | None:
-    """The strategy's own way of bringing batches over, if it has one, which ends where a loop over a loader ends."""
-    placement = strategy.capability(BatchPlacement)
-    if placement is not None:
-        finish = placement.finish
-        active.on_leave.append(lambda loader: finish())
-    return placement
-
-
 def make_precision(
     spec: str | Precision | None,
     handlers: Sequence[Any],
-    kind: DeviceKind | None = None,
+    launched: Launched,
     strategy: Strategy | None = None,
 ) -> Precision:
     """Make the precision asked for, else the launcher's, else that of the strategy's own configuration.
@@ -388,17 +341,9 @@ def make_precision(
     Args:
         spec: A precision or its name; None if the script names none.
         handlers: Accelerate's holders of options.
-        kind: The kind of device that it computes on.
+        launched: What the launcher was asked for.
         strategy: The strategy of the run.
     """
-    precision = _precision_of(spec, handlers, strategy)
-    if kind is not None:
-        precision.setup(kind)
-    return precision
-
-
-def _precision_of(spec: str | Precision | None, handlers: Sequence[Any], strategy: Strategy | None) -> Precision:
-    launched = Launched.here()
     if spec is None:
         asked = launched.settings.get("mixed_precision", "no")
         spec = None if asked == "no" else asked  # which `accelerate config` writes if nothing was chosen
@@ -442,34 +387,75 @@ def backend_of(precision: Precision) -> str | None:
     return getattr(getattr(precision, "backend", None), "name", None)
 
 
-def set_up_strategy(spec: str | Strategy, plugins: Plugins, process: PartialState, handlers: Sequence[Any]) -> Strategy:
-    """The strategy asked for, by its name, a plugin or the launcher, in its place among the processes."""
-    chosen = choose_strategy(spec, plugins.strategy(Launched.here()))
-    strategy = make_strategy(chosen, process, find_handler(handlers, DistributedDataParallelKwargs))
+def set_up_strategy(
+    spec: str | Strategy, plugins: Plugins, launched: Launched, process: PartialState, handlers: Sequence[Any]
+) -> Strategy:
+    """Return the strategy asked for by its name, a plugin or the launcher, in its place among the processes."""
+    asked = (plugins.fsdp_plugin, plugins.deepspeed_plugin, plugins.parallelism_config, plugins.megatron_lm_plugin)
+    chosen: str | Strategy = spec
+    options = find_handler(handlers, DistributedDataParallelKwargs)
+    given = launched.strategy_with(*asked) if any(plugin is not None for plugin in asked) else None
+    if given is not None:
+        if spec not in ("auto", given.name):
+            raise ConfigurationError(
+                f"strategy={spec!r} contradicts a plugin, which asks for {given!r}. Give one.", code="DT-004"
+            )
+        chosen = given
+    elif spec == "auto" and (of_launcher := launched.strategy()) is not None:
+        chosen = of_launcher
+        if options is not None:
+            logger.warning_once(
+                f"DistributedDataParallelKwargs change nothing: the launcher was asked for {of_launcher.name!r}."
+            )
+            options = None
+    if options is None:
+        strategy = resolve_strategy(chosen, process.environment, process.kind)
+        _check_device(strategy, process.kind)
+    else:
+        given_as, named = "DistributedDataParallelKwargs", options.strategy_options()
+        strategy = resolve_ddp(chosen, process.environment, given_as, **named)
     strategy.setup(process)
     process.before_leaving(strategy.teardown)
-    several = strategy.capability(Configurations)
+    several = strategy.capability(Configurations) if plugins.deepspeed_plugins else None
     if several is not None and plugins.deepspeed_plugins:
-        for name, other in plugins.each_deepspeed(Launched.here()).items():
+        for name, other in plugins.each_deepspeed(launched).items():
             several.add(name, other)
         several.select(next(iter(plugins.deepspeed_plugins)))
     return strategy
 
 
+def _check_device(strategy: Strategy, kind: DeviceKind) -> None:
+    """Refuse a strategy that cannot run on this kind of device."""
+    names = {getattr(parent, "name", None) for parent in type(strategy).__mro__}
+    if kind.strategies and not names & {*kind.strategies}:
+        raise ConfigurationError(
+            f"strategy={strategy.name!r} cannot run on {kind.name!r} devices. Use "
+            f"{' or '.join(map(repr, kind.strategies))}, or another device: cpu=True, Trainer(accelerator='cpu').",
+            code="DT-022",
+        )
+
+
 def make_state(
-    precision: Precision, strategy: Strategy, process: PartialState, plugins: Plugins, dynamo: TorchDynamoPlugin | None
+    precision: Precision,
+    strategy: Strategy,
+    process: PartialState,
+    plugins: Plugins,
+    launched: Launched,
+    dynamo: TorchDynamoPlugin | None,
 ) -> AcceleratorState:
-    """What `accelerator.state` is: the process, and what the engine was made with."""
-    launched = Launched.here()
-    asked = {
-        "fsdp_plugin": launched.fsdp,
-        "deepspeed_plugin": launched.deepspeed,
-        "megatron_lm_plugin": launched.megatron,
-        "parallelism_config": launched.parallelism,
-    }
-    given = {**asked, **plugins.by_name(), "dynamo_plugin": dynamo or TorchDynamoPlugin()}
+    """Return what `accelerator.state` is: the process, and what the engine was made with."""
+    shown = {name: value for name, value in vars(plugins).items() if value is not None}
+    if launched.settings:
+        asked = {
+            "fsdp_plugin": launched.fsdp,
+            "deepspeed_plugin": launched.deepspeed,
+            "megatron_lm_plugin": launched.megatron,
+            "parallelism_config": launched.parallelism,
+        }
+        shown = {**asked, **shown}
+    shown["dynamo_plugin"] = dynamo or TorchDynamoPlugin()
     kind = distributed_type_of(strategy, process.distributed_type)
-    record = EngineRecord(accelerate_name(precision, strategy), kind, given, is_fully_sharded(strategy))
+    record = EngineRecord(accelerate_name(precision, strategy), kind, shown, kind is DistributedType.FSDP)
     record.configurations = strategy.capability(Configurations) if plugins.deepspeed_plugins else None
     return AcceleratorState(record=record)
 
@@ -504,7 +490,9 @@ def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration |
     return replace(given)  # the instance's own, which `even_batches` may change
 
 
-def make_accumulation(steps: int | None, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+def make_accumulation(
+    steps: int | None, plugin: GradientAccumulationPlugin | None, launched: Launched
+) -> GradientAccumulationPlugin:
     """How gradients accumulate: as asked for, else as the launcher was started."""
     if plugin is not None and steps is not None and steps != plugin.num_steps:
         raise ConfigurationError(
@@ -514,8 +502,9 @@ def make_accumulation(steps: int | None, plugin: GradientAccumulationPlugin | No
         )
     if plugin is not None:
         return plugin
-    launched = Launched.here().settings.get("gradient_accumulation_steps", 1) if steps is None else steps
-    return GradientAccumulationPlugin(launched)
+    return GradientAccumulationPlugin(
+        launched.settings.get("gradient_accumulation_steps", 1) if steps is None else steps
+    )
 
 
 def is_scheduler(item: Any) -> bool:
@@ -543,14 +532,14 @@ class PreparationOptions:
         step_scheduler_with_optimizer: Whether schedulers follow the optimizers.
         step_scheduler_per_process: Whether a scheduler steps once per process for each optimizer step, unless
             `split_batches`.
-        dynamo_plugin: How models are compiled; as the launcher was asked if None.
+        compilation: How models are compiled; None if they are not.
     """
 
     device_placement: bool
     dataloader_config: DataLoaderConfiguration
     step_scheduler_with_optimizer: bool
     step_scheduler_per_process: bool
-    dynamo_plugin: TorchDynamoPlugin | None = None
+    compilation: Compilation | None = None
 
 
 class Preparation:
@@ -581,9 +570,10 @@ class Preparation:
         options: PreparationOptions,
     ) -> None:
         self.options = options
-        plugin = options.dynamo_plugin
-        self.compilation = Launched.here().compilation if plugin is None else plugin.compilation()
-        self.batch_placement = find_batch_placement(strategy, active)
+        self.compilation = options.compilation
+        self.batch_placement = placement = strategy.capability(BatchPlacement)
+        if placement is not None:
+            active.on_leave.append(lambda loader: placement.finish())
         self._state, self._strategy, self._precision = state, strategy, precision
         self._step, self._prepared, self._active = step, prepared, active
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from drivetrain.accelerator.step import OptimizerStep
 
 
+@dataclass
 class Prepared:
     """The objects that a run consists of, each list in the order of preparation.
 
@@ -34,12 +35,11 @@ class Prepared:
         registered: Further objects whose state belongs to the run.
     """
 
-    def __init__(self) -> None:
-        self.models: list[nn.Module] = []
-        self.optimizers: list[PreparedOptimizer] = []
-        self.schedulers: list[PreparedScheduler] = []
-        self.loaders: list[PreparedLoader] = []
-        self.registered: list[Any] = []
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[PreparedOptimizer] = field(default_factory=list)
+    schedulers: list[PreparedScheduler] = field(default_factory=list)
+    loaders: list[PreparedLoader] = field(default_factory=list)
+    registered: list[Any] = field(default_factory=list)
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
         """The bare optimizers that hold any of a model's parameters; all of them where there is one model only."""
@@ -356,51 +356,6 @@ def _unprepared_optimizer(optimizer: Optimizer) -> PreparedOptimizer:
     return PreparedOptimizer(optimizer, engine, Prepared(), Strategy())
 
 
-# The gradients that accumulate in what an Accelerator has prepared
-
-
-class HeldGradients:
-    """What an accumulation window does to the gradients that it holds where it does not end as planned.
-
-    Args:
-        prepared: The models and optimizers.
-        strategy: Holds gradients that are not in `.grad` before they are reduced.
-    """
-
-    def __init__(self, prepared: Prepared, strategy: Strategy) -> None:
-        self._prepared = prepared
-        self._strategy = strategy
-
-    def scale(self, factor: float) -> None:
-        """Multiply the gradients, where a window turns out to hold another number of micro-batches than planned."""
-        done: set[int] = set()
-        for model in self._prepared.models:
-            own = [parameter for parameter in model.parameters() if id(parameter) not in done]
-            done.update(map(id, own))
-            self._strategy.gradients.scale_held(model, own, factor)
-        others = (parameter for optimizer in self._prepared.optimizers for parameter in parameters_of(optimizer))
-        rest = {id(parameter): parameter for parameter in others if id(parameter) not in done}
-        gradients = [local_part(parameter.grad) for parameter in rest.values() if parameter.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
-
-    def abandon(self) -> None:
-        """Record that a loop has ended: gradients that no step was taken with until then belong to no window."""
-        for optimizer in self._prepared.optimizers:
-            optimizer.holds_abandoned = not optimizer.spent and any(
-                parameter.grad is not None for parameter in parameters_of(optimizer)
-            )
-
-    def discard_abandoned(self) -> None:
-        """Clear what such a loop left behind, unless its user has stepped with it or cleared it."""
-        for model in self._prepared.models:
-            self._strategy.gradients.discard(model)
-        for optimizer in self._prepared.optimizers:
-            if optimizer.holds_abandoned:
-                optimizer.holds_abandoned = False
-                optimizer.optimizer.zero_grad()
-
-
 # The accumulation window: which micro-batch is this, how many does an optimizer step hold, and is this the last
 
 
@@ -414,7 +369,8 @@ class AccumulationWindow:
     Args:
         plugin: The options.
         active: The loaders that are being iterated.
-        gradients: What accumulates.
+        prepared: The models and optimizers whose gradients accumulate.
+        strategy: Holds gradients that are not in `.grad` before they are reduced.
 
     Attributes:
         plugin: The options.
@@ -428,13 +384,15 @@ class AccumulationWindow:
         count: Micro-batches of the current window that were entered; 0 if the next one begins a window.
     """
 
-    def __init__(self, plugin: GradientAccumulationPlugin, active: ActiveLoaders, gradients: HeldGradients) -> None:
+    def __init__(
+        self, plugin: GradientAccumulationPlugin, active: ActiveLoaders, prepared: Prepared, strategy: Strategy
+    ) -> None:
         self.plugin = plugin
         self.sync_gradients = True
         self.size = plugin.num_steps
         self.planned = False
         self._active = active
-        self._gradients = gradients
+        self._prepared, self._strategy = prepared, strategy
         self.holds_gradients = self.weighted = False
         self._entered = False
         self.is_abandoned = False
@@ -467,7 +425,7 @@ class AccumulationWindow:
             if self.count != self.size and self.plugin.average_short_window:
                 # The loader had no length, or not the one it reported: what is held was normalised by a wrong number.
                 if self.holds_gradients and not self.weighted:
-                    self._gradients.scale(self.size / self.count)
+                    self._scale(self.size / self.count)
                 self.size = self.count
             self.count = 0
 
@@ -495,8 +453,7 @@ class AccumulationWindow:
     def end_planned(self) -> None:
         """Leave the windows that a driver planned; gradients that no step was taken with are discarded."""
         if self.count and self.holds_gradients:
-            self.is_abandoned = True
-            self._gradients.abandon()
+            self._abandon()
         self.reset()
 
     def set_steps(self, num_steps: int) -> None:
@@ -511,15 +468,42 @@ class AccumulationWindow:
         self.holds_gradients = self._entered
 
     def _discard_abandoned(self) -> None:
-        if self.is_abandoned:
-            self.is_abandoned = False
-            self._gradients.discard_abandoned()
+        """Clear the gradients of a loop that ended within a window, unless its user has stepped with them."""
+        if not self.is_abandoned:
+            return
+        self.is_abandoned = False
+        for model in self._prepared.models:
+            self._strategy.gradients.discard(model)
+        for optimizer in self._prepared.optimizers:
+            if optimizer.holds_abandoned:
+                optimizer.holds_abandoned = False
+                optimizer.optimizer.zero_grad()
+
+    def _scale(self, factor: float) -> None:
+        """Multiply the gradients, where a window turns out to hold another number of micro-batches than planned."""
+        done: set[int] = set()
+        for model in self._prepared.models:
+            own = [parameter for parameter in model.parameters() if id(parameter) not in done]
+            done.update(map(id, own))
+            self._strategy.gradients.scale_held(model, own, factor)
+        others = (parameter for optimizer in self._prepared.optimizers for parameter in parameters_of(optimizer))
+        rest = {id(parameter): parameter for parameter in others if id(parameter) not in done}
+        gradients = [local_part(parameter.grad) for parameter in rest.values() if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def _abandon(self) -> None:
+        """Record that a loop has ended: gradients that no step was taken with until then belong to no window."""
+        self.is_abandoned = True
+        for optimizer in self._prepared.optimizers:
+            optimizer.holds_abandoned = not optimizer.spent and any(
+                parameter.grad is not None for parameter in parameters_of(optimizer)
+            )
 
     def _loop_ended(self, loader: PreparedLoader) -> None:
         if loader is self._loader and self.plugin.sync_with_dataloader:
             if self.holds_gradients:
-                self.is_abandoned = True
-                self._gradients.abandon()
+                self._abandon()
             self.reset()
 
     def reset(self) -> None:

@@ -418,8 +418,8 @@ class RunState:
 
     Attributes:
         prepared: What the engine has prepared, and what was registered.
-        save_hooks: Functions of the user's that run before `save_state`, in the order of their registration.
-        load_hooks: The same before `load_state`.
+        save_hooks: The user's functions that run before `save_state`, by the number of their handle.
+        load_hooks: Those that run before `load_state`.
         moment: Gives the moment that a save describes; set by a driver that may save within a step.
     """
 

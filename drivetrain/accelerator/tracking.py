@@ -30,7 +30,7 @@ class RunTracking:
 
     def __init__(self, state: PartialState, log_with: LogWith, project: ProjectConfiguration) -> None:
         self._state, self._project = state, project
-        self._asked = _checked(log_with)
+        self._asked = None if log_with is None else _checked(log_with)
         self._states: Sequence[Mapping[str, Any]] = ()
         self.group = TrackerGroup([], state.is_main_process)
 
@@ -96,10 +96,8 @@ class RunTracking:
             self.group.load_state(self._states)
 
 
-def _checked(log_with: LogWith) -> LogWith:
+def _checked(log_with: str | Tracker | Iterable[str | Tracker]) -> LogWith:
     """What `log_with` asks for, once every name in it is known and what it needs is installed."""
-    if log_with is None:
-        return None
     items: list[Any] = (
         list(log_with) if isinstance(log_with, Iterable) and not isinstance(log_with, str) else [log_with]
     )

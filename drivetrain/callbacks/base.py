@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from drivetrain.runtime.errors import KnownKeywords
+from drivetrain.runtime.errors import known_keywords
 from drivetrain.runtime.terminal import print_all
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-class Callback(KnownKeywords):
+class Callback:
     """Something that happens around the loop: override the hooks you need, the others cost nothing.
 
     The Trainer looks once, when a run starts, which hooks a class overrides, and calls only those. Override
@@ -66,6 +66,11 @@ class Callback(KnownKeywords):
     rhythm: Duration | tuple[Duration, ...] | None = None
     """How often or when this callback acts, where that is measured in samples, tokens or parts of the run: the Trainer
     then counts these, and `trainer.progress.count` returns how many there were."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls) and cls.__module__.startswith("drivetrain."):  # a user's class stays as it is
+            cls.__init__ = known_keywords(cls.__init__)  # type: ignore[method-assign]
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print without breaking what this callback shows; called where `is_progress_bar` is set.

@@ -302,9 +302,9 @@ class SpeedMonitor(Callback):
     """Logs steps and samples per second, and the share of the time in which training waits for its loader.
 
     Every `log_every_n_steps` it logs `speed/steps_per_sec`, `speed/samples_per_sec` of this process where the loader
-    counts them, and `speed/data_wait`, from 0 to 1: what passes between the end of one batch and the start of the next.
-    Nothing waits for the device, so a loader that keeps up with it counts as no wait. Validations, saves and the ends
-    of epochs do not count. At the end of `fit` it prints in a sentence what took the time, unless a profiler does.
+    counts them, and `speed/data_wait`, the share of the time that waits for batches, from 0 to 1. The shares are those
+    of `trainer.timing`. Nothing waits for the device, so a loader that keeps up with it counts as no wait. Validations
+    and saves do not count. At the end of `fit` it prints in a sentence what took the time, unless a profiler does.
 
     Args:
         every: How often, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
@@ -327,35 +327,20 @@ class SpeedMonitor(Callback):
         self.every = checked_every(every, "SpeedMonitor")
         self.rhythm = self.every if isinstance(self.every, Duration) else None
         self._log: StepLog | None = None
-        self._begun = self._ended = self._paused_at = 0.0
-        self._waited = self._paused = self._paused_in_all = 0.0
+        self._spent: dict[str, float] | None = None  # seconds of each part before the row that is logged next
         self._samples: int | None = 0
         self._step = 0
-        self._saving_since: float | None = None
         self._samples_in_all: int | None = 0
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         self._log = StepLog("SpeedMonitor", trainer, self.every).begin()
-        self._ended, self._saving_since = 0.0, None
-        self._samples_in_all = 0
+        self._spent, self._samples_in_all = None, 0
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        if not self._ended:
-            self._begin(trainer, perf_counter())
-        else:
-            self._resume(perf_counter())
-
-    def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
-        now = perf_counter()
-        if self._saving_since is not None:
-            self._paused_at = self._saving_since
-            self._resume(now)
-        self._waited += now - self._ended - self._paused
-        self._paused_in_all += self._paused
-        self._paused = 0.0
+        if self._spent is None:
+            self._begin(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._ended = now = perf_counter()
         info = trainer.batch_info
         rows = None if info is None else info.real_rows
         self._samples = None if rows is None or self._samples is None else self._samples + rows
@@ -363,24 +348,8 @@ class SpeedMonitor(Callback):
         self._samples_in_all = None if rows is None or in_all is None else in_all + rows
         step = trainer.global_step
         if self._log is not None and self._log.is_due(step):
-            self._log.write(self._values(step, now), step)
-            self._begin(trainer, now)
-
-    def on_validation_start(self, trainer: Trainer, task: Task) -> None:
-        self._paused_at = perf_counter()
-
-    def on_validation_end(self, trainer: Trainer, task: Task) -> None:
-        self._resume(perf_counter())
-
-    def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        self._paused_at = perf_counter()
-
-    def on_save_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
-        if self._saving_since is None:
-            self._saving_since = perf_counter()
-
-    def on_train_end(self, trainer: Trainer, task: Task) -> None:
-        self._resume(perf_counter())
+            self._log.write(self._values(trainer, step), step)
+            self._begin(trainer)
 
     def on_fit_end(self, trainer: Trainer, task: Task) -> None:
         if trainer.is_global_zero and not trainer.profiler.gives_verdict:
@@ -390,26 +359,18 @@ class SpeedMonitor(Callback):
             if verdict:
                 trainer.print(verdict)
 
-    def _resume(self, now: float) -> None:
-        """End a pause, in which a checkpoint may have been saved."""
-        self._paused += now - self._paused_at
-        if self._saving_since is not None:
-            self._saving_since = None
-
-    def _begin(self, trainer: Trainer, now: float) -> None:
+    def _begin(self, trainer: Trainer) -> None:
         """Begin the row that is logged next."""
-        self._begun = self._ended = now
-        self._waited = self._paused = self._paused_in_all = 0.0
+        self._spent = trainer.timing.seconds
         self._samples, self._step = 0, trainer.global_step
 
-    def _values(self, step: int, now: float) -> dict[str, float]:
-        seconds = now - self._begun - self._paused_in_all
+    def _values(self, trainer: Trainer, step: int) -> dict[str, float]:
+        before = self._spent or {}
+        spent = {name: max(0.0, now - before.get(name, 0.0)) for name, now in trainer.timing.seconds.items()}
+        seconds = sum(spent.values()) - spent["evaluation"] - spent["checkpoint"]
         if seconds <= 0:
             return {}
-        values = {
-            "speed/steps_per_sec": (step - self._step) / seconds,
-            "speed/data_wait": min(1.0, max(0.0, self._waited / seconds)),
-        }
+        values = {"speed/steps_per_sec": (step - self._step) / seconds, "speed/data_wait": spent["data"] / seconds}
         if self._samples is not None:
             values["speed/samples_per_sec"] = self._samples / seconds
         return values

@@ -26,6 +26,10 @@ _COMMANDS = {
         "drivetrain.cli.test:test",
         "Train for a moment on the configured setup, and report what is wrong with it.",
     ),
+    "tune": (
+        "drivetrain.cli.tune:tune",
+        "Try changes of a script that could make its steps faster, and show what each gains.",
+    ),
     "runs": (
         "drivetrain.cli.runs:runs",
         "List runs: when, state, metric and command; show one, or resume it.",

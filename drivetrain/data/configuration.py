@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import ConfigurationError, warn_ignored
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,10 @@ class DataLoaderConfiguration:
             its own loader, which reads its part of the data by itself; all then need as many batches in training.
         seed_samples: In a seeded run, derive each sample's random state from the seed, the epoch and the sample's
             index. None means yes where the run is seeded; False switches it off; True insists on a seed.
-        num_workers: `"auto"` measures the loader and the step in the first 50 batches and settles on a number of
-            workers, in place of the loader's own. None keeps that of each loader.
+        num_workers: Deprecated, without effect: each loader keeps its own number of workers.
 
     Raises:
-        ConfigurationError: If `num_workers` is anything else.
+        ConfigurationError: If `num_workers` is anything but `"auto"` or None.
 
     Example:
         ```python
@@ -102,9 +102,24 @@ class DataLoaderConfiguration:
     num_workers: str | None = None
 
     def __post_init__(self) -> None:
-        if self.num_workers not in (None, "auto"):
-            raise ConfigurationError(
-                f"num_workers={self.num_workers!r}: give 'auto', which settles a number for each loader by measuring "
-                "its first batches, or leave it out. A number belongs to the loader: DataLoader(num_workers=...).",
-                code="DT-001",
-            )
+        if self.num_workers is not None:
+            warn_of_workers("DataLoaderConfiguration", self.num_workers)
+
+
+def warn_of_workers(owner: str, value: Any) -> None:
+    """Warn of `num_workers="auto"`, which has no effect any more.
+
+    Args:
+        owner: The function or class that was given the value.
+        value: What was given.
+
+    Raises:
+        ConfigurationError: The value is another one.
+    """
+    if value != "auto":
+        raise ConfigurationError(
+            f"num_workers={value!r}: leave it out. A number belongs to the loader: DataLoader(num_workers=...).",
+            code="DT-001",
+        )
+    hint = "Each loader keeps its own number: DataLoader(num_workers=...)."
+    warn_ignored(owner, "num_workers", value, hint, since="0.1.0", removed_in="0.3.0", stacklevel=6)

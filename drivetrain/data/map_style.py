@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -39,161 +36,6 @@ from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.nested import batch_size_or_none
 from drivetrain.runtime.seeds import isolated_random_state, sample_seed
-
-# How many workers a loader needs, found out by measuring its first batches
-
-
-logger = get_logger(__name__)
-
-BATCHES = 50
-"""Batches after which the number is settled."""
-
-_ALONE = 25  # of these, batches that the process reads by itself
-_SETTLING = 5  # at the start of each stage, where models are compiled and workers start
-_WORTHWHILE = 0.05  # the part of a step that reading must take for workers to be worth it
-_MISSED = 0.1  # the part of a step that may pass waiting for workers before more are started
-
-Begin = Callable[[int, Iterator[Any]], Iterator[Any]]
-
-
-class _Times:
-    """What has passed in the batches of a stage, without the first few.
-
-    Attributes:
-        count: Batches that have been measured; below 0 before the first of them.
-    """
-
-    def __init__(self) -> None:
-        self.count = -_SETTLING
-        self._read = self._step = 0.0
-
-    def add(self, read: float, step: float) -> None:
-        """Add a batch."""
-        self.count += 1
-        if self.count > 0:
-            self._read += read
-            self._step += step
-
-    @property
-    def read(self) -> float:
-        """Seconds to wait for a batch, on average."""
-        return self._read / max(1, self.count)
-
-    @property
-    def step(self) -> float:
-        """Seconds to use one, on average."""
-        return self._step / max(1, self.count)
-
-
-class WorkerCount:
-    """Finds how many workers a loader needs: `num_workers="auto"`.
-
-    Half of the first 50 batches are read without workers, and the device is waited for after each, which shows what
-    reading and a step take. The other half is read by as many workers as that asks for: more where the loop still waits
-    for them, none where the loop is not faster with them. Batches that were measured are trained on as all others. An
-    epoch that ends before is continued in the next one.
-
-    Args:
-        cores: The most workers there may be: the cores of this process.
-        wait: Waits for the device.
-
-    Attributes:
-        settled: The number; None until it is found.
-    """
-
-    def __init__(self, cores: int, wait: Callable[[], None]) -> None:
-        self.settled: int | None = None
-        self._cores, self._wait = cores, wait
-        self._alone, self._with_workers = _Times(), _Times()
-        self._workers = 0
-
-    def settle(self, workers: int, why: str) -> None:
-        """Take a number, and note it in the log.
-
-        Args:
-            workers: The number.
-            why: What it follows from.
-        """
-        self.settled = workers
-        logger.info('num_workers="auto": %d worker%s, since %s.', workers, "s" * (workers != 1), why)
-
-    def batches(self, requests: Iterator[Any], begin: Begin) -> Iterator[Any]:
-        """The batches of an epoch, read by as many workers as turn out to be needed.
-
-        Args:
-            requests: What is read, in order.
-            begin: Begins to read some of it with so many workers.
-        """
-        left = _ALONE - (self._alone.count + _SETTLING)
-        first = begin(0, islice(requests, left)) if left > 0 else iter(())
-        return self._stages(first, requests, begin)
-
-    def _stages(self, first: Iterator[Any], requests: Iterator[Any], begin: Begin) -> Iterator[Any]:
-        yield from self._measured(first, self._alone, self._wait)
-        if self._alone.count + _SETTLING < _ALONE:
-            return  # the epoch is over
-        if self.settled is None and not self._workers:
-            self._choose()
-        left = BATCHES - _ALONE - (self._with_workers.count + _SETTLING)
-        if self.settled is None and left > 0:
-            some = self._begun(begin, self._workers, islice(requests, left))
-            if some is not None:
-                yield from self._measured(some, self._with_workers, do_nothing)  # they read beside the device
-                if self._with_workers.count + _SETTLING < BATCHES - _ALONE:
-                    return
-                self._correct()
-        rest = self._begun(begin, self.settled or 0, requests)
-        yield from begin(0, requests) if rest is None else rest
-
-    def _measured(self, batches: Iterator[Any], times: _Times, wait: Callable[[], None]) -> Iterator[Any]:
-        """The batches, measured."""
-        clock, ended = time.perf_counter, object()
-        while True:
-            begun = clock()
-            batch = next(batches, ended)
-            if batch is ended:
-                return
-            read = clock()
-            yield batch
-            wait()
-            times.add(read - begun, clock() - read)
-
-    def _begun(self, begin: Begin, workers: int, requests: Iterator[Any]) -> Iterator[Any] | None:
-        """Begin to read; None where workers cannot be started."""
-        try:
-            return begin(workers, requests)
-        except (AttributeError, TypeError, OSError, RuntimeError) as error:  # what pickling and forking raise
-            if not workers:
-                raise
-            self.settle(0, f"workers cannot be started here ({type(error).__name__}: {error})")
-            return None
-
-    def _choose(self) -> None:
-        """Find a number to try, from what reading and a step take without workers."""
-        read, step = self._alone.read, self._alone.step
-        if read < _WORTHWHILE * step:
-            self.settle(0, f"{_seconds(read)} to read a batch are little beside {_seconds(step)} for a step")
-        else:
-            self._workers = min(self._cores, math.ceil(read / max(step, 1e-9)) + 1)
-
-    def _correct(self) -> None:
-        """Settle, from what passes with the workers that were tried."""
-        alone, tried, workers = self._alone, self._with_workers, self._workers
-        before, after = alone.read + alone.step, tried.read + tried.step
-        shown = (
-            f"{_seconds(alone.read)} to read a batch and {_seconds(alone.step)} for a step come to {_seconds(after)}"
-        )
-        if after >= before:
-            self.settle(0, f"{shown} with {workers} of them")
-            return
-        if tried.read > _MISSED * after:
-            workers = min(self._cores, math.ceil(workers * after / max(tried.step, 1e-9)))
-        self.settle(workers, f"{shown} with {self._workers} of them, {_seconds(tried.read)} of it waiting")
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
 
 # Batches of a `TensorDataset`, read at once rather than sample by sample, with the same result
 
@@ -302,6 +144,8 @@ def _collates_as_in_torch() -> bool:
     return plain and not any(isinstance((), kind) for kind in default_collate_fn_map)
 
 
+logger = get_logger(__name__)
+
 WITHOUT_WORKERS: dict[str, Any] = {
     "num_workers": 0,
     "persistent_workers": False,
@@ -330,7 +174,6 @@ class MapReader:
         seed: The seed that samples' random states derive from; None leaves randomness to torch's loader.
         keep: How many of an epoch's first batches are kept for the processes that share these batches. Only this
             process then reads, so no agreement about the order is needed. 0 if none do.
-        count: Finds how many workers read; None leaves that to the loader.
 
     Raises:
         ConfigurationError: If the loader gives batches out of order to several processes, or its batches cannot be
@@ -343,7 +186,6 @@ class MapReader:
         layout: Layout,
         seed: int | None,
         keep: int = 0,
-        count: WorkerCount | None = None,
     ) -> None:
         self._loader = loader
         self.order = IndexOrder(loader)
@@ -365,22 +207,15 @@ class MapReader:
                 code="DT-101",
             )
         self._stream = IndexStream()
-        self._count = count
-        self._workers = loader.num_workers if count is None else 0
         self._workers_are_there = False
         self._seeded = seed is not None and not (
             is_deterministic(loader.dataset) and is_deterministic_collate(loader.collate_fn)
         )
         self._seed = seed
-        if count is not None and self._reads_at_once():
-            count.settle(0, "the samples are in memory, and a batch of them is read at once")
-        self._inner = self._make_inner(self._stream, self._workers)
+        self._inner = self._make_inner(self._stream)
 
-    def _make_inner(self, stream: IndexStream, workers: int, stay: bool = True) -> DataLoader[Any]:
+    def _make_inner(self, stream: IndexStream, **changes: Any) -> DataLoader[Any]:
         loader, batched = self._loader, self.order.batched
-        changes: dict[str, Any] = {} if stay else {"persistent_workers": False}
-        if workers != loader.num_workers:
-            changes |= {"num_workers": workers} if workers else WITHOUT_WORKERS
         if self._seed is not None and self._seeded:
             return rebuilt(
                 loader,
@@ -392,7 +227,8 @@ class MapReader:
                 **changes,
             )
         if self._reads_at_once():
-            gather = gathered_pinned if not workers and loader.pin_memory and can_pin() else gathered
+            alone = changes.get("num_workers", loader.num_workers) == 0
+            gather = gathered_pinned if alone and loader.pin_memory and can_pin() else gathered
             whole, init = WholeBatches(loader.dataset, gather), ShowUsersDataset(loader.worker_init_fn)
             return rebuilt(loader, whole, batch_sampler=stream, collate_fn=as_is, worker_init_fn=init, **changes)
         if batched:
@@ -407,7 +243,7 @@ class MapReader:
     def restart(self) -> None:
         """Let the next iteration be as the first one: with new workers, where these stay."""
         if self._workers_are_there:
-            self._inner, self._workers_are_there = self._make_inner(self._stream, self._workers), False
+            self._inner, self._workers_are_there = self._make_inner(self._stream), False
 
     def __len__(self) -> int:
         return self.layout.steps(len(self.order), last_rows(self._loader))
@@ -427,7 +263,6 @@ class MapReader:
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
         """Begin an iteration over an epoch, at a position of it; on all processes together."""
-        self._take_count()
         infos: deque[BatchInfo] = deque()
         requests = _Requests(self.order, self.layout, self._replicas, self._seeded)
         generators = find_generators(self._loader, self.order.source, self.order.sampler)
@@ -444,7 +279,7 @@ class MapReader:
                 batches = up_to(order.batches(order.plain_iterator()), limit)
                 return requests.made_from(batches, infos, epoch, length=length)
 
-            self._stream.begin = begin if self._count is None else cache(begin)
+            self._stream.begin = begin
             # Torch draws a seed for workers when it starts them.
             self._inner.generator = torch.Generator() if self._workers_are_there else self._loader.generator
         else:
@@ -459,9 +294,9 @@ class MapReader:
             close, first = self._open_apart(requests, infos, epoch, position, start, limit, follow=follow, check=check)
             if first is not None and self._keep:
                 head = self._batches_of(first, requests, epoch)
-        batches = self._begin()
+        batches = iter(self._inner)
         self._stream.begin = _nothing
-        self._workers_are_there = self._workers > 0 and self._loader.persistent_workers
+        self._workers_are_there = self._loader.num_workers > 0 and self._loader.persistent_workers
         # Not zip, which keeps what it gave last.
         pairs: Iterator[tuple[Any, BatchInfo]] = map(_as_pair, batches, iter(infos.popleft, None))
         if self.finds_rows:
@@ -473,37 +308,12 @@ class MapReader:
         stream, samples = IndexStream(), iter(head.samples)
         batches = (list(islice(samples, size)) for size in head.sizes)
         stream.begin = lambda: requests.made_from(batches, deque(), epoch)
-        inner = self._make_inner(stream, 0, stay=False)
+        inner = self._make_inner(stream, **WITHOUT_WORKERS)
         inner.generator = torch.Generator()
         with isolated_random_state():
             found = list(inner)
         sizes: Sequence[int | None] = [batch_size_or_none(each) for each in found] if self.finds_rows else head.sizes
         return list(zip(found, sizes, strict=True))
-
-    def _take_count(self) -> None:
-        """Read with as many workers as were found to be needed."""
-        if self._count is not None and self._count.settled not in (None, self._workers):
-            self._workers = self._count.settled or 0
-            self._inner = self._make_inner(self._stream, self._workers)
-
-    def _begin(self) -> Iterator[Any]:
-        """Begin to read what the stream of indices gives."""
-        if self._count is None or self._count.settled is not None:
-            return iter(self._inner)
-        generators = iter([self._inner.generator])
-        later = torch.Generator()
-        # For the seeds of workers that are started later, which must not move what else is drawn.
-        later.set_state((self._inner.generator or torch.default_generator).get_state())
-        later.manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=later)))
-
-        def begin(workers: int, some: Iterator[Any]) -> Iterator[Any]:
-            stream = IndexStream()
-            stream.begin = lambda: some
-            inner = self._make_inner(stream, workers, stay=False)
-            inner.generator = next(generators, later)
-            return iter(inner)
-
-        return self._count.batches(self._stream.begin(), begin)
 
     def _open_apart(
         self,

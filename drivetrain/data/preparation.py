@@ -14,15 +14,13 @@ from drivetrain.data.configuration import DataLoaderConfiguration, DataShard, Ta
 from drivetrain.data.dispatch import DispatchReader
 from drivetrain.data.iterable import ReadyBatchesReader, StreamReader
 from drivetrain.data.loader import PreparedLoader, checked_count
-from drivetrain.data.map_style import MapReader, WorkerCount
+from drivetrain.data.map_style import MapReader
 from drivetrain.data.order import SeedableSampler
 from drivetrain.data.placement import Place, overlapped
-from drivetrain.data.reading import Reader, do_nothing
+from drivetrain.data.reading import Reader
 from drivetrain.data.sharding import Layout
 from drivetrain.runtime.devices import DeviceKind
-from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.host import cores_of_process
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import recorded_seed
 
@@ -130,8 +128,7 @@ def prepare_loader(
     drop_last = any(getattr(each, "drop_last", False) for each in sources)
     layout = Layout(shard, TailPolicy(tail), config.split_batches, drop_last=drop_last)
     seedable = _seedable_sampler(loader, config)
-    count = _worker_count(loader, device) if config.num_workers == "auto" else None
-    reader = _make_reader(loader, layout, config, _sample_seed_of(config, seed), count)
+    reader = _make_reader(loader, layout, config, _sample_seed_of(config, seed))
     if active is None:  # not `or`: a list of loaders that is empty is still the caller's
         active = ActiveLoaders()
     moving: dict[str, Any] = {"place": place, "device": device, "sends_ahead": sends_ahead}
@@ -165,33 +162,12 @@ def skip_first_batches(dataloader: Iterable[Any], num_batches: int = 0) -> Skipp
     return SkippingLoader(prepare_loader(dataloader, shard=DataShard()), count)
 
 
-def _worker_count(loader: Any, device: tuple[DeviceKind, torch.device] | None) -> WorkerCount | None:
-    """What finds the number of workers of a loader; None, with a warning, where its own number has to stay."""
-    why = ""
-    if not is_plain(loader):
-        why = "is no plain torch.utils.data.DataLoader"
-    elif isinstance(loader.dataset, IterableDataset):
-        why = "reads an iterable dataset, which may give other batches to another number of workers"
-    elif loader.worker_init_fn is not None:
-        why = "has a worker_init_fn, which its dataset may need"
-    elif not loader.in_order:
-        why = "has in_order=False, so that its batches depend on the number of workers"
-    if why:
-        logger.warning_once('num_workers="auto" leaves a %s as it is, since it %s.', type(loader).__name__, why)
-        return None
-    environment = ProcessEnvironment.detect()
-    wait = partial(device[0].synchronize, device[1]) if device is not None else do_nothing
-    return WorkerCount(cores_of_process(environment.local_world_size), wait)
-
-
 def is_plain(loader: Any) -> bool:
     """Whether a loader is torch's own: a subclass with an iteration of its own is more than its dataset and sampler."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
-def _make_reader(
-    loader: Any, layout: Layout, config: DataLoaderConfiguration, seed: int | None, count: WorkerCount | None
-) -> Reader:
+def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, seed: int | None) -> Reader:
     """The way to read this kind of loader."""
     sharded = layout.shard.count > 1
     plain = is_plain(loader)
@@ -213,7 +189,7 @@ def _make_reader(
             return ReadyBatchesReader(loader, layout, keep)
         if streams:
             return StreamReader(loader, layout, seed, compared, keep)
-        return MapReader(loader, layout, seed, keep, count)
+        return MapReader(loader, layout, seed, keep)
 
     if not (dispatch and sharded):
         return make(layout)

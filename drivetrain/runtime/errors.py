@@ -8,156 +8,15 @@ import importlib.util
 import inspect
 import os
 import sys
-import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import cache
 from itertools import groupby
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from drivetrain.runtime.terminal import shown
-
-# Which line of a stack is the user's: what is inside drivetrain, torch and the standard library is not
-
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-
-
-def is_library(filename: str) -> bool:
-    """Whether a file belongs to drivetrain, torch, the standard library or the interpreter."""
-    if filename.startswith((_PACKAGE, _torch(), "<frozen ")):
-        return True
-    return filename.startswith(_STANDARD_LIBRARY) and not any(part in filename for part in _INSTALLED)
-
-
-def in_package(filename: str, folder: str = "") -> bool:
-    """Whether a file is in a folder of drivetrain, such as `"runtime"`."""
-    return filename.startswith(os.path.join(_PACKAGE, folder))
-
-
-def in_torch(filename: str, folder: str = "") -> bool:
-    """Whether a file is in a folder of torch, such as `"distributed"`."""
-    return filename.startswith(os.path.join(_torch(), folder))
-
-
-@cache
-def _torch() -> str:
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    return os.path.dirname(os.path.abspath(spec.origin)) + os.sep
-
-
-def user_line() -> str:
-    """Return the innermost line of the user's code that is running, as `"train.py:12 in main"`."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def shown_path(filename: str) -> str:
-    """Shorten a path to one relative to the working directory where it lies below it."""
-    below = os.path.join(os.getcwd(), "")
-    return filename.removeprefix(below)
-
-
-# Short tracebacks: those of a `DrivetrainError` end at the user's line, with three frames of drivetrain at most
-
-
-FULL_VARIABLE = "DRIVETRAIN_FULL_TRACEBACK"
-"""Set to 1, it lets tracebacks have all frames."""
-
-_NOTEBOOK = (f"{os.sep}IPython{os.sep}", f"{os.sep}ipykernel{os.sep}")
-
-
-def short_lines(error: BaseException) -> list[str]:
-    """Compose what IPython shows: the short traceback from the cell on."""
-    trace = error.__traceback__
-    while trace is not None and any(part in trace.tb_frame.f_code.co_filename for part in _NOTEBOOK):
-        trace = trace.tb_next
-    with short_tracebacks(error, trace):
-        return "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
-
-
-@contextmanager
-def short_tracebacks(error: BaseException, trace: TracebackType | None) -> Iterator[None]:
-    """Leave drivetrain's inner frames out of an exception, and of those that led to it, while the body runs.
-
-    User code's frames stay. An exception that is no `DrivetrainError`, nor led to one, keeps all frames.
-
-    Args:
-        error: The exception.
-        trace: Its traceback, or the part of it that is shown.
-    """
-    links = list(_links(error))
-    before = [link.__traceback__ for link in links]
-    error.__traceback__ = trace
-    try:
-        if os.environ.get(FULL_VARIABLE, "").lower() not in {"1", "true", "yes", "on"}:
-            _shorten(links)
-        yield
-    finally:
-        for link, whole in zip(links, before, strict=True):
-            link.__traceback__ = whole
-
-
-def _links(error: BaseException) -> Iterator[BaseException]:
-    """An exception and those that Python prints above it."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-
-
-def _shorten(links: list[BaseException]) -> None:
-    is_below = False
-    for link in links:
-        if is_below:
-            link.__traceback__ = _without(link.__traceback__, of_ours=0)
-        elif getattr(link, "has_short_traceback", False):
-            link.__traceback__ = _without(link.__traceback__, of_ours=3)
-            is_below = True
-
-
-def _without(trace: TracebackType | None, of_ours: int) -> TracebackType | None:
-    """A traceback with the frames of users, and so many of drivetrain: where it was entered, and where it raised.
-
-    Frames of torch and the standard library that lead from one of drivetrain's to another are left out with them.
-    """
-    frames = []
-    while trace is not None:
-        frames.append(trace)
-        trace = trace.tb_next
-    runs = [list(run) for _, run in groupby(frames, _is_inner)]
-    ours = [[frame for frame in run if in_package(frame.tb_frame.f_code.co_filename)] for run in runs]
-    entered = [run[0] for run in ours if run]
-    raised = ours[-1][-1:] if ours else []
-    if raised and entered[-1] is not raised[0]:
-        raised = [entered[-1], *raised]
-    kept = {id(frame) for frame in [*raised[::-1], *entered][:of_ours]}
-    shown: TracebackType | None = None
-    for run, own in zip(reversed(runs), reversed(ours), strict=True):
-        for frame in reversed(run):
-            if not own or id(frame) in kept:
-                shown = TracebackType(shown, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return shown
-
-
-def _is_inner(trace: TracebackType) -> bool:
-    """Whether a frame is drivetrain's, torch's or the standard library's; also in code that a dataclass generates."""
-    code = trace.tb_frame.f_code
-    generated = code.co_filename == "<string>" and trace.tb_frame.f_globals.get("__name__", "").startswith(
-        "drivetrain."
-    )
-    return generated or is_library(code.co_filename)
-
 
 NO_CODE = "DT-000"
 
@@ -165,7 +24,7 @@ NO_CODE = "DT-000"
 class DrivetrainError(Exception):
     """Base class of every error raised on purpose by drivetrain.
 
-    The launcher's reports and notebooks show it with a traceback that leaves out most of drivetrain's own frames.
+    The launcher's reports show it with a traceback that leaves out most of drivetrain's own frames.
     """
 
     has_short_traceback = True
@@ -173,10 +32,6 @@ class DrivetrainError(Exception):
     def __init__(self, *args: object) -> None:
         # Messages quote files, whose names may hold what moves a terminal's cursor, and addresses with passwords.
         super().__init__(*(shown(each) if isinstance(each, str) else each for each in args))
-
-    def _render_traceback_(self) -> list[str]:
-        """What IPython shows in the cell."""
-        return short_lines(self)
 
     @property
     def message(self) -> str:
@@ -269,7 +124,139 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
-# Keyword arguments that nothing takes: an error that names the nearest one that is taken
+# Which line of a stack is the user's: what is inside drivetrain, torch and the standard library is not
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+def is_library(filename: str) -> bool:
+    """Whether a file belongs to drivetrain, torch, the standard library or the interpreter."""
+    if filename.startswith((_PACKAGE, _torch(), "<frozen ")):
+        return True
+    return filename.startswith(_STANDARD_LIBRARY) and not any(part in filename for part in _INSTALLED)
+
+
+def in_package(filename: str, folder: str = "") -> bool:
+    """Whether a file is in a folder of drivetrain, such as `"runtime"`."""
+    return filename.startswith(os.path.join(_PACKAGE, folder))
+
+
+def in_torch(filename: str, folder: str = "") -> bool:
+    """Whether a file is in a folder of torch, such as `"distributed"`."""
+    return filename.startswith(os.path.join(_torch(), folder))
+
+
+@cache
+def _torch() -> str:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return os.path.dirname(os.path.abspath(spec.origin)) + os.sep
+
+
+def user_line() -> str:
+    """Return the innermost line of the user's code that is running, as `"train.py:12 in main"`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def shown_path(filename: str) -> str:
+    """Shorten a path to one relative to the working directory where it lies below it."""
+    below = os.path.join(os.getcwd(), "")
+    return filename.removeprefix(below)
+
+
+# Short tracebacks: those of a `DrivetrainError` end at the user's line, with three frames of drivetrain at most
+
+
+FULL_VARIABLE = "DRIVETRAIN_FULL_TRACEBACK"
+"""Set to 1, it lets tracebacks have all frames."""
+
+
+@contextmanager
+def short_tracebacks(error: BaseException, trace: TracebackType | None) -> Iterator[None]:
+    """Leave drivetrain's inner frames out of an exception, and of those that led to it, while the body runs.
+
+    User code's frames stay. An exception that is no `DrivetrainError`, nor led to one, keeps all frames.
+
+    Args:
+        error: The exception.
+        trace: Its traceback, or the part of it that is shown.
+    """
+    links = list(_links(error))
+    before = [link.__traceback__ for link in links]
+    error.__traceback__ = trace
+    try:
+        if os.environ.get(FULL_VARIABLE, "").lower() not in {"1", "true", "yes", "on"}:
+            _shorten(links)
+        yield
+    finally:
+        for link, whole in zip(links, before, strict=True):
+            link.__traceback__ = whole
+
+
+def _links(error: BaseException) -> Iterator[BaseException]:
+    """An exception and those that Python prints above it."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _shorten(links: list[BaseException]) -> None:
+    is_below = False
+    for link in links:
+        if is_below:
+            link.__traceback__ = _without(link.__traceback__, of_ours=0)
+        elif getattr(link, "has_short_traceback", False):
+            link.__traceback__ = _without(link.__traceback__, of_ours=3)
+            is_below = True
+
+
+def _without(trace: TracebackType | None, of_ours: int) -> TracebackType | None:
+    """A traceback with the frames of users, and so many of drivetrain: where it was entered, and where it raised.
+
+    Frames of torch and the standard library that lead from one of drivetrain's to another are left out with them.
+    """
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    runs = [list(run) for _, run in groupby(frames, _is_inner)]
+    ours = [[frame for frame in run if in_package(frame.tb_frame.f_code.co_filename)] for run in runs]
+    entered = [run[0] for run in ours if run]
+    raised = ours[-1][-1:] if ours else []
+    if raised and entered[-1] is not raised[0]:
+        raised = [entered[-1], *raised]
+    kept = {id(frame) for frame in [*raised[::-1], *entered][:of_ours]}
+    shown: TracebackType | None = None
+    for run, own in zip(reversed(runs), reversed(ours), strict=True):
+        for frame in reversed(run):
+            if not own or id(frame) in kept:
+                shown = TracebackType(shown, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return shown
+
+
+def _is_inner(trace: TracebackType) -> bool:
+    """Whether a frame is drivetrain's, torch's or the standard library's; also in code that a dataclass generates."""
+    code = trace.tb_frame.f_code
+    generated = code.co_filename == "<string>" and trace.tb_frame.f_globals.get("__name__", "").startswith(
+        "drivetrain."
+    )
+    return generated or is_library(code.co_filename)
+
+
+# Keyword arguments that a function does not take, and the arguments that an object was made with
+
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class UnknownArgumentError(ConfigurationError, TypeError):
@@ -278,44 +265,48 @@ class UnknownArgumentError(ConfigurationError, TypeError):
     code = "DT-006"
 
 
-def refuse_unknown(given: Collection[str], function: Callable[..., Any], name: str | None = None) -> None:
-    """Raise where a function was given keyword arguments that it does not take.
-
-    A method that asks for this ends its parameters with `**_unknown: NoReturn`, which type checkers read as "nothing
-    else", and calls this with them.
+def known_keywords(function: F) -> F:
+    """Let a function refuse keyword arguments that it does not take, with the nearest one that it takes.
 
     Args:
-        given: The names of keyword arguments.
-        function: The function.
-        name: What it is called in the message; its own name if None.
+        function: The function. One that takes any keyword argument is returned as it is.
 
-    Raises:
-        UnknownArgumentError: One of them is no parameter of the function.
+    Returns:
+        A function that raises `UnknownArgumentError` in place of Python's own `TypeError`.
     """
-    if not given:
-        return
     parameters = inspect.signature(function).parameters.values()
-    taken = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    unknown = next((each for each in given if each not in taken), None)
-    if unknown is None:
-        return
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return function
+    taken = {each.name: None for each in parameters if each.kind is not each.VAR_POSITIONAL}
+
+    @functools.wraps(function)
+    def call(*args: Any, **keywords: Any) -> Any:
+        if keywords.keys() <= taken.keys():
+            return function(*args, **keywords)
+        unknown = next(name for name in keywords if name not in taken)
+        raise unknown_argument(function.__qualname__.removesuffix(".__init__"), unknown, taken)
+
+    return call  # type: ignore[return-value]
+
+
+def unknown_argument(function: str, unknown: str, taken: Collection[str]) -> UnknownArgumentError:
+    """Return the error for a keyword argument that a function does not take.
+
+    Args:
+        function: What the message calls the function.
+        unknown: The argument.
+        taken: The arguments that the function takes.
+    """
     guess = nearest(unknown, taken)
-    known = "" if guess else f" It takes {', '.join(each for each in taken if each != 'self')}."
-    raise UnknownArgumentError(f"{name or function.__qualname__}() takes no argument {unknown!r}.{guess}{known}")
+    known = "" if guess else f" It takes {', '.join(name for name in taken if name != 'self')}."
+    return UnknownArgumentError(f"{function}() takes no argument {unknown!r}.{guess}{known}")
 
 
-@lru_cache(maxsize=256)
-def _takes_all(function: Callable[..., Any], names: frozenset[str]) -> bool:
-    """Whether a function takes keyword arguments of these names."""
-    parameters = inspect.signature(function).parameters
-    return names <= parameters.keys() or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-
-
-class KnownKeywords:
-    """A class whose constructor refuses unknown keyword arguments by `UnknownArgumentError`.
+class MadeAgain:
+    """An object whose pickle holds the arguments of its constructor: the copy is a new one.
 
     Attributes:
-        made_with: The arguments that an object was made with, by position and by name.
+        made_with: The arguments that the object was made with, by position and by name.
     """
 
     made_with: tuple[tuple[Any, ...], dict[str, Any]]
@@ -323,22 +314,19 @@ class KnownKeywords:
     if not TYPE_CHECKING:
 
         def __new__(cls, *args: Any, **keywords: Any) -> Any:
-            if keywords and not _takes_all(cls.__init__, frozenset(keywords)):
-                refuse_unknown(keywords, cls.__init__, cls.__name__)
             made = super().__new__(cls)
             made.made_with = args, keywords
             return made
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make, (type(self), *self.made_with)
 
-def made_again(kind: type[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """An object of a class, made with the arguments that another one was made with."""
+
+def _make(kind: type[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     return kind(*arguments, **keywords)
 
 
 # Deprecations: what will be removed warns until a named version, which a test holds
-
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DrivetrainDeprecationWarning(FutureWarning):
@@ -371,39 +359,9 @@ def deprecated(*, since: str, removed_in: str, use: str | None = None) -> Callab
     return mark
 
 
-def renamed_arguments(names: Mapping[str, str], *, since: str, removed_in: str) -> Callable[[F], F]:
-    """Let a function take arguments under their former names, too, with a warning.
-
-    Args:
-        names: The present name of each former one.
-        since: The first version with the present names.
-        removed_in: The version without the former ones.
-
-    Returns:
-        The decorator. An argument that is given under both names is a `ConfigurationError`.
-    """
-    until = _until(since, removed_in)
-
-    def mark(function: F) -> F:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for former in [name for name in kwargs if name in names]:
-                present = names[former]
-                if present in kwargs:
-                    raise ConfigurationError(
-                        f"{function.__qualname__}() got {present} under its former name {former}, too. Give {present}.",
-                        code="DT-004",
-                    )
-                _warn(f"{function.__qualname__}({former}=...) is deprecated {until}. Use {present}.")
-                kwargs[present] = kwargs.pop(former)
-            return function(*args, **kwargs)
-
-        return call  # type: ignore[return-value]
-
-    return mark
-
-
-def warn_ignored(function: str, name: str, value: object, hint: str, *, since: str, removed_in: str) -> None:
+def warn_ignored(
+    function: str, name: str, value: object, hint: str, *, since: str, removed_in: str, stacklevel: int = 4
+) -> None:
     """Warn the caller's caller of an argument that is taken and has no effect any more; do nothing if it is None.
 
     Args:
@@ -413,9 +371,10 @@ def warn_ignored(function: str, name: str, value: object, hint: str, *, since: s
         hint: What to do instead, as a sentence.
         since: The first version in which it has no effect.
         removed_in: The version that refuses it.
+        stacklevel: Frames from the warning up to the user's line.
     """
     if value is not None:
-        _warn(f"{function}({name}={value!r}) has no effect {_until(since, removed_in)}. {hint}".rstrip(), stacklevel=4)
+        _warn(f"{function}({name}={value!r}) has no effect {_until(since, removed_in)}. {hint}".rstrip(), stacklevel)
 
 
 def _until(since: str, removed_in: str) -> str:

@@ -113,8 +113,10 @@ class PartialState:
     ) -> None:
         self.__dict__ = self._shared
         asked = "cpu" if cpu else device
-        if self.initialized:
-            wanted, number = (self.kind, None) if asked is None else get_device(asked)
+        if "environment" in self._shared:
+            if asked is None or asked == self.kind.name:
+                return
+            wanted, number = get_device(asked)
             if wanted is not self.kind or (number is not None and self.kind.device(number) != self.device):
                 raise ConfigurationError(
                     f"This process already runs on {str(self.device)!r}, so it cannot be moved to {asked!r}. "
@@ -220,7 +222,7 @@ class PartialState:
         own = DistributedType.__members__.get(self.kind.name.upper())
         if own is not None:  # of a kind whose devices one process may drive together
             return own
-        if not self.use_distributed:
+        if self.environment.world_size == 1:
             return DistributedType.NO
         word = {"cpu": "CPU", "cuda": "GPU"}.get(self.kind.name, self.kind.name.upper())
         return DistributedType.__members__.get(f"MULTI_{word}", DistributedType.MULTI_DEVICE)

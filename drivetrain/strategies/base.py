@@ -18,7 +18,7 @@ from drivetrain.data.configuration import DataShard
 from drivetrain.runtime.collectives import broadcast, reduce
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.environment import ProcessEnvironment
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError, KnownKeywords
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, known_keywords
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.moving import move as move_model
@@ -67,8 +67,8 @@ class Topology:
         Args:
             state: This process, its device and its peers.
         """
-        count = state.num_processes
-        shard = DataShard(state.process_index, count)
+        count = state.environment.world_size
+        shard = DataShard(state.environment.rank, count)
         return cls(state.environment, state.kind, state.device, shard, averaging_processes=count)
 
     @property
@@ -180,13 +180,6 @@ class Gradients:
 
         Raises:
             ConfigurationError: Names the rank and the parameters.
-        """
-
-    def require_complete(self, parameter: torch.Tensor) -> None:
-        """Raise if a backward does not leave a parameter's gradient complete, over all processes too.
-
-        Raises:
-            ConfigurationError: It is completed later, in `finish`.
         """
 
     def zero_loss(self, task: nn.Module) -> torch.Tensor:
@@ -590,7 +583,7 @@ class RunOptions:
     gradient_clipping: Given | None = None
 
 
-class Strategy(KnownKeywords, ABC):
+class Strategy(ABC):
     """Places one model on a set of processes and runs optimizer steps there.
 
     The base class is the whole behaviour of one process on one device; a strategy overrides what
@@ -614,6 +607,11 @@ class Strategy(KnownKeywords, ABC):
     topology: Topology
     gradients: Gradients
     state: ModelState
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls) and cls.__module__.startswith("drivetrain."):  # a user's class stays as it is
+            cls.__init__ = known_keywords(cls.__init__)  # type: ignore[method-assign]
 
     def setup(self, state: PartialState) -> None:
         """Take this process's place, and make the three parts.
@@ -898,10 +896,6 @@ class RepeatableStep:
         Args:
             model: What `prepare` returned, whose gradients were computed by the module in it.
         """
-
-
-class StepInBackward:
-    """Leaves a parameter's gradient complete, over all processes too, where its post-accumulate hooks are called."""
 
 
 class StartsProcesses:

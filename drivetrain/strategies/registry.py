@@ -12,7 +12,7 @@ from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import DistributedType, PartialState
-from drivetrain.strategies.base import Capability, RepeatableStep, RunOptions, StartsProcesses, StepInBackward, Strategy
+from drivetrain.strategies.base import Capability, RepeatableStep, RunOptions, StartsProcesses, Strategy
 from drivetrain.strategies.ddp import DDP
 
 # One process on one device
@@ -36,8 +36,8 @@ class Single(Strategy):
         super().setup(state)
 
     def capability(self, kind: type[Capability]) -> Capability | None:
-        """A step that lacked memory can be computed again; a backward can step."""
-        return kind() if kind in (RepeatableStep, StepInBackward) else None
+        """Return `RepeatableStep`: a step that ran out of memory can be computed again."""
+        return kind() if kind is RepeatableStep else None
 
 
 # What stands in a Trainer's own process for the strategy of the processes that it starts for each verb
@@ -202,7 +202,7 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
             f"Names: {', '.join(available_strategies())}.",
             code="DT-003",
         )
-    usual = "ddp" if environment.is_distributed else "single"
+    usual = "ddp" if environment.world_size > 1 else "single"
     name = (kind.strategies[0] if kind is not None and kind.strategies else usual) if spec == "auto" else spec
     if name in _NEEDS_SIZES and name not in _STRATEGIES:
         raise ConfigurationError(
@@ -274,11 +274,6 @@ def distributed_type_of(strategy: Strategy, processes: DistributedType) -> Distr
     """
     names = [getattr(kind, "name", None) for kind in type(strategy).__mro__]
     return next((_TYPES[name] for name in names if name in _TYPES), processes)
-
-
-def is_fully_sharded(strategy: Strategy) -> bool:
-    """Whether parameters are sharded by torch's `fully_shard`."""
-    return distributed_type_of(strategy, DistributedType.NO) is DistributedType.FSDP
 
 
 def grid_rank(strategy: Strategy, dimension: str) -> int:

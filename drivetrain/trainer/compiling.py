@@ -48,8 +48,8 @@ _REASONS = (
 )
 
 
-def compile_plugin(given: bool | str | Mapping[str, Any] | None) -> TorchDynamoPlugin | None:
-    """What `Trainer(compile=)` asks the engine for; None leaves it to the launcher.
+def compile_plugin(given: bool | str | Mapping[str, Any]) -> TorchDynamoPlugin:
+    """Return what `Trainer(compile=)` asks the engine for.
 
     Args:
         given: The argument.
@@ -57,8 +57,6 @@ def compile_plugin(given: bool | str | Mapping[str, Any] | None) -> TorchDynamoP
     Raises:
         ConfigurationError: It is something else, or an option does not exist.
     """
-    if given is None:
-        return None
     if isinstance(given, bool):
         return TorchDynamoPlugin("inductor", disable=not given)
     if given == "blocks":

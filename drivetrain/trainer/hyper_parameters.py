@@ -12,12 +12,12 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from drivetrain.runtime.errors import CheckpointError, refuse_unknown
+from drivetrain.runtime.errors import CheckpointError, known_keywords
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.yaml_text import load_yaml
 from drivetrain.trainer.given_hyper_parameters import INSTANTIATOR, given_hyper_parameters
@@ -361,9 +361,8 @@ class HoldsHyperParameters:
         """What `save_hyperparameters` kept, without what was changed since."""
         return HyperParameters(self.__dict__.get("_hparams_initial", {}))
 
-    def save_hyperparameters(
-        self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True, **_unknown: NoReturn
-    ) -> None:
+    @known_keywords
+    def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
         """Remember the constructor's arguments, for trackers and checkpoints; call it in `__init__`.
 
         It may be called before `super().__init__()`, in `__post_init__` of a dataclass, and by a class and its bases:
@@ -375,10 +374,9 @@ class HoldsHyperParameters:
             frame: The constructor's frame; found if None.
             logger: Whether trackers get them.
         """
-        refuse_unknown(_unknown, self.save_hyperparameters)
         if frame is None:
             current = inspect.currentframe()
-            frame = current.f_back if current is not None else None
+            frame = current and current.f_back and current.f_back.f_back  # past known_keywords
         given = given_hyper_parameters(self)
         if given is not None:
             arguments = dict(given)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
 from drivetrain.runtime.durations import Duration, Unit, clock_time, count_of, interval_of
-from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nearest, refuse_unknown
+from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nearest, unknown_argument
 
 T = TypeVar("T")
 
@@ -52,10 +52,8 @@ class TrainerOptions:
     fast_dev_run: int | bool = False
     reload_dataloaders_every_n_epochs: int = 0
     auto_micro_batch: bool = False
-    optimizer_in_backward: bool = False
     default_root_dir: str = "."
     on_interrupt: str = "raise"
-    advise: bool = False
 
     def __post_init__(self) -> None:
         for name in _LIMITS:
@@ -63,10 +61,10 @@ class TrainerOptions:
         for name, least in _COUNTS.items():
             if not isinstance(getattr(self, name), Duration):
                 _check_count(name, getattr(self, name), least)
-        check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
-        check_validation_interval(self.val_check_interval)
-        if self.optimizer_in_backward:
-            self._check_in_backward()
+        if self.gradient_clip_val is not None or self.gradient_clip_algorithm is not None:
+            check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
+        if self.val_check_interval is not None:
+            check_validation_interval(self.val_check_interval)
         if isinstance(self.val_check_interval, float) and self.check_val_every_n_epoch is None:
             raise ConfigurationError(
                 f"val_check_interval={self.val_check_interval!r} is a fraction of an epoch. `val_check_interval` "
@@ -79,25 +77,6 @@ class TrainerOptions:
                 f"on_interrupt={self.on_interrupt!r}: give 'raise' to end the script at Ctrl-C once the run has saved, "
                 f"or 'return' to return from fit().{nearest(str(self.on_interrupt), ON_INTERRUPT)}",
                 code="DT-001",
-            )
-
-    def _check_in_backward(self) -> None:
-        """Raise for options that need the gradients of a step together, or of several."""
-        other = ""
-        if self.accumulate_grad_batches > 1:
-            other = f"accumulate_grad_batches={self.accumulate_grad_batches} adds up those of several batches"
-        elif self.auto_micro_batch:
-            other = "auto_micro_batch=True computes them again where memory lacks"
-        elif self.gradient_clip_val and self.gradient_clip_algorithm != "value":
-            other = (
-                f"gradient_clip_val={self.gradient_clip_val} bounds the norm of all of them together "
-                "(gradient_clip_algorithm='value' bounds each by itself, and works)"
-            )
-        if other:
-            raise ConfigurationError(
-                "Trainer(optimizer_in_backward=True) steps with each gradient as it is ready and frees it, but "
-                f"{other}. Leave one of the two out.",
-                code="DT-093",
             )
 
     @classmethod
@@ -213,10 +192,8 @@ class OptionAttributes:
     fast_dev_run = Option["int | bool"]()
     reload_dataloaders_every_n_epochs = Option[int]()
     auto_micro_batch = Option[bool]()
-    optimizer_in_backward = Option[bool]()
     default_root_dir = Option[str]()
     on_interrupt = Option[str]()
-    advise = Option[bool]()
 
     @property
     def validates_whole_epochs(self) -> bool:
@@ -230,7 +207,9 @@ class OptionAttributes:
         Args:
             **changed: Names and values.
         """
-        refuse_unknown(changed, TrainerOptions.__init__, "Trainer.change_options")
+        known = [each.name for each in fields(TrainerOptions)]
+        for unknown in changed.keys() - set(known):
+            raise unknown_argument("Trainer.change_options", unknown, known)
         self.options = replace(self.options, **by_unit(changed))
 
 
@@ -282,7 +261,7 @@ def check_clipping(value: float | None, algorithm: str | None) -> None:
 
 def check_validation_interval(interval: Any) -> None:
     """Raise unless the interval is a number of batches, a fraction of an epoch, or a duration."""
-    if interval is None or isinstance(interval, timedelta | Duration):
+    if isinstance(interval, timedelta | Duration):
         return
     whole = isinstance(interval, int) and not isinstance(interval, bool) and interval >= 1
     fraction = isinstance(interval, float) and 0.0 < interval <= 1.0
@@ -312,13 +291,15 @@ def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
     if "max_time" in chosen:
         chosen["max_time"] = clock_time(chosen["max_time"], "max_time", " max_duration takes the other units.")
     for name in ("check_val_every_n_epoch", "reload_dataloaders_every_n_epochs"):
-        if name in chosen:
+        if isinstance(chosen.get(name), str | Duration):
             other = " val_check_interval takes the other units." if name.startswith("check") else ""
             chosen[name] = count_of(chosen[name], name, Unit.EPOCHS, other)
     if isinstance(chosen.get("log_every_n_steps"), str | dict | timedelta | Duration):
         chosen["log_every_n_steps"] = interval_of(chosen["log_every_n_steps"], "log_every_n_steps")
-    limit = Duration.of(chosen.get("max_duration"), "max_duration")
+    limit = chosen.get("max_duration")
     if limit is not None:
+        limit = Duration.of(limit, "max_duration")
+        assert limit is not None
         if limit.unit is Unit.RUN:
             raise ConfigurationError(
                 f"max_duration={given['max_duration']!r}: a run's length cannot be a part of it. Give "

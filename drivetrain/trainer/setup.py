@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from drivetrain.accelerator import Accelerator
 from drivetrain.accelerator.accelerate_names import Launched, TorchDynamoPlugin
 from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, RunReport, TQDMProgressBar
-from drivetrain.data import DataLoaderConfiguration
 from drivetrain.launch import already_launched, relaunch_script
 from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device, get_device_kind
 from drivetrain.runtime.environment import ProcessEnvironment
@@ -23,8 +22,9 @@ from drivetrain.runtime.errors import ConfigurationError, LaunchError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import make_deterministic, set_seed
 from drivetrain.strategies import Strategy, resolve_ddp, started_by_verbs
-from drivetrain.strategies.base import Given, RepeatableStep, RunOptions, StepInBackward
-from drivetrain.strategies.precision import Precision, overrides
+from drivetrain.strategies.base import Given, RepeatableStep, RunOptions
+from drivetrain.strategies.precision import Precision
+from drivetrain.strategies.registry import Spawned
 from drivetrain.trackers import Tracker, TrackerGroup, resolve_trackers
 from drivetrain.trackers.group import AbsentTracker
 from drivetrain.trainer.options import TrainerOptions
@@ -43,55 +43,6 @@ class TwinCallbacksError(ConfigurationError, RuntimeError):
     code = "DT-095"
 
 
-def accelerator_for(given: Mapping[str, Any], compilation: TorchDynamoPlugin | None) -> Accelerator:
-    """The engine that the Trainer's arguments ask for; see `make_accelerator`.
-
-    Args:
-        given: The arguments by name, others among them.
-        compilation: What to compile, and how.
-
-    Raises:
-        ConfigurationError: An argument cannot be.
-    """
-    check_advising(given)
-    names = (
-        "accelerator",
-        "strategy",
-        "devices",
-        "num_nodes",
-        "precision",
-        "accumulate_grad_batches",
-        "sync_batchnorm",
-        "num_workers",
-    )
-    return make_accelerator(**{name: given[name] for name in names}, compilation=compilation)
-
-
-def check_advising(given: Mapping[str, Any]) -> None:
-    """Refuse what advice cannot be given for.
-
-    Args:
-        given: The Trainer's arguments.
-
-    Raises:
-        ConfigurationError: Nothing may be around the loop, or the engine is one that cannot be made in another way.
-    """
-    if not given["advise"]:
-        return
-    if given["barebones"]:
-        raise ConfigurationError(
-            "Trainer(barebones=True, advise=True): trying changes is something around the loop. Leave one of them out.",
-            code="DT-004",
-        )
-    if isinstance(given["accelerator"], Accelerator):
-        raise ConfigurationError(
-            "Trainer(accelerator=<Accelerator>, advise=True): a change of precision or of what is compiled needs an "
-            "engine of its own, and the one given is there already. Give the Trainer the Accelerator's options "
-            "instead, such as Trainer(strategy='ddp', precision='bf16-mixed').",
-            code="DT-004",
-        )
-
-
 def make_accelerator(
     accelerator: str | Accelerator,
     strategy: str | Strategy,
@@ -100,7 +51,6 @@ def make_accelerator(
     precision: str | int | Precision | None,
     accumulate_grad_batches: int | None,
     sync_batchnorm: bool,
-    num_workers: str | None = None,
     compilation: TorchDynamoPlugin | None = None,
 ) -> Accelerator:
     """The engine to run on: the one given, or a new one, once missing processes are started."""
@@ -112,7 +62,6 @@ def make_accelerator(
                 ("devices", devices, "auto"),
                 ("precision", precision, None),
                 ("sync_batchnorm", sync_batchnorm, False),
-                ("num_workers", num_workers, None),
                 ("compile", compilation, None),
             )
             if value != default
@@ -125,19 +74,26 @@ def make_accelerator(
             )
         return accelerator
     kind = None if accelerator == "auto" else get_device_kind(accelerator)
-    given = devices
-    strategy, devices = _left_to_verbs(strategy, kind.name if kind else None, devices, num_nodes)
-    _start_processes(kind.name if kind else None, devices, num_nodes)
-    if sync_batchnorm and started_by_verbs(strategy) is None:
+    count, numbers = _chosen_devices(devices)
+    environment = ProcessEnvironment.detect()
+    spawned = started_by_verbs(strategy)
+    if spawned is not None:
+        strategy, count = _left_to_verbs(spawned, kind, count, numbers, num_nodes)
+    _start_processes(environment, kind, count, numbers, num_nodes)
+    if sync_batchnorm and not isinstance(strategy, Spawned):
         _refuse_launched_sharding(strategy)
-        strategy = resolve_ddp(strategy, ProcessEnvironment.detect(), "sync_batchnorm=True", sync_batchnorm=True)
+        strategy = resolve_ddp(strategy, environment, "sync_batchnorm=True", sync_batchnorm=True)
+    device = kind.name if kind else None
+    if isinstance(strategy, Spawned) and strategy.start_method == "fork":
+        device = "cpu"  # only that survives a fork
+    elif numbers is not None:
+        device = f"{(kind or detect_device_kind()).name}:{numbers[environment.local_rank]}"
     return Accelerator(
         strategy=strategy,
         mixed_precision=str(precision) if isinstance(precision, int) else precision,
         gradient_accumulation_steps=accumulate_grad_batches,
-        device=_own_device(strategy, kind, _chosen_devices(given)[1]),
+        device=device,
         dynamo_plugin=compilation,
-        dataloader_config=None if num_workers is None else DataLoaderConfiguration(num_workers=num_workers),
     )
 
 
@@ -168,15 +124,9 @@ def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions)
     Raises:
         ConfigurationError: The strategy cannot run them; names what contradicts what, and what would work.
     """
-    settled = _with_accumulation(accumulate, engine, options)
-    _check_strategy(engine, settled)
-    return settled
-
-
-def _with_accumulation(given: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
     launched = Launched.here().settings.get("gradient_accumulation_steps")
-    if given is None:
-        chosen = engine.gradient_accumulation_steps
+    if accumulate is None:
+        chosen = engine.accumulation.plugin.num_steps
         if chosen != 1 and chosen == launched:
             logger.warning_once(
                 "accumulate_grad_batches=%d: the Trainer was given none, and the launcher was asked for "
@@ -184,17 +134,13 @@ def _with_accumulation(given: int | None, engine: Accelerator, options: TrainerO
                 chosen,
                 chosen,
             )
-        return replace(options, accumulate_grad_batches=chosen)
-    if launched not in (None, 1, given):
+        options = replace(options, accumulate_grad_batches=chosen)
+    elif launched not in (None, 1, accumulate):
         logger.warning_once(
             "Trainer(accumulate_grad_batches=%d) counts, not the launcher's --gradient_accumulation_steps %d.",
-            given,
+            accumulate,
             launched,
         )
-    return options
-
-
-def _check_strategy(engine: Accelerator, options: TrainerOptions) -> None:
     strategy = engine.strategy
     strategy.check(
         RunOptions(
@@ -203,8 +149,6 @@ def _check_strategy(engine: Accelerator, options: TrainerOptions) -> None:
             Given("Trainer(gradient_clip_val)", options.gradient_clip_val),
         )
     )
-    if options.optimizer_in_backward:
-        _check_in_backward(engine)
     if options.auto_micro_batch and strategy.capability(RepeatableStep) is None:
         raise ConfigurationError(
             f"Trainer(auto_micro_batch=True) does not work with {strategy!r}: its forwards and backwards exchange "
@@ -213,34 +157,25 @@ def _check_strategy(engine: Accelerator, options: TrainerOptions) -> None:
             "and a larger accumulate_grad_batches; Tuner(trainer).scale_batch_size finds one.",
             code="DT-068",
         )
-
-
-def _check_in_backward(engine: Accelerator) -> None:
-    """Refuse a strategy or a precision under which a gradient is not what the optimizer takes once it is there."""
-    if engine.strategy.capability(StepInBackward) is None:
-        raise ConfigurationError(
-            f"Trainer(optimizer_in_backward=True) does not work with {engine.strategy!r}, where gradients are complete "
-            "only once the whole backward is over. It works with strategy='single' and 'fsdp'.",
-            code="DT-093",
-        )
-    if overrides(engine.precision, "scale"):
-        raise ConfigurationError(
-            f"Trainer(optimizer_in_backward=True) does not work with precision={engine.precision.name!r}: its loss "
-            "scale leaves out a step where any gradient overflows, which is known only when all are there. Use 'bf16' "
-            "or '32'.",
-            code="DT-071",
-        )
+    return options
 
 
 def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
-    """How many processes `devices` asks for, and on which devices, where it names them: `[0, 1]`, `"0,1"`."""
+    """Return how many processes `devices` asks for, `"auto"` or -1 for all, and the devices if it names them."""
     if isinstance(devices, str) and "," in devices:
         numbers: Any = [part.strip() for part in devices.split(",") if part.strip()]
     elif isinstance(devices, list | tuple):
         numbers = list(devices)
     else:
         is_number = isinstance(devices, str) and devices.removeprefix("-").isdigit()
-        return int(devices) if is_number else devices, None
+        count = int(devices) if is_number else devices
+        if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or (count < 1 and count != -1)):
+            raise ConfigurationError(
+                f"devices={count!r}: give the number of processes on this machine, the numbers of its devices "
+                "([0, 1]), -1 for all, or 'auto'.",
+                code="DT-003",
+            )
+        return count, None
     texts = [str(each) for each in numbers if not isinstance(each, bool)]
     if not texts or len(texts) < len(numbers) or not all(map(str.isdigit, texts)) or len(set(texts)) < len(texts):
         raise ConfigurationError(
@@ -250,26 +185,23 @@ def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
 
 
 def _left_to_verbs(
-    strategy: str | Strategy, kind: str | None, devices: Any, num_nodes: int
-) -> tuple[str | Strategy, Any]:
-    """The strategy and the devices of this process, where processes are started for each verb of the Trainer.
+    spawned: Spawned, kind: DeviceKind | None, count: Any, numbers: list[int] | None, num_nodes: int
+) -> tuple[Strategy, Any]:
+    """Return the strategy and the number of processes of this Trainer, whose verbs start processes of their own.
 
     Those processes make a Trainer from the same arguments, and run under the strategy itself; so does a script that a
     launcher has started, and one process.
     """
-    spawned = started_by_verbs(strategy)
-    if spawned is None:
-        return strategy, devices
     if already_launched():
         if multiprocessing.parent_process() is None:
             logger.warning_once(
                 f"strategy={spawned.name!r}: a launcher ({ProcessEnvironment.detect().source}) has started the "
                 "processes of this run, so its verbs start none, and the strategy is 'ddp'."
             )
-        return spawned.within(), devices
-    found, wanted = _wanted_processes(kind, devices)
+        return spawned.within(), count
+    found, wanted = _wanted_processes(kind, count, numbers)
     if num_nodes > 1 or wanted <= 1:
-        return spawned.within(), 1 if num_nodes == 1 else devices
+        return spawned.within(), 1 if num_nodes == 1 else count
     from drivetrain.launch.launcher import LaunchPlan
     from drivetrain.launch.options import LaunchOptions  # here: few Trainers start processes
 
@@ -278,57 +210,25 @@ def _left_to_verbs(
     return spawned, 1
 
 
-def _own_device(strategy: str | Strategy, kind: DeviceKind | None, numbers: list[int] | None) -> str | None:
-    """The device of this process, or its kind: the CPU where it will be forked, since only that survives a fork.
-
-    Args:
-        strategy: The strategy.
-        kind: The kind of device that was asked for, if one was.
-        numbers: The devices that were asked for, one for each process of this machine.
-    """
-    spawned = started_by_verbs(strategy)
-    if spawned is not None and spawned.start_method == "fork":
-        return "cpu"
-    if numbers is None:
-        return kind.name if kind else None
-    local_rank = ProcessEnvironment.detect().local_rank
-    return f"{(kind or detect_device_kind()).name}:{numbers[local_rank]}"
-
-
-def _wanted_processes(kind: str | None, devices: Any) -> tuple[DeviceKind, int]:
-    """The kind of device, and how many processes are asked for on it."""
-    devices, numbers = _chosen_devices(devices)
-    _check_devices(devices)
-    found = detect_device_kind() if kind is None else get_device_kind(kind)
+def _wanted_processes(kind: DeviceKind | None, count: Any, numbers: list[int] | None) -> tuple[DeviceKind, int]:
+    """Return the kind of device, and how many processes are asked for on it."""
+    found = kind or detect_device_kind()
     for number in numbers or ():
         get_device(f"{found.name}:{number}")  # raises here, before processes are started
-    return found, int(found.default_processes() if devices in ("auto", -1) else devices)
+    return found, int(found.default_processes() if count in ("auto", -1) else count)
 
 
-def _check_devices(devices: Any) -> None:
-    """Raise unless it is `"auto"` or a number of processes, -1 for all."""
-    if devices != "auto" and (
-        not isinstance(devices, int) or isinstance(devices, bool) or (devices < 1 and devices != -1)
-    ):
-        raise ConfigurationError(
-            f"devices={devices!r}: give the number of processes on this machine, the numbers of its devices ([0, 1]), "
-            "-1 for all, or 'auto'.",
-            code="DT-003",
-        )
-
-
-def _start_processes(kind: str | None, given: Any, num_nodes: int) -> None:
+def _start_processes(
+    environment: ProcessEnvironment, kind: DeviceKind | None, count: Any, numbers: list[int] | None, num_nodes: int
+) -> None:
     """Make sure that there are as many processes as were asked for."""
-    devices, _ = _chosen_devices(given)
-    _check_devices(devices)
-    environment = ProcessEnvironment.detect()
     if already_launched():
         here = environment.local_world_size
-        if isinstance(devices, int) and devices not in (here, -1):
+        if isinstance(count, int) and count not in (here, -1):
             raise ConfigurationError(
-                f"devices={devices}, but the launcher ({environment.source}) started {here} process(es) on this "
-                f"machine. Leave devices='auto', or start {devices}: "
-                f"drivetrain launch --num_processes {devices} script.py.",
+                f"devices={count}, but the launcher ({environment.source}) started {here} process(es) on this "
+                f"machine. Leave devices='auto', or start {count}: "
+                f"drivetrain launch --num_processes {count} script.py.",
                 code="DT-031",
             )
         if num_nodes not in (1, environment.num_nodes):
@@ -343,18 +243,18 @@ def _start_processes(kind: str | None, given: Any, num_nodes: int) -> None:
             "--machine_rank <0…> --main_process_ip <address> script.py, or srun.",
             code="DT-031",
         )
-    found, wanted = _wanted_processes(kind, given)
+    found, wanted = _wanted_processes(kind, count, numbers)
     if wanted <= 1:
         return
     try:
         relaunch_script(wanted, cpu=found.name == "cpu")
     except LaunchError:
-        if devices != "auto":
+        if count != "auto":
             raise
         warnings.warn(
             f"This machine has {wanted} {found.name} devices, but an interactive session cannot start processes for "
             "them, so one is used. drivetrain.notebook_launcher uses them all.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -381,11 +281,13 @@ def make_trackers(
     found: list[Tracker]
     if options.is_quiet:
         found = [] if options.barebones or given is False else [AbsentTracker()]
-    elif given is None and engine.trackers:
+    elif given is None and engine.tracking.group.trackers:
         return engine.tracking.group
+    elif given is False:
+        found = []
     else:
         found = resolve_trackers(True if given is None else given, save_dir=options.default_root_dir)
-    if engine.trackers:
+    if engine.tracking.group.trackers:
         return TrackerGroup(found, engine.is_main_process)
     return engine.tracking.adopt(found)
 
@@ -443,17 +345,13 @@ def make_callbacks(
     if summary is not False and not any(isinstance(callback, ModelSummary) for callback in callbacks):
         kind = getattr(bars[0], "summary_type", ModelSummary) if bars else ModelSummary
         callbacks.append(kind())
-    if _wants_report(arguments["enable_run_report"], quiet, callbacks, trackers):
+    asked = False if quiet else arguments["enable_run_report"]
+    # By default there is a report of what keeps anything else.
+    wanted = bool(asked or trackers) or any(callback.saves_checkpoints for callback in callbacks)
+    if asked is not False and wanted and not any(isinstance(callback, RunReport) for callback in callbacks):
         callbacks.append(RunReport())
     _refuse_twins(callbacks)
     return checkpoints_last(callbacks)
-
-
-def _wants_report(asked: bool | None, quiet: bool, callbacks: list[Callback], trackers: Sequence[Tracker]) -> bool:
-    """Whether runs get a report: unless it was refused, where anything else is kept of them."""
-    if asked is False or quiet or any(isinstance(callback, RunReport) for callback in callbacks):
-        return False
-    return bool(asked or trackers) or any(callback.saves_checkpoints for callback in callbacks)
 
 
 def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]:

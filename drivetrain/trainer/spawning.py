@@ -38,7 +38,6 @@ from drivetrain.trainer.task import Task
 if TYPE_CHECKING:
     from drivetrain.runtime.timing import Timing
     from drivetrain.trainer.trainer import Trainer
-    from drivetrain.trainer.tuning.tuner import Advice
 
 
 @dataclass
@@ -125,7 +124,6 @@ class Outcome:
         lengths: How many batches there were.
         checkpoint_path: The checkpoint that the verb has taken, if it has taken one.
         timing: What a `fit` has spent its time with.
-        advice: What it advises.
         random: The state of the generators.
     """
 
@@ -143,7 +141,6 @@ class Outcome:
     lengths: Any
     checkpoint_path: str | None
     timing: Timing
-    advice: list[Advice]
     random: RandomState
 
     @classmethod
@@ -171,7 +168,6 @@ class Outcome:
             trainer.current.lengths(),
             trainer.task_run.checkpoint_path,
             trainer.timing,
-            trainer.advice,
             RandomState.capture(devices=False),
         )
 
@@ -204,7 +200,6 @@ class Outcome:
         trainer.current.adopt_lengths(self.lengths)
         trainer.task_run.checkpoint_path = self.checkpoint_path
         vars(trainer.timing).update(vars(self.timing))
-        trainer.adopt_advice(self.advice)
         self.random.restore()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from drivetrain.accelerator.prepared import parameters_of
 from drivetrain.runtime.collectives import gather
-from drivetrain.runtime.errors import ConfigurationError, refuse_unknown
+from drivetrain.runtime.errors import ConfigurationError, known_keywords
 from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.state import PartialState
 from drivetrain.runtime.terminal import print_all
@@ -257,6 +257,7 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
 
     # logging
 
+    @known_keywords
     def log(
         self,
         name: str,
@@ -273,7 +274,6 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
         batch_size: int | None = None,
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
-        **_unknown: NoReturn,
     ) -> None:
         """Log a value. It stays on its device until something shows or writes it.
 
@@ -300,11 +300,9 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
             ConfigurationError: The value is no scalar, the name has another meaning already, or there is no step or
                 epoch that it could belong to.
         """
-        if _unknown:
-            refuse_unknown(_unknown, self.log)
         trainer = self._trainer
         if trainer is None:
-            warnings.warn(_NO_TRAINER, stacklevel=2)
+            warnings.warn(_NO_TRAINER, stacklevel=3)
             return
         if metric_attribute is None and isinstance(value, nn.Module):
             metric_attribute = self._path_of(value)
@@ -420,7 +418,8 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
         else:
             self._trainer.print(*args, **kwargs)
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False, **_unknown: NoReturn) -> Any:
+    @known_keywords
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack tensors of all processes along a new first dimension; the tensors themselves in a world of one.
 
         Args:
@@ -428,7 +427,6 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
             group: Accepted for tasks that move over; all processes take part.
             sync_grads: Not supported; use `torch.distributed.nn` where gradients must flow.
         """
-        refuse_unknown(_unknown, self.all_gather)
         if sync_grads:
             raise ConfigurationError(
                 "all_gather(sync_grads=True) is not supported; use torch.distributed.nn.", code="DT-008"
@@ -439,14 +437,13 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
 
     # training by hand
 
-    def optimizers(self, use_pl_optimizer: bool = True, **_unknown: NoReturn) -> Any:
+    @known_keywords
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or the list of them.
 
         Args:
             use_pl_optimizer: False gives the bare ones, which leave out the precision.
         """
-        if _unknown:
-            refuse_unknown(_unknown, self.optimizers)
         chosen = [o if use_pl_optimizer else o.optimizer for o in self.trainer.task_optimizers]
         return chosen[0] if len(chosen) == 1 else chosen
 
@@ -477,16 +474,14 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
         if context is not None:
             context.__exit__(None, None, None)
 
+    @known_keywords
     def clip_gradients(
         self,
         optimizer: Optimizer,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
-        **_unknown: NoReturn,
     ) -> None:
         """Clip an optimizer's gradients, by norm (the default) or by value; a bound of 0 or None clips nothing."""
-        if _unknown:
-            refuse_unknown(_unknown, self.clip_gradients)
         if not gradient_clip_val:
             return
         engine, parameters = self.trainer.accelerator, parameters_of(optimizer)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,9 @@ from drivetrain.accelerator.preparation import FUSED_HINT
 from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from drivetrain.callbacks.base import Stage
 from drivetrain.data import BatchInfo, DataShard, is_split_already
+from drivetrain.data.configuration import warn_of_workers
 from drivetrain.runtime.durations import Duration
-from drivetrain.runtime.errors import (
-    CheckpointError,
-    ConfigurationError,
-    KnownKeywords,
-    made_again,
-    refuse_unknown,
-    warn_ignored,
-)
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, MadeAgain, known_keywords, warn_ignored
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.terminal import print_all
 from drivetrain.runtime.timing import CHECKPOINT, Timing
@@ -70,7 +64,7 @@ from drivetrain.trainer.setup import init_module
 from drivetrain.trainer.state.lightning_save import save_in_format
 from drivetrain.trainer.state.saved_run import SavedRun, asked_to_resume, find_checkpoint, moment_of
 from drivetrain.trainer.task import Task
-from drivetrain.trainer.tuning.tuner import Advice, Tuning
+from drivetrain.trainer.tuning.tuner import Tuning
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import PreparedOptimizer
@@ -90,8 +84,6 @@ class TrainerStatus:
     tracker_group: TrackerGroup
     logged: LoggedValues
     progress: Progress
-    """How far the run is: epochs, batches and steps; `progress.count` has other units."""
-
     task_run: TaskRun
     control: RunControl
     current: CurrentRun
@@ -99,7 +91,6 @@ class TrainerStatus:
     finiteness: Finiteness
     loop: FitLoop | None
     default_root_dir: str
-    made_with: tuple[tuple[Any, ...], dict[str, Any]]
     actions: Actions
 
     @property
@@ -192,10 +183,6 @@ class TrainerStatus:
     def local_dir(self) -> str:
         """Where callbacks and profilers write files of this machine: `log_dir`, or the current one if that is a URL."""
         return self.log_dir if "://" not in self.log_dir else "."
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A Trainer's pickle holds what it was made with: the copy is a new one, that has trained nothing."""
-        return made_again, (type(self), *self.made_with)
 
     # processes
 
@@ -480,8 +467,15 @@ class TrainerStatus:
 
 R = TypeVar("R")
 
+_WITHOUT_EFFECT = {
+    "fused_optimizer": FUSED_HINT,
+    "optimizer_in_backward": "Each step has the same numbers without it; FSDP and cpu_offload save memory.",
+    "advise": "Run drivetrain tune script.py, which shows what makes steps faster.",
+}
+"""Arguments of the Trainer that are taken and ignored, with what to do instead."""
 
-class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
+
+class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
     """Runs a `Task` on any hardware.
 
     Args:
@@ -529,8 +523,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         inference_mode: Run `validate`, `test` and `predict` under `torch.inference_mode` rather than `torch.no_grad`;
             a validation within `fit` always runs under `torch.no_grad`.
         use_distributed_sampler: Whether loaders are sharded over processes; else each process takes all of its own.
-        num_workers: `"auto"` measures each loader and the step in the first 50 batches, and settles on a number of
-            workers in place of the loader's own, with the same batches. None keeps that of each loader.
+        num_workers: Deprecated, without effect: each loader keeps its own number of workers.
         profiler: What measures where the time goes: `"simple"`, `"advanced"`, `"pytorch"`, `"xla"`, or a `Profiler`.
         detect_anomaly: Raise where a backward computes NaN, naming the forward that led to it.
         barebones: Nothing around the loop: no logger, checkpoint, bar, summary or sanity check.
@@ -538,9 +531,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         reload_dataloaders_every_n_epochs: Make the loaders again every so many epochs.
         auto_micro_batch: Where memory lacks for a step, run it again in parts of its batches, with the same numbers;
             with the strategies `single` and `ddp`.
-        optimizer_in_backward: Step each parameter within the backward, as its gradient is ready, and free the gradient:
-            gradients then take the memory of one of them, with the same numbers. With the strategies `single` and
-            `fsdp`, without accumulation, clipping by norm and whatever reads gradients.
+        optimizer_in_backward: Deprecated, without effect: parameters are stepped once the backward is over.
         fused_optimizer: Deprecated, without effect. Give `fused=True` to the optimizer itself.
         default_root_dir: Where everything is written by default.
         compile: Compile the modules of the task with `torch.compile`: True for each as a whole, `"blocks"` for the
@@ -549,8 +540,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         on_interrupt: What `fit` does at Ctrl-C once it has finished the step and saved: `"raise"` a
             `KeyboardInterrupt`, so that the script ends too, or `"return"`.
         seed: Seed everything with this, samples included, before anything else.
-        advise: Whether `fit` first tries changes of single lines, such as `num_workers` and `precision`, on a copy
-            of the task, and prints those that make steps shorter, each with what it gained; see `advice`.
+        advise: Deprecated, without effect. Run `drivetrain tune script.py`.
 
     Raises:
         ConfigurationError: An argument cannot be; the message names what can.
@@ -562,6 +552,13 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
     callbacks: list[Callback]
     """The callbacks, in the order in which their hooks are called."""
 
+    progress: Progress
+    """How far the run is: epochs, batches and steps; `progress.count` has other units."""
+
+    advice: Sequence[Any] = ()
+    """Deprecated, empty: `drivetrain tune` shows what makes steps faster."""
+
+    @known_keywords
     def __init__(
         self,
         *,
@@ -606,38 +603,44 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int | str | Duration = 0,
         auto_micro_batch: bool = False,
-        optimizer_in_backward: bool = False,
+        optimizer_in_backward: bool | None = None,
         fused_optimizer: bool | None = None,
         default_root_dir: str | os.PathLike[str] | None = None,
         compile: bool | str | Mapping[str, Any] | None = None,
         on_interrupt: str = "raise",
         seed: int | None = None,
-        advise: bool = False,
+        advise: bool | None = None,
     ) -> None:
         given = dict(locals())
-        warn_ignored("Trainer", "fused_optimizer", fused_optimizer, FUSED_HINT, since="0.1.0", removed_in="0.3.0")
+        if num_workers is not None:
+            warn_of_workers("Trainer", num_workers)
+        for name, hint in _WITHOUT_EFFECT.items():
+            if given[name] is not None:
+                warn_ignored("Trainer", name, given[name], hint, since="0.1.0", removed_in="0.3.0", stacklevel=5)
         self.options = TrainerOptions.from_arguments(given)
-        self.accelerator = setup.accelerator_for(given, compile_plugin(compile))
+        engine = (accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm)
+        compilation = None if compile is None else compile_plugin(compile)
+        self.accelerator = setup.make_accelerator(*engine, compilation)
         self.options = setup.settle(accumulate_grad_batches, self.accelerator, self.options)
         setup.set_randomness(seed, deterministic, benchmark)
         self.tracker_group = setup.make_trackers(logger, self.accelerator, self.options)
-        self.callbacks = setup.make_callbacks(callbacks, given, self.options, self.loggers)
-        self._start(Actions(self, profiler, barebones))
-
-    def _start(self, actions: Actions) -> None:
-        """Begin with nothing trained, nothing logged and no task."""
-        self.actions = actions
+        self.callbacks = setup.make_callbacks(callbacks, given, self.options, self.tracker_group.trackers)
+        self.actions = Actions(self, profiler, barebones)
         self.progress = Progress()
         self.current = CurrentRun()
-        self.control = RunControl(self.progress, self.options, self.world_size)
-        self.logged = LoggedValues(self.current.find_batch_size, self.strategy.topology, lambda: bool(self.loggers))
+        topology = self.accelerator.strategy.topology
+        self.control = RunControl(self.progress, self.options, topology.environment.world_size)
+        self.logged = LoggedValues(self.current.find_batch_size, topology, lambda: bool(self.loggers))
         self.tracker_log = TrackerLog(self)
         self.finiteness = Finiteness(is_watched=False)
         self.task_run = TaskRun(self)
         self.loop: FitLoop | None = None
         self.saves: checkpoint.SaveQueue | None = None
-        self.tuning = Tuning(self)
-        self.advice: list[Advice] = []
+
+    @property
+    def tuning(self) -> Tuning:
+        """The searches of this Trainer, for callbacks that search within a run."""
+        return Tuning(self)
 
     def change_options(self, **changed: Any) -> None:
         super().change_options(**changed)
@@ -645,6 +648,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
 
     # the four verbs
 
+    @known_keywords
     def fit(
         self,
         model: Task,
@@ -654,7 +658,6 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         ckpt_path: str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
-        **_unknown: NoReturn,
     ) -> None:
         """Train a task.
 
@@ -678,7 +681,6 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             LaunchError: A process has failed that was started for this verb, as by `strategy="ddp_spawn"`.
             DataError: A loader is missing or empty.
         """
-        refuse_unknown(_unknown, self.fit)
         model = uncompiled(model)
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
@@ -691,8 +693,6 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             asked = asked_to_resume(ckpt_path if resume is None else resume)
             self._spawned(Stage.TRAIN, model, train_dataloaders, val_dataloaders, datamodule, asked, None, weights_only)
             return
-        if self.advise:
-            self.advice = self.tuning.advise(model, train_dataloaders, datamodule)
         loaders = {Stage.TRAIN: train_dataloaders, Stage.VALIDATE: val_dataloaders}
         self.task_run.attach(model, datamodule, Stage.TRAIN, loaders)
         self.control.begin()
@@ -702,7 +702,14 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
                 compilations_watched(self),
                 torch.autograd.set_detect_anomaly(self.detect_anomaly),
             ):
-                self._fit(model, ckpt_path if resume is None else resume)
+                loop = self._begin_fit(model, ckpt_path if resume is None else resume)
+                with self.timing.run(sees_sync=self.world_size > 1):
+                    loop.run()
+                    if self.saves is not None:
+                        with self.timing.span(CHECKPOINT):
+                            self.saves.finish()
+                if not self.preempted:
+                    self.hooks.call("on_fit_end")
         except BaseException as error:
             self.control.record_exception(error)
             self.tracker_log.write_last_step()
@@ -719,8 +726,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         if self.interrupted and self.on_interrupt == "raise":
             raise KeyboardInterrupt
 
-    def _fit(self, task: Task, resume: Any) -> None:
-        """Fit, in the order of hooks that the documentation promises."""
+    def _begin_fit(self, task: Task, resume: Any) -> FitLoop:
+        """Return the loop of a `fit`, with everything placed and restored, in the documented order of hooks."""
         self.task_run.set_up(task, Stage.TRAIN)
         task_checks.check_hooks(self, task, self.datamodule)
         if self.checkpoint_callbacks:
@@ -756,19 +763,14 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.current.stage = Stage.TRAIN
         batches = TrainingBatches(self, sources[Stage.TRAIN])
         task_checks.warn_of_rare_logging(self, self.estimated_stepping_batches)
-        self.loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
+        loop = self.loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
         self.accelerator.run_state.moment = partial(moment_of, self)
         if saved is not None:
-            self.loop.resume_from(saved)
+            loop.resume_from(saved)
         task_checks.check_saved_states(self)
-        with self.timing.run(sees_sync=self.world_size > 1):
-            self.loop.run()
-            if self.saves is not None:
-                with self.timing.span(CHECKPOINT):
-                    self.saves.finish()
-        if not self.preempted:
-            self.hooks.call("on_fit_end")
+        return loop
 
+    @known_keywords
     def validate(
         self,
         model: Task | None = None,
@@ -777,7 +779,6 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
-        **_unknown: NoReturn,
     ) -> list[dict[str, float]]:
         """Evaluate on the validation data: every sample once, over all processes.
 
@@ -793,12 +794,12 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         Returns:
             For each loader, its logged values by name.
         """
-        refuse_unknown(_unknown, self.validate)
         if self.spawning is not None:
             given = (dataloaders, ckpt_path, verbose, datamodule, weights_only)
             return self._spawned(Stage.VALIDATE, model, *given)  # type: ignore[no-any-return]
         return evaluate_logged(self, Stage.VALIDATE, model, dataloaders, datamodule, ckpt_path, verbose)
 
+    @known_keywords
     def test(
         self,
         model: Task | None = None,
@@ -807,15 +808,14 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
-        **_unknown: NoReturn,
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; see `validate`."""
-        refuse_unknown(_unknown, self.test)
         if self.spawning is not None:
             given = (dataloaders, ckpt_path, verbose, datamodule, weights_only)
             return self._spawned(Stage.TEST, model, *given)  # type: ignore[no-any-return]
         return evaluate_logged(self, Stage.TEST, model, dataloaders, datamodule, ckpt_path, verbose)
 
+    @known_keywords
     def predict(
         self,
         model: Task | None = None,
@@ -824,7 +824,6 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         return_predictions: bool = True,
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
-        **_unknown: NoReturn,
     ) -> list[Any]:
         """Predict: run `predict_step` on every sample once, over all processes.
 
@@ -839,7 +838,6 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         Returns:
             What `predict_step` returned for each batch, of all processes in the order of the data, on the CPU.
         """
-        refuse_unknown(_unknown, self.predict)
         if self.spawning is not None:
             given = (dataloaders, datamodule, return_predictions, ckpt_path, weights_only)
             return self._spawned(Stage.PREDICT, model, *given)  # type: ignore[no-any-return]
@@ -855,14 +853,6 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
 
         names = tuple(inspect.signature(getattr(Trainer, stage.verb)).parameters)[2:]
         return run_spawned(self, stage, model, dict(zip(names, given, strict=False)))
-
-    def adopt_advice(self, advice: list[Advice]) -> None:
-        """Take over the advice of a `fit` in another process.
-
-        Args:
-            advice: What it found.
-        """
-        self.advice = advice
 
     @property
     def prepares_processes(self) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
@@ -945,13 +935,13 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
 
     # checkpoints
 
+    @known_keywords
     def save_checkpoint(
         self,
         filepath: str | os.PathLike[str],
         weights_only: bool = False,
         block: bool = True,
         format: str | None = None,
-        **_unknown: NoReturn,
     ) -> checkpoint.PendingSave:
         """Write a checkpoint; call it on all processes.
 
@@ -970,7 +960,6 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         Raises:
             CheckpointError: A process could not write; what was there before is intact.
         """
-        refuse_unknown(_unknown, self.save_checkpoint)
         if self.accelerator.optimizer_step.is_torn:
             raise CheckpointError(
                 "No checkpoint is written within a step that has begun to change parameters: between the steps of two "

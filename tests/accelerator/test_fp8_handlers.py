@@ -17,6 +17,7 @@ from drivetrain import (
     MSAMPRecipeKwargs,
     TERecipeKwargs,
 )
+from drivetrain.accelerator.accelerate_names import Launched
 from drivetrain.accelerator.preparation import make_precision
 from tests.strategies.precision.fp8_models import FLOAT8, float8_layers, net
 
@@ -67,15 +68,15 @@ HANDLERS: list[tuple[Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("handler", "expected"), HANDLERS)
 def test_a_handler_becomes_a_precision(handler, expected):
-    assert meaning(make_precision("fp8", [handler])) == expected
+    assert meaning(make_precision("fp8", [handler], Launched({}))) == expected
 
 
 def test_a_handler_counts_under_fp8_alone():
-    assert not isinstance(make_precision("bf16", [AORecipeKwargs()]), FP8)
+    assert not isinstance(make_precision("bf16", [AORecipeKwargs()], Launched({})), FP8)
 
 
 def test_autocasts_options_go_with_a_recipe():
-    precision = make_precision("fp8", [AORecipeKwargs(), AutocastKwargs(cache_enabled=False)])
+    precision = make_precision("fp8", [AORecipeKwargs(), AutocastKwargs(cache_enabled=False)], Launched({}))
     assert not precision.cache_enabled
 
 

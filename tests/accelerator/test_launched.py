@@ -16,12 +16,10 @@ from drivetrain import (
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
-    PartialState,
     Trainer,
 )
 from drivetrain.accelerator.accelerate_names import Launched
 from drivetrain.accelerator.compilation import Compilation
-from drivetrain.accelerator.preparation import make_strategy
 from drivetrain.runtime.errors import ConfigurationError
 from tests.pool import run_in_processes
 
@@ -66,12 +64,14 @@ def test_fsdp_that_shards_nothing_is_ddp(launched: Any) -> None:
     assert launched(DRIVETRAIN_USE_FSDP="1", DRIVETRAIN_FSDP_SHARDING_STRATEGY="NO_SHARD").strategy() is None
 
 
-def test_an_engine_that_names_no_strategy_takes_the_launchers(launched: Any) -> None:
-    launched(**THEIRS)
-    state = PartialState(cpu=True)
-    assert make_strategy("auto", state, None).name == "fsdp"
-    assert make_strategy("auto", state, DistributedDataParallelKwargs()).name == "fsdp"
-    assert make_strategy("single", state, None).name == "single"
+def strategies_of_engines() -> list[str]:
+    os.environ.update(THEIRS)
+    options: list[dict[str, Any]] = [{}, {"kwargs_handlers": [DistributedDataParallelKwargs()]}, {"strategy": "single"}]
+    return [Accelerator(cpu=True, **each).strategy.name for each in options]
+
+
+def test_an_engine_that_names_no_strategy_takes_the_launchers() -> None:
+    assert run_in_processes(strategies_of_engines, 1) == [["fsdp", "fsdp", "single"]]
 
 
 def test_units_by_size_have_a_size(launched: Any) -> None:

@@ -148,16 +148,13 @@ def measure_peak(name: str, rows: int) -> float:
 
 
 @pytest.mark.parametrize("rows", [16, 2048], ids=["gradients count", "activations count"])
-def test_a_run_takes_no_more_memory_than_the_bare_loop_and_less_where_the_backward_steps(rows: int) -> None:
+def test_a_run_takes_no_more_memory_than_the_bare_loop(rows: int) -> None:
     def peak(name: str) -> float:
         return run_in_processes(measure_peak, 1, args=(name, rows), timeout=120)[0]
 
     bare = peak("bare loop")
     for name in ("drivetrain Trainer", "drivetrain Trainer, validation every 3 steps", "drivetrain Accelerator"):
         assert peak(name) <= 1.01 * bare, name
-    gradients = 8 * 128 * (128 + 1) * 4 / 1e6
-    saved = 0.7 * gradients if rows == 16 else -0.01 * bare
-    assert peak("drivetrain Trainer, optimizer_in_backward") <= bare - saved
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, IterDataPipe, RandomSampler
 
 from drivetrain.data import DataLoaderConfiguration, DataShard, PreparedLoader, TailPolicy, prepare_loader
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import ConfigurationError, DrivetrainDeprecationWarning
 from tests.data.kinds import KINDS, MAP_STYLE, Buckets, Numbers, Stream, rows_of
 
 
@@ -261,3 +261,13 @@ def test_arrays_and_lists_beside_tensors_of_other_widths_are_filled_up_too(rows:
             assert [len(given[name]) for name in ("ids", "images", "texts")] == [len(numbers)] * 3 == [rows] * 3
             assert given["ids"][:, 0].tolist() == numbers == [float(each) for each in given["texts"]]
             assert [float(each.flatten()[0]) for each in given["images"]] == numbers
+
+
+def test_a_number_of_workers_belongs_to_the_loader() -> None:
+    with pytest.warns(DrivetrainDeprecationWarning, match=r"\(num_workers='auto'\) has no effect") as caught:
+        config = DataLoaderConfiguration(num_workers="auto")
+    assert caught[0].filename == __file__
+    loader = prepare_loader(DataLoader(Numbers(8), 2, num_workers=1), shard=DataShard(), config=config)
+    assert loader.num_workers == 1
+    with pytest.raises(ConfigurationError, match=r"num_workers=4: leave it out.*DataLoader\(num_workers="):
+        DataLoaderConfiguration(num_workers=4)  # type: ignore[arg-type]

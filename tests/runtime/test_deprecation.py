@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import warnings
 
 import pytest
 
 import drivetrain
-from drivetrain import ConfigurationError
-from drivetrain.runtime.errors import DrivetrainDeprecationWarning, deprecated, renamed_arguments, warn_ignored
+from drivetrain.runtime.errors import DrivetrainDeprecationWarning, deprecated, warn_ignored
 from tests.house import PACKAGE
 
-HELPERS = ("deprecated", "renamed_arguments", "warn_ignored")
+HELPERS = ("deprecated", "warn_ignored")
 
 
 def marks(source: str) -> list[dict[str, str | None]]:
@@ -89,11 +87,6 @@ class Old:
         self.value = value
 
 
-@renamed_arguments({"gpus": "devices", "epochs": "max_epochs"}, since="0.2.0", removed_in="9.0.0")
-def start(devices: int = 1, *, max_epochs: int = 3) -> tuple[int, int]:
-    return devices, max_epochs
-
-
 def test_a_deprecated_function_works_and_warns_at_the_line_of_its_caller() -> None:
     with pytest.warns(DrivetrainDeprecationWarning) as caught:
         assert old(3) == 6
@@ -113,15 +106,6 @@ def test_a_deprecated_class_stays_a_class_and_warns_where_an_object_is_made() ->
         assert (isinstance(made, Old), made.value, caught[0].filename) == (True, 4, __file__)
 
 
-def test_an_argument_is_taken_under_its_former_name_with_a_warning() -> None:
-    with pytest.warns(
-        DrivetrainDeprecationWarning, match=r"start\(gpus=\.\.\.\) is deprecated .* Use devices\."
-    ) as caught:
-        assert start(gpus=4, max_epochs=2) == (4, 2)  # type: ignore[call-arg]
-    assert caught[0].filename == __file__
-    assert list(inspect.signature(start).parameters) == ["devices", "max_epochs"]
-
-
 def run(steps: int, quietly: bool | None = None) -> int:
     warn_ignored("run", "quietly", quietly, "Leave it out.", since="0.2.0", removed_in="9.0.0")
     return steps
@@ -138,14 +122,3 @@ def test_an_argument_without_effect_warns_at_the_line_of_the_caller_who_gave_it(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run(3) == 3
-
-
-def test_the_present_names_do_not_warn() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert start(2, max_epochs=5) == (2, 5)
-
-
-def test_an_argument_under_both_names_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="got devices under its former name gpus, too"):
-        start(gpus=4, devices=4)  # type: ignore[call-arg]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.runtime.errors import FULL_VARIABLE, ConfigurationError, short_lines, short_tracebacks
+from drivetrain.runtime.errors import FULL_VARIABLE, ConfigurationError, short_tracebacks
 from tests.house import PACKAGE
 from tests.launch.launching import clean_environment, launch
 
@@ -187,11 +187,3 @@ def test_an_exception_of_the_user_that_wraps_one_of_drivetrain_shortens_that_alo
     with short_tracebacks(wrapped, None):
         assert wrapped.__traceback__ is None
         assert cause.__traceback__ is not whole
-
-
-def test_a_notebook_shows_the_short_traceback() -> None:
-    error = raised()
-    lines = error._render_traceback_()  # type: ignore[attr-defined]
-    assert lines == short_lines(error)
-    assert len(ours("\n".join(lines))) <= 3
-    assert lines[-1].startswith("[DT-007: ")

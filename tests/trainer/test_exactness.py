@@ -14,8 +14,9 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 from torchmetrics.classification import BinaryAUROC
 
 from drivetrain import ConfigurationError, PartialState, Task
+from drivetrain.runtime.errors import DrivetrainDeprecationWarning
 from tests.pool import run_in_processes
-from tests.trainer.tasks import Kept, Weight, fitted, ones, quiet, rows, stream
+from tests.trainer.tasks import Kept, Shuffled, Weight, fitted, ones, quiet, rows, stream
 
 # gradients
 
@@ -402,3 +403,30 @@ def test_a_sampler_of_ones_own_is_sharded_and_never_replaced() -> None:
         assert sampled == ([[[5, 4], [1, 0]], [[3, 2]]][rank], "Backwards", "BatchSampler")
         assert batched[0] == [[[5], [2, 1, 0]], [[4, 3]]][rank]
         assert batched[2] == "Growing"
+
+
+# options that are taken without effect
+
+
+def losses_of(**options: Any) -> list[float]:
+    trainer = quiet(seed=7, max_epochs=2, **options)
+    task = Shuffled()
+    trainer.fit(task, Shuffled.data())
+    return task.losses
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"optimizer_in_backward": True}, "Each step has the same numbers without it"),
+        ({"advise": True}, "Run drivetrain tune script.py"),
+        ({"num_workers": "auto"}, "Each loader keeps its own number"),
+        ({"optimizer_in_backward": True, "accumulate_grad_batches": 2}, "Each step has the same numbers without it"),
+    ],
+    ids=str,
+)
+def test_an_option_without_effect_warns_and_trains_with_the_same_losses(options: dict[str, Any], hint: str) -> None:
+    (name, value), *others = options.items()
+    with pytest.warns(DrivetrainDeprecationWarning, match=rf"Trainer\({name}={value!r}\) has no effect .*{hint}"):
+        given = losses_of(**options)
+    assert given == losses_of(**dict(others))

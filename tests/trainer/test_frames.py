@@ -15,8 +15,8 @@ from tests.trainer.tasks import fitted, ones
 
 # Who is called, and what for. A frame that is not here makes the way longer, or has a name that says nothing.
 WAY = [
+    ("", "call"),  # refuses unknown arguments
     ("Trainer", "fit"),
-    ("Trainer", "_fit"),
     ("FitLoop", "run"),
     ("FitLoop", "run_epoch"),
     ("PlainStep", "run"),

@@ -137,7 +137,6 @@ def steps_with_reads(task: Task, root: Path, **options: Any) -> list[int]:
         {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
         {"max_steps": 150},
         {"precision": "bf16"},
-        {"optimizer_in_backward": True},
     ],
     ids=lambda options: " ".join(f"{key}={value}" for key, value in options.items()) or "plain",
 )

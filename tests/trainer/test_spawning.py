@@ -262,7 +262,6 @@ def test_a_launchers_processes_start_no_others(
     [
         ({"num_nodes": 2}, "num_nodes=2 needs a launcher on every machine"),
         ({"devices": 0}, "devices=0: give the number of processes"),
-        ({"optimizer_in_backward": True}, "optimizer_in_backward=True"),
     ],
 )
 def test_what_no_process_could_run_is_refused_when_the_trainer_is_made(options: dict[str, Any], words: str) -> None:

@@ -48,7 +48,6 @@ VERSION = 1
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 INTERRUPTED, PREEMPTED = "interrupted", "preempted"
 UNREADABLE = "unreadable"
-STATES = (RUNNING, FINISHED, FAILED, INTERRUPTED, PREEMPTED)
 
 _LATE_SECONDS = 600.0
 """How much later than announced a run on another machine may write before it counts as ended."""

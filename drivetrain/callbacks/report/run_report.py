@@ -115,11 +115,6 @@ class ReportWriter:
         commit["changed"] = is_changed(record["cwd"])
         return time.monotonic() - began
 
-    @property
-    def has_error(self) -> bool:
-        """Whether an exception has ended the run."""
-        return bool(self._error)
-
     def record_error(self, error: BaseException) -> None:
         """Keep what ended the run, for the last page.
 

@@ -26,7 +26,6 @@ from drivetrain.strategies.base import (
     Join,
     MicroBatch,
     Output,
-    StepInBackward,
     Strategy,
     Topology,
     View,
@@ -183,17 +182,6 @@ class ShardedGradients(Gradients):
 
     def _watched(self) -> set[int]:
         return {each for averaging in self._averaging.values() for each in averaging.watched}
-
-    def require_complete(self, parameter: torch.Tensor) -> None:
-        """Refuse a parameter that is neither sharded nor a part of the model when it was sharded."""
-        known = isinstance(parameter, DTensor) or id(parameter) in self._watched()
-        if not known and PartialState().use_distributed:
-            raise ConfigurationError(
-                f"A parameter of shape {tuple(parameter.shape)} is no part of the model that FSDP has sharded, so its "
-                "gradient is averaged after the backward, but optimizer_in_backward=True steps within it. Make the "
-                "parameter before fit(), as a part of the task, or leave optimizer_in_backward out.",
-                code="DT-093",
-            )
 
     def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         """Keep gradients whole and unreduced in a context."""
@@ -393,9 +381,7 @@ class FSDP(Strategy):
         self.state = ShardedState(topology, self.unwrap)
 
     def capability(self, kind: type[Capability]) -> Capability | None:
-        """Refuse `Join` by name, since every forward gathers over all processes; a backward can step."""
-        if kind is StepInBackward:
-            return StepInBackward()  # type: ignore[return-value]
+        """Refuse `Join` by name, since every forward gathers over all processes."""
         return _NoJoin(self.topology) if kind is Join else None  # type: ignore[return-value]
 
     # model

@@ -19,16 +19,7 @@ from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import (
-    Capability,
-    ContextParallel,
-    MicroBatch,
-    Output,
-    StepInBackward,
-    Strategy,
-    Topology,
-    View,
-)
+from drivetrain.strategies.base import Capability, ContextParallel, MicroBatch, Output, Strategy, Topology, View
 from drivetrain.strategies.fsdp import FSDP
 from drivetrain.strategies.fsdp.model_sharding import ModelSharder, parameters_to_replicate
 from drivetrain.strategies.fsdp.sharded_state import ShardedState
@@ -349,8 +340,6 @@ class Parallel(Strategy):
         """What the strategy inside can do, and `ContextParallel` where sequences are split."""
         if kind is ContextParallel:
             return self.sequences.capability  # type: ignore[return-value]
-        if kind is StepInBackward:  # what copies of a parameter have is added up after the backward
-            return None
         return self.inner.capability(kind)
 
     # model

@@ -383,7 +383,7 @@ def _best_of_last_fit(trainer: Trainer, stage: Stage) -> str | None:
         warnings.warn(
             f"{stage.verb}() was called without a model. The best model of the previous `fit` call will be used: "
             f"{callback.best_model_path}. Pass the model to take its weights as they are, or another ckpt_path.",
-            stacklevel=5,
+            stacklevel=6,
         )
     return callback.best_model_path
 

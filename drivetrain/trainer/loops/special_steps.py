@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from drivetrain.accelerator.prepared import parameters_of
-from drivetrain.accelerator.step import InBackward, StepHooks
-from drivetrain.callbacks import Callback, GradientAccumulationScheduler
+from drivetrain.accelerator.step import StepHooks
 from drivetrain.data import BatchInfo, PendingBatch
 from drivetrain.data.sharding import pick_rows
 from drivetrain.runtime.errors import ConfigurationError, nearest
@@ -24,7 +23,7 @@ from drivetrain.runtime.nested import batch_size_or_none, send_to_device
 from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.timing import FORWARD
 from drivetrain.strategies.base import RepeatableStep
-from drivetrain.trainer.hooks import Hooks, is_overridden, is_redefined
+from drivetrain.trainer.hooks import Hooks, is_overridden
 from drivetrain.trainer.loops.step import (
     ManualStep,
     PlainStep,
@@ -318,120 +317,6 @@ def refuse_unscheduled(task: Task, strategy: object, by_closure: bool) -> None:
     )
 
 
-# The step of a Trainer with `optimizer_in_backward`: each parameter is stepped as its gradient is ready
-
-
-READERS = (
-    *("on_after_backward", "on_gradients_ready", "on_before_optimizer_step", "on_before_zero_grad"),
-    *("optimizer_zero_grad", "configure_gradient_clipping", "backward"),
-)
-"""The hooks that are there for gradients, or run backwards by themselves."""
-
-
-class InBackwardStep(PlainStep):
-    """Steps within the backward, and frees each gradient there.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-        model: What the strategy made of the task: the module to call.
-        hooks: The overridden hooks.
-
-    Raises:
-        ConfigurationError: Something needs all gradients of a step together.
-    """
-
-    def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
-        _refuse_readers(trainer, task)
-        _refuse_schedules(trainer)
-        bound, clip = trainer.gradient_clip_val, trainer.strategy.gradients.clip_value
-        self._in_backward = InBackward(
-            [prepared.optimizer for prepared in trainer.task_optimizers],
-            clip=partial(clip, value=bound) if bound else None,
-            beside=presence_of(trainer.task_run.model),
-            check=trainer.strategy.gradients.require_complete,
-        )
-        super().__init__(trainer, task, model, hooks)
-        self._zero_grad, self._clears_first = self._in_backward.begin, True
-
-    def _step_hooks(self, hooks: Hooks) -> StepHooks:
-        return replace(super()._step_hooks(hooks), clip=None, in_backward=self._in_backward)
-
-    def try_gradients(self, window: Sequence[PendingBatch]) -> None:
-        """Run the forward and backward of a step, freeing its gradients without stepping."""
-        with self._in_backward.only_freeing():
-            super().try_gradients(window)
-
-    def _finish(self, window: list[PendingBatch], output: Any, steps: int) -> bool:
-        self._in_backward.end()
-        return super()._finish(window, output, steps)
-
-    def _decide_weighted(self, output: Any) -> bool | None:
-        weighted = super()._decide_weighted(output)
-        if weighted:
-            raise ConfigurationError(
-                f"{type(self._task).__name__}.training_step returned a loss with a weight, by which all gradients of "
-                "the step would be scaled, but optimizer_in_backward=True frees each once it is stepped with. Return "
-                "the mean loss alone, or leave optimizer_in_backward out.",
-                code="DT-093",
-            )
-        return weighted
-
-
-def refuse_in_backward(trainer: Trainer, task: Task, by_closure: bool) -> None:
-    """Refuse a task that does not take one backward and one step of each optimizer for a batch.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-        by_closure: Whether an optimizer or the task's `optimizer_step` takes a closure.
-
-    Raises:
-        ConfigurationError: Names what, and what to do.
-    """
-    name = type(task).__name__
-    reason = ""
-    if not task.automatic_optimization:
-        reason = f"{name} optimizes by hand (automatic_optimization = False)"
-    elif by_closure:
-        reason = f"{name} has an optimizer_step of its own, or an optimizer that evaluates the loss several times"
-    elif trainer.task_run.optimizer_names:
-        reason = f"{name} returns a loss for each of several optimizers, whose backwards share parameters"
-    if reason:
-        raise ConfigurationError(
-            f"Trainer(optimizer_in_backward=True) steps each parameter once, within the one backward of a step, but "
-            f"{reason}. Leave optimizer_in_backward out.",
-            code="DT-093",
-        )
-
-
-def _refuse_readers(trainer: Trainer, task: Task) -> None:
-    owners: list[tuple[Any, type]] = [(task, Task), *((callback, Callback) for callback in trainer.callbacks)]
-    found = [
-        f"{type(owner).__name__}.{name}"
-        for owner, base in owners
-        for name in READERS
-        if hasattr(base, name) and is_redefined(owner, base, name)
-    ]
-    if found:
-        raise ConfigurationError(
-            f"Trainer(optimizer_in_backward=True) steps with each gradient as it is ready and frees it, so "
-            f"{', '.join(found)} would find no gradients. Leave "
-            f"{'it' if len(found) == 1 else 'them'}, or optimizer_in_backward, out.",
-            code="DT-093",
-        )
-
-
-def _refuse_schedules(trainer: Trainer) -> None:
-    for callback in trainer.callbacks:
-        if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
-            raise ConfigurationError(
-                f"Trainer(optimizer_in_backward=True) keeps no gradients, so {type(callback).__name__} cannot let them "
-                "accumulate. Leave one of the two out.",
-                code="DT-093",
-            )
-
-
 # A step that is run again in smaller parts where memory lacks, with the same numbers
 
 
@@ -699,9 +584,6 @@ def choose_step(trainer: Trainer, task: Task, model: nn.Module, splits: bool = T
             "times, or returns a loss for each of several. Leave auto_micro_batch out, and give a smaller batch size.",
             code="DT-092",
         )
-    if trainer.optimizer_in_backward:
-        refuse_in_backward(trainer, task, by_closure)
-        return InBackwardStep(trainer, task, model, trainer.hooks)
     if trainer.task_run.optimizer_names and task.automatic_optimization:
         refuse_named(trainer, task, by_closure)
         return NamedLossesStep(trainer, task, model, trainer.hooks)

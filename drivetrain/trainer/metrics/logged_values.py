@@ -762,7 +762,7 @@ class LoggedValues:
     def _warn_without_trackers(self, name: str) -> None:
         if not self._has_trackers():
             words = f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured."
-            warnings.warn(words, stacklevel=5)
+            warnings.warn(words, stacklevel=6)
 
     # checkpoints
 

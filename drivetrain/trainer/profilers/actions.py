@@ -48,7 +48,7 @@ class Actions:
                 code="DT-004",
             )
         self._trainer = trainer
-        self.profiler = make_profiler(profiler)
+        self.profiler = PassThroughProfiler() if profiler is None else make_profiler(profiler)
         self.measures = self.profiler.measures
         self._words: Mapping[str, str] = {}
         self._is_open = False
@@ -200,17 +200,15 @@ class Actions:
         return sum(current.evaluation_batches.get(stage, ()), 0.0)
 
 
-def make_profiler(given: Profiler | str | None) -> Profiler:
+def make_profiler(given: Profiler | str) -> Profiler:
     """The profiler that an argument means.
 
     Args:
-        given: A profiler, its name, or None.
+        given: A profiler, or its name.
 
     Raises:
         ConfigurationError: There is none of that name.
     """
-    if given is None:
-        return PassThroughProfiler()
     if isinstance(given, Profiler):
         return given
     name = given.lower() if isinstance(given, str) else ""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,7 +15,7 @@ from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_dep
 from drivetrain.compat.lightning.fabric.utilities.warnings import warn_by_warnings
 from drivetrain.compat.lightning.pytorch.core.mixins import HyperparametersMixin
 from drivetrain.compat.lightning.unpickling import UnpicklesWhereAsked
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import ConfigurationError, known_keywords
 from drivetrain.trainer import Task
 
 
@@ -60,12 +60,12 @@ class LightningModule(UnpicklesWhereAsked, HyperparametersMixin, Task):
         """Predict for one batch: call the module on it."""
         return self(kwargs["batch"] if "batch" in kwargs else args[0])
 
+    @known_keywords
     def clip_gradients(
         self,
         optimizer: Any,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
-        **_unknown: NoReturn,
     ) -> None:
         """Clip an optimizer's gradients.
 
@@ -80,7 +80,7 @@ class LightningModule(UnpicklesWhereAsked, HyperparametersMixin, Task):
         options = self.trainer.options
         bound = _one_of("gradient_clip_val", options.gradient_clip_val, gradient_clip_val)
         way = _one_of("gradient_clip_algorithm", options.gradient_clip_algorithm, gradient_clip_algorithm)
-        super().clip_gradients(optimizer, bound, way, **_unknown)
+        super().clip_gradients(optimizer, bound, way)
 
     @property
     def on_gpu(self) -> bool:

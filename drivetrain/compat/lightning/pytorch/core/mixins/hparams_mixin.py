@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from types import FrameType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from torch import nn
 
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
+from drivetrain.runtime.errors import known_keywords
 from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, constructor_arguments
 
 __all__ = ["HyperparametersMixin"]
@@ -25,9 +26,8 @@ class HyperparametersMixin(HoldsHyperParameters):
     keeps_modules: ClassVar[bool] = True
     ignores_unknown_arguments: ClassVar[bool] = True
 
-    def save_hyperparameters(
-        self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True, **_unknown: NoReturn
-    ) -> None:
+    @known_keywords
+    def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
         """Remember the constructor's arguments, as `drivetrain.Task.save_hyperparameters` does.
 
         Args:
@@ -47,8 +47,8 @@ class HyperparametersMixin(HoldsHyperParameters):
             )
         current = inspect.currentframe()
         if frame is None and current is not None:
-            frame = current.f_back
-        super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger, **_unknown)
+            frame = current.f_back and current.f_back.f_back  # past known_keywords
+        super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
         if not args:
             left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())
             around = {name: value for name, value in _arguments_around(frame, self).items() if name not in left_out}

@@ -1,0 +1,132 @@
+"""`drivetrain tune`: runs a script for a few steps with varied settings, and shows which of them make steps faster."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from drivetrain.runtime.errors import ConfigurationError
+
+STEPS = 20
+WARM_UP = 5
+"""Steps before those that are timed."""
+PAYS = 1.1
+"""The least ratio of two step times that a change must reach to be recommended; below that a machine is noisy."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a script.
+
+    Attributes:
+        text: The change, as it is written in a script.
+        note: What it means for the numbers.
+        options: Arguments of the Trainer.
+        loader: Attributes of the training loaders.
+        lays_out: Whether the task is laid out with its channels last.
+    """
+
+    text: str = "as it is"
+    note: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    loader: dict[str, Any] = field(default_factory=dict)
+    lays_out: bool = False
+
+
+_PASSING_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+
+
+@click.command(context_settings=_PASSING_ON, options_metavar="[FLAGS]")
+@click.argument("given", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
+def tune(given: tuple[str, ...]) -> int:
+    """Try changes of SCRIPT that could make its steps faster, and show what each of them gains.
+
+    Each trial runs the script up to the first steps of its `Trainer.fit`, in a process of its own. It has no callbacks,
+    trackers and checkpoints. FLAGS are those of `drivetrain launch`, for a script that needs a launcher.
+
+    \b
+    drivetrain tune train.py --lr 0.1
+    drivetrain tune --num_processes 2 --cpu train.py
+    """  # noqa: D301
+    command = _command(given)
+    with tempfile.TemporaryDirectory(prefix="drivetrain_tune_", ignore_cleanup_errors=True) as folder:
+        found = _run(command, Change(), folder)
+        if "problem" in found:
+            click.echo(f"Nothing could be tried, since the script as it is failed: {found['problem']}", err=True)
+            return 1
+        changes = [Change(**each) for each in found["changes"]]
+        results = []
+        with click.progressbar([*changes, Change()], label="Trying changes", file=sys.stderr) as bar:
+            for change in bar:
+                results.append(_run(command, change, folder))
+    again = results.pop()  # a machine that had more to do at first would make everything seem to pay
+    base = min(found["seconds"], again.get("seconds", found["seconds"]))
+    click.echo(_table(base, list(zip(changes, results, strict=True))))
+    return 0
+
+
+def _command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Return the words before and after the name of a trial's file in the command line of a trial.
+
+    Raises:
+        ConfigurationError: There is no such script, or it is a module.
+    """
+    from drivetrain.cli.launch import launch
+    from drivetrain.launch.options import LaunchOptions
+
+    parsed: dict[str, Any] = launch.make_context("drivetrain tune", list(given)).params
+    if parsed["module"] or parsed["no_python"]:
+        raise ConfigurationError("drivetrain tune runs a Python file. Give its path, without -m.", code="DT-004")
+    LaunchOptions().check_script(parsed["script"])
+    flags = given[: len(given) - len(parsed["args"]) - 1]
+    launcher = ["-m", "drivetrain", "launch", *flags] if flags else []
+    return [sys.executable, *launcher, "-m", "drivetrain.cli.tune_trial"], [parsed["script"], *parsed["args"]]
+
+
+def _run(command: tuple[list[str], list[str]], change: Change, folder: str) -> dict[str, Any]:
+    """Run the script once. Returns `seconds` and `changes` of the trial, or its `problem`."""
+    from drivetrain.runtime.environment import RESUME_VARIABLE
+
+    before, after = command
+    trial, result = Path(folder) / "trial.json", Path(folder) / "result.json"
+    trial.write_text(json.dumps({"change": asdict(change), "result": str(result)}))
+    result.unlink(missing_ok=True)
+    environment = {name: value for name, value in os.environ.items() if name != RESUME_VARIABLE}
+    ended = subprocess.run([*before, str(trial), *after], env=environment, capture_output=True, text=True)
+    if result.exists():
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+    if ended.returncode == 0:
+        return {"problem": f"it trained fewer than {WARM_UP + STEPS} steps with Trainer.fit"}
+    lines = [line for line in ended.stderr.splitlines() if line.strip()]
+    return {"problem": lines[-1] if lines else f"exit code {ended.returncode}"}
+
+
+def _table(base: float, tried: list[tuple[Change, dict[str, Any]]]) -> str:
+    """Return what each change has gained over a step of `base` seconds, the best first, and which of them pays most."""
+    measured = [(base / result["seconds"], change, result) for change, result in tried if "seconds" in result]
+    rows = [("change", "a step", "speed", ""), (Change().text, _time(base), "1.00x", "")]
+    for gain, change, result in sorted(measured, key=lambda each: -each[0]):
+        rows.append((change.text, _time(result["seconds"]), f"{gain:.2f}x", change.note))
+    rows += [(change.text, "failed", "", result["problem"]) for change, result in tried if "problem" in result]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
+        for row in rows
+    ]
+    best = max(measured, key=lambda each: each[0], default=None)
+    if best is None or best[0] < PAYS:
+        return "\n".join([*lines, "Nothing that was tried pays." if tried else "There is nothing to try."])
+    return "\n".join([*lines, f"{best[1].text} pays most: steps are {best[0]:.1f} times as fast."])
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
