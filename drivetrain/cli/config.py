@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from drivetrain.cli.launch import add_settings
-from drivetrain.launch.launcher import settings_table
 from drivetrain.launch.options import SETTINGS, LaunchOptions
 from drivetrain.launch.settings.setting import FP8_SETTINGS_OF
 from drivetrain.launch.settings.sources import collect, default_config_file, find_config_file, read_config, write_config
@@ -84,6 +83,8 @@ def show(group_file: str | None, /, config_file: str | None, **flags: Any) -> No
     options = LaunchOptions.from_given(given)
     file = find_config_file(named, os.environ)
     click.echo(visible(f"file: {file}" if file else f"file: none ({default_config_file()} is not there)"))
+    from drivetrain.launch.launcher import settings_table  # here: it imports torch
+
     click.echo(visible(settings_table(options, given)))
 
 

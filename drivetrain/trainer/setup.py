@@ -79,12 +79,13 @@ def make_accelerator(
     spawned = started_by_verbs(strategy)
     if spawned is not None:
         strategy, count = _left_to_verbs(spawned, kind, count, numbers, num_nodes)
+    starts_later = spawned is not None and strategy is spawned
     _start_processes(environment, kind, count, numbers, num_nodes)
-    if sync_batchnorm and not isinstance(strategy, Spawned):
+    if sync_batchnorm and not starts_later:
         _refuse_launched_sharding(strategy)
         strategy = resolve_ddp(strategy, environment, "sync_batchnorm=True", sync_batchnorm=True)
     device = kind.name if kind else None
-    if isinstance(strategy, Spawned) and strategy.start_method == "fork":
+    if spawned is not None and starts_later and spawned.start_method == "fork":
         device = "cpu"  # only that survives a fork
     elif numbers is not None:
         device = f"{(kind or detect_device_kind()).name}:{numbers[environment.local_rank]}"
