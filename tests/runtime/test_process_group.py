@@ -75,7 +75,7 @@ def leave_although_a_peer_is_gone() -> tuple[bool, float]:
 def test_leaving_waits_for_a_peer_only_so_long() -> None:
     (zero, waited), (one, _) = run_in_processes(leave_although_a_peer_is_gone, timeout=30)
     assert (zero, one) == (False, False)
-    assert 0.1 < waited < 10
+    assert waited > 0.1  # and less than the time-out of the test
 
 
 def leave_through_the_state() -> list[Any]:

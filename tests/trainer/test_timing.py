@@ -290,10 +290,11 @@ def test_it_can_be_read_at_any_time_and_from_another_thread(tmp_path: Path) -> N
 def test_the_next_run_begins_with_nothing() -> None:
     trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, accelerator="cpu", **QUIET)
     trainer.fit(Parts(1e-3, forward=10.0), DataLoader(SlowData(20, 0.0), batch_size=1))
-    assert trainer.timing.seconds["forward"] > 0.2
+    first = trainer.timing.seconds["forward"]
+    assert first > 0.2
     trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, accelerator="cpu", **QUIET)
     trainer.fit(Parts(1e-3, forward=0.0), DataLoader(SlowData(20, 0.0), batch_size=1))
-    assert trainer.timing.seconds["forward"] < 0.1
+    assert trainer.timing.seconds["forward"] < first  # that of both runs would be more
 
 
 class Unequal(Parts):
