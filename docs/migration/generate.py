@@ -28,6 +28,8 @@ from typing import Any
 
 import yaml
 
+from drivetrain.compat.handed_on import import_module
+
 FOLDER = Path(__file__).parent
 
 SAME, BETTER, TAKEN, ELSEWHERE = "same", "better", "taken", "elsewhere"
@@ -174,7 +176,7 @@ class Comparison:
 @cache
 def module_or_none(path: str) -> Any:
     try:
-        return importlib.import_module(path)
+        return import_module(path) if path.startswith("drivetrain.compat.") else importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name and path.startswith(error.name):
             return None

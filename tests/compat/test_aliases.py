@@ -16,8 +16,8 @@ import drivetrain.compat.accelerate as accelerate
 from drivetrain.compat import install
 from drivetrain.compat.aliases import STAND_INS
 from drivetrain.launch.launcher import LaunchPlan
+from drivetrain.launch.options import STAND_INS as LAUNCHED
 from drivetrain.launch.options import LaunchOptions
-from drivetrain.launch.settings.table import STAND_INS as LAUNCHED
 from drivetrain.runtime.errors import ConfigurationError
 from tests.pool import ROOT
 

@@ -12,7 +12,7 @@ import torch
 
 import drivetrain
 from drivetrain.compat import lightning
-from drivetrain.compat.absent import AbsentNameError
+from drivetrain.compat.handed_on import AbsentNameError
 from drivetrain.compat.lightning import pytorch as pl
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_only
 from drivetrain.compat.lightning.pytorch.callbacks import ModelCheckpoint
@@ -98,7 +98,7 @@ def test_an_absent_name_can_be_inherited_from_and_raises_when_it_is_made() -> No
 
 
 def test_a_callback_that_is_added_to_drivetrain_is_there_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from drivetrain.compat.absent import absent_names
+    from drivetrain.compat.handed_on import absent_names
 
     class LambdaCallback(drivetrain.Callback):
         pass

@@ -118,8 +118,7 @@ class Clock(Weight):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock.seconds = 0.0
-    for module in ("loops.validation_schedule", "loops.run_control"):
-        monkeypatch.setattr(f"drivetrain.trainer.{module}.time.monotonic", lambda: Clock.seconds)
+    monkeypatch.setattr("drivetrain.trainer.loops.run_control.time.monotonic", lambda: Clock.seconds)
 
 
 @pytest.mark.parametrize("given", [{"seconds": 7}, "00:00:00:07"], ids=str)

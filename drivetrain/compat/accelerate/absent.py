@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain.compat.absent import AbsentNameError, absent, absent_names
+from drivetrain.compat.handed_on import AbsentNameError, absent, absent_names
 
 __all__ = ["AbsentNameError", "absent", "absent_names"]
 

@@ -92,6 +92,8 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 def __getattr__(name: str) -> Any:
     home = _HOME.get(name, "imports" if name.startswith("is_") or name.endswith("_required") else None)
     if home is None:
+        if name in _NAMES:
+            return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain.compat.absent import absent_names
+from drivetrain.compat.handed_on import absent_names
 from drivetrain.compat.lightning.checkpoint_io import CheckpointIO as CheckpointIO
 from drivetrain.compat.lightning.checkpoint_io import TorchCheckpointIO as TorchCheckpointIO
 from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment as ClusterEnvironment

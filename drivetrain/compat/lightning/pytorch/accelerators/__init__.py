@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from drivetrain.compat.handed_on import absent_names
 from drivetrain.compat.lightning.accelerators import (
     Accelerator,
     CPUAccelerator,
@@ -21,3 +22,5 @@ __all__ = [
     "XLAAccelerator",
     "find_usable_cuda_devices",
 ]
+
+__getattr__ = absent_names(__name__)

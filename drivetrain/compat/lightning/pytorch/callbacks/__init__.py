@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drivetrain.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelSummary, Timer
-from drivetrain.compat.absent import absent_names
+from drivetrain.compat.handed_on import absent_names
 from drivetrain.compat.lightning.pytorch.callbacks import progress
 from drivetrain.compat.lightning.pytorch.callbacks.checkpoint import Checkpoint
 from drivetrain.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint

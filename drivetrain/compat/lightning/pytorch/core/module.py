@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from drivetrain.compat.absent import AbsentNameError
+from drivetrain.compat.handed_on import AbsentNameError
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation, rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import warn_by_warnings
 from drivetrain.compat.lightning.pytorch.core.mixins import HyperparametersMixin

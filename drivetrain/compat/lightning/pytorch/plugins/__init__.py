@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain.compat.absent import absent_names
+from drivetrain.compat.handed_on import absent_names
 from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment
 from drivetrain.compat.lightning.plugins import (
     DeepSpeedPrecision,

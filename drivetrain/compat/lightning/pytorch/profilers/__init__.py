@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from drivetrain.compat.handed_on import absent_names
 from drivetrain.compat.lightning.pytorch.profilers.pytorch import PyTorchProfiler
 from drivetrain.trainer.profilers import (
     AdvancedProfiler,
@@ -12,3 +13,5 @@ from drivetrain.trainer.profilers import (
 )
 
 __all__ = ["AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler", "XLAProfiler"]
+
+__getattr__ = absent_names(__name__)

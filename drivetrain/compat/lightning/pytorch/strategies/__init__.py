@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.compat.absent import absent_names
+from drivetrain.compat.handed_on import absent_names
 from drivetrain.compat.lightning.pytorch.strategies.ddp import DDPStrategy
 from drivetrain.compat.lightning.pytorch.strategies.strategy import SingleDeviceStrategy, Strategy
 from drivetrain.compat.lightning.reasons import STRATEGY

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Stage
-from drivetrain.compat.absent import AbsentNameError
+from drivetrain.compat.handed_on import AbsentNameError
 from drivetrain.compat.lightning.reasons import INTERNAL
 
 if TYPE_CHECKING:

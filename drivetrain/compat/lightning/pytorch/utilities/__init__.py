@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from drivetrain.compat.handed_on import absent_names
 from drivetrain.compat.lightning.enums import GradClipAlgorithmType, LightningEnum
 from drivetrain.compat.lightning.fabric.utilities import (
     disable_possible_user_warnings,
@@ -49,3 +50,5 @@ __all__ = [
 FLOAT16_EPSILON = torch.finfo(torch.float16).eps
 FLOAT32_EPSILON = torch.finfo(torch.float32).eps
 FLOAT64_EPSILON = torch.finfo(torch.float64).eps
+
+__getattr__ = absent_names(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from drivetrain.compat.handed_on import absent_names
 from drivetrain.compat.lightning.plugins import (
     DeepSpeedPrecision,
     DoublePrecision,
@@ -12,3 +13,5 @@ from drivetrain.compat.lightning.plugins import (
 )
 
 __all__ = ["DeepSpeedPrecision", "DoublePrecision", "FSDPPrecision", "HalfPrecision", "MixedPrecision", "Precision"]
+
+__getattr__ = absent_names(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain.compat.absent import absent_names
+from drivetrain.compat.handed_on import absent_names
 from drivetrain.compat.lightning.checkpoint_io import CheckpointIO, TorchCheckpointIO
 from drivetrain.compat.lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
 from drivetrain.compat.lightning.reasons import XLA_FILES

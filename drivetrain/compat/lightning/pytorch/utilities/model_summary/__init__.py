@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain.compat.absent import absent_names
+from drivetrain.compat.handed_on import absent_names
 from drivetrain.compat.lightning.pytorch.utilities.model_summary.model_summary import (
     LayerSummary,
     ModelSummary,
