@@ -71,7 +71,7 @@ from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError, MadeAgain, known_keywords, warn_ignored
 from drivetrain.runtime.state import DistributedType, PartialState
 from drivetrain.strategies import Strategy
-from drivetrain.strategies.base import ContextParallel, Given, RunOptions, split_context
+from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.registry import grid_rank
 from drivetrain.trackers import Tracker
@@ -1135,7 +1135,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
             buffer_seq_dims: For each, which dimension is the sequence.
             no_restore_buffers: Those that need not be whole again afterwards.
         """
-        return split_context(self.strategy.capability(ContextParallel), buffers, buffer_seq_dims, no_restore_buffers)
+        return self.strategy.split_sequences(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())
 
     def init_context(self) -> AbstractContextManager[Any]:
         """The strategy's context for building a model in."""

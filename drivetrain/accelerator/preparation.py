@@ -6,7 +6,7 @@ import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -56,14 +56,7 @@ from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.runtime.state import DistributedType, PartialState
 from drivetrain.strategies import StepModule, Strategy, resolve_ddp, resolve_strategy
-from drivetrain.strategies.base import (
-    BatchPlacement,
-    Configurations,
-    ConfiguredPrecision,
-    Join,
-    join_context,
-    lay_out_state,
-)
+from drivetrain.strategies.base import Configured, lay_out_state
 from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, overrides, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 from drivetrain.strategies.registry import distributed_type_of
@@ -83,14 +76,14 @@ class EngineRecord:
         distributed_type: How the run is spread; as its processes are if None.
         plugins: The plugins that were given, by the name of their argument.
         is_fsdp2: Whether parameters are sharded by torch's `fully_shard`.
-        configurations: The strategy's configurations, where it may hold several.
+        configured: The strategy, if it may hold several configurations.
     """
 
     mixed_precision: str = "no"
     distributed_type: DistributedType | None = None
     plugins: dict[str, Any] = field(default_factory=dict)
     is_fsdp2: bool = False
-    configurations: Configurations | None = None
+    configured: Configured | None = None
 
 
 class AcceleratorState(PartialState):
@@ -230,8 +223,8 @@ class AcceleratorState(PartialState):
         if name is None:
             return
         self.record.plugins["deepspeed_plugin"] = self.get_deepspeed_plugin(name)
-        if self.record.configurations is not None:
-            self.record.configurations.select(name)
+        if self.record.configured is not None:
+            self.record.configured.select_configuration(name)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"
@@ -347,9 +340,8 @@ def make_precision(
     if spec is None:
         asked = launched.settings.get("mixed_precision", "no")
         spec = None if asked == "no" else asked  # which `accelerate config` writes if nothing was chosen
-    configured = None if strategy is None else strategy.capability(ConfiguredPrecision)
-    if configured is not None:
-        spec = configured.choose(spec)
+    if isinstance(strategy, Configured):
+        spec = strategy.choose_precision(spec)
     scaling, casting = find_handler(handlers, GradScalerKwargs), find_handler(handlers, AutocastKwargs)
     recipes = find_handler(handlers, FP8Handler)
     if isinstance(spec, Precision):
@@ -376,9 +368,8 @@ def make_precision(
 
 def accelerate_name(precision: Precision, strategy: Strategy) -> str:
     """Return a precision's name in Accelerate's words, where full precision is `"no"`."""
-    configured = strategy.capability(ConfiguredPrecision)
-    if configured is not None:
-        return configured.accelerate_name(precision)
+    if isinstance(strategy, Configured):
+        return strategy.accelerate_name(precision)
     return "no" if precision.name == "32" else precision.name
 
 
@@ -416,11 +407,10 @@ def set_up_strategy(
         strategy = resolve_ddp(chosen, process.environment, given_as, **named)
     strategy.setup(process)
     process.before_leaving(strategy.teardown)
-    several = strategy.capability(Configurations) if plugins.deepspeed_plugins else None
-    if several is not None and plugins.deepspeed_plugins:
+    if isinstance(strategy, Configured) and plugins.deepspeed_plugins:
         for name, other in plugins.each_deepspeed(launched).items():
-            several.add(name, other)
-        several.select(next(iter(plugins.deepspeed_plugins)))
+            strategy.add_configuration(name, other)
+        strategy.select_configuration(next(iter(plugins.deepspeed_plugins)))
     return strategy
 
 
@@ -456,7 +446,7 @@ def make_state(
     shown["dynamo_plugin"] = dynamo or TorchDynamoPlugin()
     kind = distributed_type_of(strategy, process.distributed_type)
     record = EngineRecord(accelerate_name(precision, strategy), kind, shown, kind is DistributedType.FSDP)
-    record.configurations = strategy.capability(Configurations) if plugins.deepspeed_plugins else None
+    record.configured = strategy if isinstance(strategy, Configured) and plugins.deepspeed_plugins else None
     return AcceleratorState(record=record)
 
 
@@ -571,7 +561,7 @@ class Preparation:
     ) -> None:
         self.options = options
         self.compilation = options.compilation
-        self.batch_placement = placement = strategy.capability(BatchPlacement)
+        self.batch_placement = placement = strategy.batch_placement
         if placement is not None:
             active.on_leave.append(lambda loader: placement.finish())
         self._state, self._strategy, self._precision = state, strategy, precision
@@ -657,7 +647,7 @@ class Preparation:
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
         """All parameters and buffers of a model; see `Accelerator.get_state_dict`."""
-        return self._strategy.state.whole(model)
+        return self._strategy.state.full(model, everywhere=True)
 
     # optimizers and schedulers
 
@@ -760,7 +750,7 @@ class Preparation:
     @contextmanager
     def uneven_inputs(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
         """Context in which processes may have different numbers of batches; see `Accelerator.join_uneven_inputs`."""
-        joining = self._strategy.capability(Join)
+        joining = self._strategy.join(models)
         if joining is None and self._state.use_distributed:
             warnings.warn(
                 f"join_uneven_inputs has no effect with {self._strategy!r}, whose processes must have as many batches.",
@@ -777,7 +767,7 @@ class Preparation:
         for loader in changed:
             loader.tail = _tail(even_batches)
         try:
-            with join_context(joining, models):
+            with joining or nullcontext():
                 yield
         finally:
             for loader, tail in zip(changed, before, strict=True):

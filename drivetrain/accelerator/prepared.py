@@ -17,7 +17,7 @@ from drivetrain.accelerator.accelerate_names import GradientAccumulationPlugin
 from drivetrain.data import ActiveLoaders, PreparedLoader
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy
-from drivetrain.strategies.base import OptimizerProxy, lay_out_state, local_part, needs_closure
+from drivetrain.strategies.base import OptimizerProxy, lay_out_state, local_part, needs_closure, scale_tensors
 
 if TYPE_CHECKING:
     from drivetrain.accelerator.step import OptimizerStep
@@ -304,7 +304,7 @@ class PreparedOptimizer(OptimizerProxy):
         try:
             with ExitStack() as stack:
                 for model in [] if sync_grad else models:
-                    stack.enter_context(self._strategy.gradients.sync(model, enabled=False))
+                    stack.enter_context(self._strategy.gradients.no_sync(model))
                 yield
         finally:
             for parameter, required in others:
@@ -485,12 +485,10 @@ class AccumulationWindow:
         for model in self._prepared.models:
             own = [parameter for parameter in model.parameters() if id(parameter) not in done]
             done.update(map(id, own))
-            self._strategy.gradients.scale_held(model, own, factor)
+            self._strategy.gradients.scale(model, own, factor)
         others = (parameter for optimizer in self._prepared.optimizers for parameter in parameters_of(optimizer))
         rest = {id(parameter): parameter for parameter in others if id(parameter) not in done}
-        gradients = [local_part(parameter.grad) for parameter in rest.values() if parameter.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        scale_tensors([local_part(each.grad) for each in rest.values() if each.grad is not None], factor)
 
     def _abandon(self) -> None:
         """Record that a loop has ended: gradients that no step was taken with until then belong to no window."""

@@ -26,7 +26,7 @@ from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy
-from drivetrain.strategies.base import class_chosen
+from drivetrain.strategies.base import ModelState, class_chosen, original_type
 from drivetrain.strategies.precision import Precision
 
 # A checkpoint on its way back into an engine, part by part
@@ -73,7 +73,8 @@ class SavedEngine:
         self.directory = os.fspath(directory)
         self._run, self._state = run, state
         strategy = run.strategy
-        self._in_shards = strategy.state.reads_shards and not strategy.schedules_microbatches and not whole
+        reads_shards = type(strategy.state).optimizer_targets is not ModelState.optimizer_targets
+        self._in_shards = reads_shards and not strategy.schedules_microbatches and not whole
         source = directory if content is None else content
         foreign = checkpoint.read_foreign(source, state.process_index, state.num_processes, objects, given=None)
         if foreign is not None:
@@ -494,14 +495,14 @@ class RunState:
 
     def engine_of(self, model: nn.Module) -> dict[str, Any]:
         """Collect the state of one placed model that was not prepared for training, as `engine` lays it out."""
-        name = self.strategy.state.original_type(self.strategy.unwrap(model)).__name__
+        name = original_type(self.strategy.unwrap(model)).__name__
         return {"models": [self.strategy.state.model(model)], "classes": {"models": [name]}}
 
     def classes(self) -> dict[str, list[str | None]]:
         """The names of the classes of what is prepared and registered, as the user chose them; None if unknown."""
         bare = [self.strategy.unwrap(model) for model in self.prepared.models]
         return {
-            "models": [self.strategy.state.original_type(model).__name__ for model in bare],
+            "models": [original_type(model).__name__ for model in bare],
             "optimizers": [class_chosen(one.optimizer) for one in self.prepared.optimizers],
             "schedulers": [class_chosen(one.scheduler) for one in self.prepared.schedulers],
             "registered": [type(item).__name__ for item in self.prepared.registered],
@@ -598,7 +599,7 @@ class RunState:
     ) -> None:
         """Write a model's weights; see `Accelerator.save_model`."""
         state = self.strategy.state
-        weights = state.whole(model) if on_each_node else state.full(model)
+        weights = state.full(model, everywhere=on_each_node)
         if self._state.is_local_main_process if on_each_node else self._state.is_main_process:
             write = checkpoint.save_safetensors if safe else checkpoint.save_pickled_weights
             write(weights, directory, max_shard_size)

@@ -120,7 +120,8 @@ class WeightedMean:
             total > 0, self._divisor / total, torch.zeros_like(total)
         )  # wide: gradients may be of 64 bits
         for model, optimizers in parts:
-            gradients.scale(model, optimizers, factor)
+            held = {id(each): each for one in optimizers for each in parameters_of(one)}
+            gradients.scale(model, list(held.values()), factor)
         self.discard()
 
     def _checked(self, weight: Tensor | float) -> Tensor:
@@ -454,7 +455,7 @@ class OptimizerStep:
 
     def without_sync(self, model: nn.Module | None) -> AbstractContextManager[Any]:
         """Context in which the gradients of a model are not reduced over processes; without one it has no effect."""
-        return nullcontext() if model is None else self._strategy.gradients.sync(model, enabled=False)
+        return nullcontext() if model is None else self._strategy.gradients.no_sync(model)
 
     @contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:

@@ -19,6 +19,7 @@ from drivetrain.runtime.memory import parameter_size
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.seeds import isolated_random_state
 from drivetrain.runtime.terminal import print_text
+from drivetrain.strategies.base import original_type
 
 if TYPE_CHECKING:
     from drivetrain.strategies import Strategy
@@ -203,7 +204,7 @@ class ModuleTable:
         return columns
 
     def _kind(self, module: nn.Module) -> str:
-        return (type(module) if self._state is None else self._state.original_type(module)).__name__
+        return original_type(module).__name__
 
     def _count(self, module: nn.Module) -> ParameterCount:
         return count_parameters(module, self._state)

@@ -137,35 +137,17 @@ class Gradients:
     A strategy whose gradients are reduced, sharded or kept elsewhere has a subclass of its own.
     """
 
-    def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Whether forwards and backwards in this context reduce gradients over processes.
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context whose backwards do not reduce gradients over processes, as within an accumulation window.
 
         Args:
             model: What `prepare` returned.
-            enabled: False within an accumulation window.
         """
         return nullcontext()
 
-    def held(self, model: nn.Module) -> Iterable[torch.Tensor]:
-        """Gradients of an accumulation window that are not in `.grad` before they are reduced."""
-        return ()
-
     def are_held(self, model: nn.Module) -> bool:
-        """Whether gradients that no step was taken with are elsewhere than in `.grad`."""
-        return any(True for _ in self.held(model))
-
-    def scale_held(self, model: nn.Module, parameters: Sequence[nn.Parameter], factor: float) -> None:
-        """Multiply the gradients that an accumulation window holds so far.
-
-        Args:
-            model: What `prepare` returned.
-            parameters: The model's parameters that are to be scaled in `.grad`.
-            factor: What to multiply with.
-        """
-        gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        gradients.extend(self.held(model))
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        """Return whether gradients that no step was taken with are elsewhere than in `.grad`."""
+        return False
 
     def discard(self, model: nn.Module) -> None:
         """Forget those gradients, of a window that did not end."""
@@ -207,18 +189,22 @@ class Gradients:
         """Clamp every gradient to [-value, value]."""
         nn.utils.clip_grad_value_(parameters, value)
 
-    def scale(self, model: nn.Module, optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:
-        """Multiply the gradients of a window, which have been reduced already.
+    def scale(self, model: nn.Module, parameters: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
+        """Multiply the gradients of a window, also those that are held until the window ends.
 
         Args:
             model: What `prepare` returned.
-            optimizers: Those whose parameters' gradients they are.
-            factor: A scalar tensor, the same on all processes.
+            parameters: The parameters whose `.grad` is scaled, each once.
+            factor: A number or a scalar tensor, the same on all processes.
         """
-        parameters = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        scale_tensors([local_part(each.grad) for each in parameters if each.grad is not None], factor)
+
+    def reduce(self, model: nn.Module) -> None:
+        """Average the gradients of a step over processes where `repeats_steps`; call it on all, each with its own.
+
+        Args:
+            model: What `prepare` returned, whose gradients were computed by the module in it.
+        """
 
     def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         """Take parameters that are trained from now on, and were frozen when the model was placed.
@@ -257,6 +243,14 @@ class Gradients:
             model: What `prepare` returned.
             loss: The loss that it goes back from.
         """
+
+
+def scale_tensors(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply tensors of one device by a number, in place."""
+    if tensors and isinstance(factor, Tensor):
+        torch._foreach_mul_(list(tensors), factor.to(tensors[0].device))
+    elif tensors:
+        torch._foreach_mul_(list(tensors), factor)
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
@@ -457,12 +451,7 @@ class ModelState:
     Args:
         topology: This process's place.
         unwrap: Returns the user's own module inside what `prepare` returned.
-
-    Attributes:
-        reads_shards: Whether a checkpoint's tensors can be read straight into this process's shards.
     """
-
-    reads_shards: bool = False
 
     def __init__(self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module]) -> None:
         self.topology = topology
@@ -485,7 +474,7 @@ class ModelState:
         restore_optimizer_state(self.unwrap(model), optimizer, state)
 
     def optimizer_targets(self, model: nn.Module, saved: StateDict) -> StateDict:
-        """Tensors that a saved optimizer state is to be read into, where `reads_shards`.
+        """Return tensors that a saved optimizer state is read into; implemented where a process can read its shards.
 
         Args:
             model: What `prepare` returned.
@@ -493,23 +482,23 @@ class ModelState:
         """
         raise NotImplementedError
 
-    def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
-        return self._held(model) if self.topology.rank == 0 else {}
+    def full(self, model: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor]:
+        """Return all parameters and buffers, whole and on the CPU, on rank 0, and an empty dict elsewhere.
 
-    def whole(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """As `full`, but on every process where each holds the model whole."""
-        return self._held(model) if self.holds_whole else self.full(model)
+        Args:
+            model: What `prepare` returned.
+            everywhere: Return them on every process if each holds the model whole.
+        """
+        if self.topology.rank != 0 and not (everywhere and self.holds_whole):
+            return {}
+        state = self.unwrap(model).state_dict()
+        # A module's extra state may be anything.
+        return {name: value.detach().cpu() for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     @property
     def holds_whole(self) -> bool:
         """Whether every process holds models whole."""
         return type(self).full is ModelState.full
-
-    def _held(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        state = self.unwrap(model).state_dict()
-        # A module's extra state may be anything.
-        return {name: value.detach().cpu() for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters by name, or this process's shards of them: what is written to them is what the model computes.
@@ -524,13 +513,14 @@ class ModelState:
         """
         return dict(self.unwrap(model).named_parameters())
 
-    def original_type(self, module: nn.Module) -> type[nn.Module]:
-        """The class that the user gave a module, where sharding it changed that."""
-        return type(module)
-
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
         """How many elements the whole of a parameter has, wherever they are, and whether any process trains it."""
         return parameter.numel(), parameter.requires_grad
+
+
+def original_type(module: nn.Module) -> type[nn.Module]:
+    """Return the class that the user gave a module, which `fully_shard` replaces by one derived from it."""
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed.fsdp"))
 
 
 def with_buffers_of_rank_0(model: nn.Module, state: StateDict) -> StateDict:
@@ -551,7 +541,6 @@ def with_buffers_of_rank_0(model: nn.Module, state: StateDict) -> StateDict:
 
 MicroBatch = TypeVar("MicroBatch")
 Output = TypeVar("Output")
-Capability = TypeVar("Capability")
 
 View = Literal["train", "manual", "evaluate"]
 
@@ -595,6 +584,10 @@ class Strategy(ABC):
         name: The name that users write.
         schedules_microbatches: Whether the strategy must see all micro-batches of a step at once, as a pipeline does.
         needs_even_batches: Whether every process must see as many evaluation batches, since its forward is collective.
+        allows_inference_mode: Whether evaluations may run in it, rather than without gradients alone.
+        repeats_steps: Whether backwards within `view(model, "manual")` exchange nothing before `gradients.reduce`, so
+            that a step that ran out of memory can be computed again.
+        batch_placement: A way of its own to bring batches onto the device, if it has one.
         topology: This process's place among the others, and which processes count.
         gradients: How gradients are reduced, held, scaled and clipped.
         state: The state of models and optimizers, under the bare model's names.
@@ -603,6 +596,9 @@ class Strategy(ABC):
     name: ClassVar[str]
     schedules_microbatches: bool = False
     needs_even_batches: bool = False
+    allows_inference_mode: bool = True
+    repeats_steps: bool = False
+    batch_placement: BatchPlacement | None = None
 
     topology: Topology
     gradients: Gradients
@@ -635,10 +631,6 @@ class Strategy(ABC):
         Raises:
             ConfigurationError: Names what contradicts what, and what would work.
         """
-
-    def capability(self, kind: type[Capability]) -> Capability | None:
-        """What this strategy can do beyond the others, such as `ContextParallel` or `Join`; None where it cannot."""
-        return None
 
     # model
 
@@ -717,7 +709,7 @@ class Strategy(ABC):
         """
         if len(microbatches) == 1:
             return [step_fn(microbatches[0])]
-        with self.gradients.sync(model, enabled=False):
+        with self.gradients.no_sync(model):
             outputs = [step_fn(microbatch) for microbatch in microbatches[:-1]]
         outputs.append(step_fn(microbatches[-1]))
         return outputs
@@ -731,6 +723,29 @@ class Strategy(ABC):
     ) -> bool:
         """Step an optimizer. Returns False where the step was skipped on overflow."""
         return precision.step(optimizer, closure)
+
+    def split_sequences(
+        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which tensors are this process's part of themselves, if it splits sequences.
+
+        Args:
+            buffers: Tensors that hold whole sequences, and this process's part of them in the context.
+            seq_dims: For each, which dimension is the sequence.
+            keep: Those that stay parts afterwards.
+        """
+        return nullcontext()
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
+        """Return a context in which processes may run out of batches before others; None if there is none.
+
+        Args:
+            models: What `prepare` returned.
+
+        Raises:
+            ConfigurationError: Every process needs as many batches under this strategy.
+        """
+        return None
 
     def teardown(self) -> None:
         """Release everything that would keep the process group alive."""
@@ -787,71 +802,13 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-# What only some strategies can do; asked for with `strategy.capability(kind)`, which is None for the others
+# What few strategies are beside a strategy
 
 
-class ContextParallel:
-    """Splits sequences over processes."""
+class Configured(Strategy):
+    """A strategy with configuration files of its own, one of which places what is prepared."""
 
-    def split(
-        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
-    ) -> AbstractContextManager[Any]:
-        """Context in which tensors are this process's part of themselves, and attention sees all parts.
-
-        Args:
-            buffers: Tensors that hold whole sequences, and this process's part of them in the context.
-            seq_dims: For each, which dimension is the sequence.
-            keep: Those that stay parts afterwards.
-        """
-        raise NotImplementedError
-
-
-def split_context(
-    capable: ContextParallel | None,
-    buffers: Sequence[torch.Tensor] | None,
-    seq_dims: Sequence[int] | None,
-    keep: Collection[torch.Tensor] | None,
-) -> AbstractContextManager[Any]:
-    """Context in which sequences are split; without effect where the strategy does not split them.
-
-    Args:
-        capable: What `strategy.capability(ContextParallel)` returned.
-        buffers: Tensors that hold whole sequences.
-        seq_dims: For each, which dimension is the sequence.
-        keep: Those that stay parts afterwards.
-    """
-    return nullcontext() if capable is None else capable.split(buffers or (), seq_dims or (), keep or ())
-
-
-class Join:
-    """Lets processes have different numbers of batches."""
-
-    def joined(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Context in which processes that run out of batches shadow the collectives of the others.
-
-        Args:
-            models: What `prepare` returned.
-
-        Raises:
-            ConfigurationError: Every process needs as many batches under this strategy.
-        """
-        raise NotImplementedError
-
-
-def join_context(capable: Join | None, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-    """Context in which processes may run out of batches; without effect where the strategy has no `Join`.
-
-    Args:
-        capable: What `strategy.capability(Join)` returned.
-        models: What `prepare` returned.
-    """
-    return nullcontext() if capable is None else capable.joined(models)
-
-
-class Configurations:
-    """Holds several configurations of the strategy, one of which places what is prepared."""
-
-    def add(self, name: str, other: Strategy) -> None:
+    def add_configuration(self, name: str, other: Strategy) -> None:
         """Hold one more.
 
         Args:
@@ -863,15 +820,11 @@ class Configurations:
         """
         raise NotImplementedError
 
-    def select(self, name: str) -> None:
+    def select_configuration(self, name: str) -> None:
         """Place what is prepared from now on by one of them; what has been prepared stays as it is."""
         raise NotImplementedError
 
-
-class ConfiguredPrecision:
-    """Decides the precision by the strategy's own configuration."""
-
-    def choose(self, given: str | Precision | None) -> str | Precision | None:
+    def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
         """Return the configuration's precision; what was given if it decides none, or another one.
 
         Args:
@@ -884,22 +837,8 @@ class ConfiguredPrecision:
         raise NotImplementedError
 
 
-class RepeatableStep:
-    """Computes the gradients of a step without exchanging anything, so that it can be done again where memory lacks.
-
-    The class itself is that of one process.
-    """
-
-    def reduce(self, model: nn.Module) -> None:
-        """Average the gradients of a step over processes; call it on all, once each has its own.
-
-        Args:
-            model: What `prepare` returned, whose gradients were computed by the module in it.
-        """
-
-
 class StartsProcesses:
-    """Runs each verb of a Trainer in processes that are started for it, and computes nothing in the Trainer's own.
+    """A strategy that runs each verb of a Trainer in processes that are started for it, and computes nothing itself.
 
     Attributes:
         within: Makes the strategy of those processes.
@@ -936,15 +875,11 @@ class BatchPlacement:
         raise NotImplementedError
 
 
-class PlainEvaluation:
-    """Evaluation must not run in inference mode, since tensors that are made there would break training."""
-
-
-def evaluation_context(capable: PlainEvaluation | None, inference_mode: bool) -> AbstractContextManager[Any]:
-    """Context without gradients that an evaluation runs in.
+def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractContextManager[Any]:
+    """Return the context without gradients that an evaluation runs in.
 
     Args:
-        capable: What `strategy.capability(PlainEvaluation)` returned.
-        inference_mode: Whether inference mode was asked for, where it can be had.
+        strategy: The strategy, which may not allow inference mode.
+        inference_mode: Whether inference mode was asked for.
     """
-    return torch.inference_mode() if inference_mode and capable is None else torch.no_grad()
+    return torch.inference_mode() if inference_mode and strategy.allows_inference_mode else torch.no_grad()

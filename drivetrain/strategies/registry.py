@@ -12,7 +12,7 @@ from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import DistributedType, PartialState
-from drivetrain.strategies.base import Capability, RepeatableStep, RunOptions, StartsProcesses, Strategy
+from drivetrain.strategies.base import RunOptions, StartsProcesses, Strategy
 from drivetrain.strategies.ddp import DDP
 
 # One process on one device
@@ -22,6 +22,7 @@ class Single(Strategy):
     """One process on one device: the base class as it is."""
 
     name = "single"
+    repeats_steps = True
 
     def setup(self, state: PartialState) -> None:
         """Take this process's place; there must be no peers."""
@@ -34,10 +35,6 @@ class Single(Strategy):
                 code="DT-034",
             )
         super().setup(state)
-
-    def capability(self, kind: type[Capability]) -> Capability | None:
-        """Return `RepeatableStep`: a step that ran out of memory can be computed again."""
-        return kind() if kind is RepeatableStep else None
 
 
 # What stands in a Trainer's own process for the strategy of the processes that it starts for each verb
@@ -79,9 +76,10 @@ class Spawned(Single, StartsProcesses):
         """Refuse what cannot work with the strategy of the processes."""
         self.within().check(options)
 
-    def capability(self, kind: type[Capability]) -> Capability | None:
-        """What the strategy of the processes can do; and to start them."""
-        return self if kind is StartsProcesses else self.within().capability(kind)  # type: ignore[return-value]
+    @property
+    def repeats_steps(self) -> bool:  # type: ignore[override]
+        """Whether the strategy of the processes does."""
+        return self.within().repeats_steps
 
 
 _STRATEGIES: dict[str, Callable[[], Strategy]] = {}

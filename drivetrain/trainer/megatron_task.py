@@ -175,8 +175,8 @@ class MegatronTask(Task):
 
     def _megatron(self) -> MegatronRuntime:
         strategy = self.trainer.strategy
-        found = strategy.capability(MegatronRuntime)
-        if found is None:
+        found = getattr(strategy, "runtime", None)
+        if not isinstance(found, MegatronRuntime):
             raise ConfigurationError(
                 f"{type(self).__name__} is a MegatronTask, whose model strategy='megatron' builds and runs, but the "
                 f"strategy is {strategy!r}. Use Trainer(strategy=Megatron(...)), also on one process.",

@@ -22,7 +22,7 @@ from drivetrain.runtime.errors import ConfigurationError, LaunchError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import make_deterministic, set_seed
 from drivetrain.strategies import Strategy, resolve_ddp, started_by_verbs
-from drivetrain.strategies.base import Given, RepeatableStep, RunOptions
+from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.registry import Spawned
 from drivetrain.trackers import Tracker, TrackerGroup, resolve_trackers
@@ -150,7 +150,7 @@ def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions)
             Given("Trainer(gradient_clip_val)", options.gradient_clip_val),
         )
     )
-    if options.auto_micro_batch and strategy.capability(RepeatableStep) is None:
+    if options.auto_micro_batch and not strategy.repeats_steps:
         raise ConfigurationError(
             f"Trainer(auto_micro_batch=True) does not work with {strategy!r}: its forwards and backwards exchange "
             "tensors, and a process that has no memory in the middle of that cannot call the others back. It works "

@@ -189,7 +189,8 @@ class TrainerStatus:
     @property
     def spawning(self) -> StartsProcesses | None:
         """What starts processes for each verb, where the strategy does that and this is not one of them."""
-        return self.accelerator.strategy.capability(StartsProcesses)
+        strategy = self.accelerator.strategy
+        return strategy if isinstance(strategy, StartsProcesses) else None
 
     @property
     def world_size(self) -> int:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from drivetrain import ConfigurationError
-from drivetrain.strategies.base import ConfiguredPrecision
 from drivetrain.strategies.deepspeed import DeepSpeed, DummyOptim, DummyScheduler, build_ops, ops
 from drivetrain.strategies.deepspeed.config import Known, complete, standing_in_for
 from drivetrain.strategies.precision import resolve_precision
@@ -69,7 +68,7 @@ def test_arguments_become_deepspeeds_configuration():
     ],
 )
 def test_a_configuration_that_switches_a_precision_on_decides_it(config, given, expected):
-    assert DeepSpeed(config=config).capability(ConfiguredPrecision).choose(given) == expected
+    assert DeepSpeed(config=config).choose_precision(given) == expected
 
 
 @pytest.mark.parametrize("as_text", [False, True])

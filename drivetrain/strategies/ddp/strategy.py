@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.algorithms.join import Join
 from torch.nn import parallel
 from torch.optim import Optimizer
 
@@ -23,13 +23,10 @@ from drivetrain.runtime.errors import ConfigurationError, nearest, user_line
 from drivetrain.runtime.process_group import DEFAULT_TIMEOUT, group_store, group_timeout
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import (
-    Capability,
     Gradients,
-    Join,
     MicroBatch,
     ModelState,
     Output,
-    RepeatableStep,
     StateDict,
     Strategy,
     Topology,
@@ -354,11 +351,20 @@ class DDP(Strategy):
             return super().optimizer_step(optimizer, precision)
         return super().optimizer_step(optimizer, precision, self._copies.comparing_once(optimizer, closure))
 
-    def capability(self, kind: type[Capability]) -> Capability | None:
-        """Processes may have different numbers of batches, and compute a step again that lacked memory on one."""
-        if kind is RepeatableStep and self.comm_hook is None and not self.sync_batchnorm:
-            return _Repeatable()  # type: ignore[return-value]
-        return _Join(self._copies) if kind is Join else None  # type: ignore[return-value]
+    @property
+    def repeats_steps(self) -> bool:  # type: ignore[override]
+        """Whether nothing is exchanged before the gradients are averaged."""
+        return self.comm_hook is None and not self.sync_batchnorm
+
+    @contextmanager
+    def _shadowing(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        joinables = [model for model in models if isinstance(model, DistributedDataParallel)]
+        with self._copies.pause(), Join(joinables) if joinables else nullcontext():  # type: ignore[arg-type]
+            yield
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """Let processes that ran out of batches shadow the collectives of the others, by torch's `Join`."""
+        return self._shadowing(models)
 
     def teardown(self) -> None:
         """Free the reducers, also of modules that the user still holds.
@@ -425,15 +431,20 @@ class ReducedGradients(Gradients):
         """Average what an optimizer has beside the wrapped modules."""
         self._copies.average_beside(optimizers)
 
-    def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Skip the averaging of gradients in a context."""
-        if enabled or not isinstance(model, DistributedDataParallel):
+        if not isinstance(model, DistributedDataParallel):
             return nullcontext()
         if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
             # A static graph is recorded in the first backward, which must reduce (torch 2.13 asserts it);
             # reducing in every micro-batch of that one window gives the same gradients.
             return nullcontext()
         return model.no_sync()
+
+    def reduce(self, model: nn.Module) -> None:
+        """Average the gradients of all parameters that any process has one of."""
+        if isinstance(model, DistributedDataParallel):
+            average_gradients([parameter for parameter in model.module.parameters() if parameter.requires_grad])
 
     def require_reduced(self, model: nn.Module) -> None:
         """Raise where the last backward has left out parameters, whose gradients the peers wait for."""
@@ -453,7 +464,7 @@ class ReducedGradients(Gradients):
         """Let the reducer find the parameters that the coming backward uses, as DDP's own forward would."""
         if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
             if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
-                return  # the forward has: see sync
+                return  # the forward has: see no_sync
             model.follow_trained()
             model.reducer.prepare_for_forward()
             model.reducer._rebuild_buckets()
@@ -478,25 +489,3 @@ class CopiedState(ModelState):
         self._copies.compare_weights(model)
         state = super().model(model)
         return with_buffers_of_rank_0(self.unwrap(model), state) if self.topology.environment.is_distributed else state
-
-
-class _Repeatable(RepeatableStep):
-    """Gradients that each process computes for itself, and that are averaged afterwards."""
-
-    def reduce(self, model: nn.Module) -> None:
-        """Average the gradients of all parameters that any process has one of."""
-        if isinstance(model, DistributedDataParallel):
-            average_gradients([parameter for parameter in model.module.parameters() if parameter.requires_grad])
-
-
-class _Join(Join):
-    """Torch's `Join` over the DDP modules: processes that ran out shadow the collectives of the others."""
-
-    def __init__(self, copies: Copies) -> None:
-        self._copies = copies
-
-    @contextmanager
-    def joined(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        joinables = [model for model in models if isinstance(model, DistributedDataParallel)]
-        with self._copies.pause(), TorchJoin(joinables) if joinables else nullcontext():  # type: ignore[arg-type]
-            yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -15,10 +14,8 @@ from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.strategies.base import (
-    Configurations,
     Gradients,
     OptimizerProxy,
-    Strategy,
     Topology,
     refuse_left_out_batch,
     refuse_several_losses,
@@ -27,41 +24,7 @@ from drivetrain.strategies.deepspeed.config import Settings
 from drivetrain.strategies.deepspeed.layouts import Layout, layout_of
 
 if TYPE_CHECKING:
-    from drivetrain.strategies.deepspeed.strategy import DeepSpeed
-
-
-# Several configurations in one strategy: each model's engine keeps the one that it was prepared with
-
-
-class Several(Configurations):
-    """The configurations of a `DeepSpeed`.
-
-    Args:
-        strategy: Whose they are.
-
-    Attributes:
-        named: Those that were added, by name.
-    """
-
-    def __init__(self, strategy: DeepSpeed) -> None:
-        self._strategy = strategy
-        self.named: dict[str, Settings] = {}
-
-    def add(self, name: str, other: Strategy) -> None:
-        """Hold the configuration of another `DeepSpeed`, which has not been set up."""
-        settings = getattr(other, "settings", None)
-        if not isinstance(settings, Settings):
-            raise ConfigurationError(
-                f"{name!r} is {other!r}; beside {self._strategy!r} only a DeepSpeed can be.", code="DT-004"
-            )
-        self._strategy.check_settings(settings)
-        self.named[name] = replace(settings, shards_frozen=settings.stage == 3)
-        if settings.stage == 3:
-            self._strategy.needs_even_batches = True
-
-    def select(self, name: str) -> None:
-        """Place what is prepared from now on by one of them."""
-        self._strategy.settings = self.named[name]
+    pass
 
 
 # Parameters without a gradient in a step: the optimizer leaves them alone, as in one plain process
@@ -544,18 +507,10 @@ class EngineGradients(Gradients):
     def __init__(self, engines: Engines, topology: Topology) -> None:
         self._engines, self._topology = engines, topology
 
-    def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Whether a backward in this context ends an accumulation window."""
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context whose backwards do not end an accumulation window."""
         trained = self._engines.find(model)
-        return nullcontext() if enabled or trained is None else _within_window(trained.engine)
-
-    def scale_held(self, model: nn.Module, parameters: Sequence[nn.Parameter], factor: float) -> None:
-        """Multiply what a window holds once it is complete; until then DeepSpeed keeps it in many places."""
-        trained = self._engines.find(model)
-        if trained is None:
-            super().scale_held(model, parameters, factor)
-        elif trained.holds_gradients:
-            trained.pending_scale *= factor
+        return nullcontext() if trained is None else _within_window(trained.engine)
 
     def are_held(self, model: nn.Module) -> bool:
         """Whether the engine of a model holds gradients that it has not stepped with."""
@@ -612,12 +567,16 @@ class EngineGradients(Gradients):
             code="DT-049",
         )
 
-    def scale(self, model: nn.Module, optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:
-        """Multiply the gradients of a window."""
+    def scale(self, model: nn.Module, parameters: Sequence[Tensor], factor: Tensor | float) -> None:
+        """Multiply what a window holds once it is complete; until then DeepSpeed keeps it in many places."""
         trained = self._engines.find(model)
-        if trained is not None:
+        if trained is None:
+            super().scale(model, parameters, factor)
+        elif trained.is_complete:
             complete(trained)
-            scale(trained, trained.all_trained(), factor)
+            scale(trained, trained.all_trained(), torch.as_tensor(factor))
+        elif trained.holds_gradients:
+            trained.pending_scale *= float(factor)
 
 
 def complete(trained: TrainedModel) -> None:

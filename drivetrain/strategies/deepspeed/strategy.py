@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -15,11 +16,8 @@ from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import (
-    Capability,
-    Configurations,
-    ConfiguredPrecision,
+    Configured,
     Given,
-    PlainEvaluation,
     RunOptions,
     Strategy,
     View,
@@ -41,7 +39,6 @@ from drivetrain.strategies.deepspeed.config import (
 from drivetrain.strategies.deepspeed.engine import (
     EngineGradients,
     Engines,
-    Several,
     TrainedModel,
     added_to,
     complete,
@@ -49,11 +46,14 @@ from drivetrain.strategies.deepspeed.engine import (
 )
 from drivetrain.strategies.deepspeed.ops import Membership, refuse_other_device
 from drivetrain.strategies.deepspeed.zero_state import ZeroState, is_partitioned, merge_native
-from drivetrain.strategies.precision import Precision
+from drivetrain.strategies.precision import Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import Float16Mixed
 
+# Of weights in low precision beside 32-bit ones.
+_ACCELERATE_NAMES = {"32": "no", "bf16-true": "bf16", "fp16-true": "fp16"}
 
-class DeepSpeed(Strategy):
+
+class DeepSpeed(Configured):
     """ZeRO: optimizer state (stage 1), gradients (2) and parameters (3) are spread over the processes.
 
     Args:
@@ -107,7 +107,7 @@ class DeepSpeed(Strategy):
         self._run: RunOptions | None = None
         self._membership: Membership | None = None
         self._engines = Engines()
-        self._several = Several(self)
+        self._configurations: dict[str, Settings] = {}
 
     arguments_from = staticmethod(arguments_from)
     merge_native = staticmethod(merge_native)
@@ -181,7 +181,7 @@ class DeepSpeed(Strategy):
             # The engine scales the loss: only it can see an overflow in gradients that are spread.
             precision.scaler = torch.amp.GradScaler(kind.autocast_type, enabled=False)
         self._run = options
-        for settings in (self.settings, *self._several.named.values()):
+        for settings in (self.settings, *self._configurations.values()):
             self.check_settings(settings)
 
     def check_settings(self, settings: Settings) -> None:
@@ -212,13 +212,35 @@ class DeepSpeed(Strategy):
             model=model,
         )
 
-    def capability(self, kind: type[Capability]) -> Capability | None:
-        """Several configurations, the precision of one, and at stage 3 evaluation without inference mode."""
-        if kind is Configurations:
-            return self._several  # type: ignore[return-value]
-        if kind is ConfiguredPrecision:
-            return configuration.OwnPrecision(self.config)  # type: ignore[return-value]
-        return PlainEvaluation() if kind is PlainEvaluation and self.needs_even_batches else None  # type: ignore[return-value]
+    @property
+    def allows_inference_mode(self) -> bool:  # type: ignore[override]
+        """Whether evaluations may run in inference mode, in which stage 3 cannot gather."""
+        return not self.needs_even_batches
+
+    def add_configuration(self, name: str, other: Strategy) -> None:
+        """Hold the configuration of another `DeepSpeed`, which has not been set up."""
+        settings = getattr(other, "settings", None)
+        if not isinstance(settings, Settings):
+            raise ConfigurationError(f"{name!r} is {other!r}; beside {self!r} only a DeepSpeed can be.", code="DT-004")
+        self.check_settings(settings)
+        self._configurations[name] = replace(settings, shards_frozen=settings.stage == 3)
+        if settings.stage == 3:
+            self.needs_even_batches = True
+
+    def select_configuration(self, name: str) -> None:
+        """Place what is prepared from now on by one of them."""
+        self.settings = self._configurations[name]
+
+    def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
+        """Return the configuration's precision if none was given, or the same one by its other name."""
+        own = configuration.precision_of(self.config)
+        if own is None or given is None:
+            return own or given
+        return own if _ACCELERATE_NAMES.get(own) == resolve_precision(given).name else given
+
+    def accelerate_name(self, precision: Precision) -> str:
+        """Return DeepSpeed's name of a precision, which is also Accelerate's."""
+        return _ACCELERATE_NAMES.get(precision.name, precision.name)
 
     # model
 

@@ -204,7 +204,7 @@ class ZeroState(ModelState):
             code="DT-050",
         )
 
-    def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def full(self, model: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
         trained = self._engines.find(model)
         if trained is None:

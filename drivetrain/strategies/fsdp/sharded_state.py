@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -21,15 +20,6 @@ from drivetrain.strategies.fsdp.sharding import gather, shard_like, whole_parame
 
 class ShardedState(ModelState):
     """The state of models whose parameters are shards."""
-
-    reads_shards = True
-
-    def original_type(self, module: nn.Module) -> type[nn.Module]:
-        """The class that `fully_shard` derived a module's class from."""
-        if not isinstance(module, FSDPModule):
-            return type(module)
-        own: type[nn.Module] = type(module).__bases__[1]
-        return own
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """This process's shards of the parameters."""
@@ -77,7 +67,7 @@ class ShardedState(ModelState):
             ],
         }
 
-    def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def full(self, model: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole and on the CPU, on rank 0, gathered one by one; an empty dict elsewhere."""
         whole: dict[str, torch.Tensor] = {}
         for name, value in self.model(model).items():

@@ -21,9 +21,7 @@ from drivetrain.runtime.collectives import broadcast, reduce
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import (
-    Capability,
     Gradients,
-    Join,
     MicroBatch,
     Output,
     Strategy,
@@ -31,6 +29,7 @@ from drivetrain.strategies.base import (
     View,
     average_gradients,
     refuse_left_out_batch,
+    scale_tensors,
 )
 from drivetrain.strategies.fsdp import sharding
 from drivetrain.strategies.fsdp.model_sharding import FSDPOptions, GradientAveraging, ModelSharder, ShardMesh
@@ -183,15 +182,20 @@ class ShardedGradients(Gradients):
     def _watched(self) -> set[int]:
         return {each for averaging in self._averaging.values() for each in averaging.watched}
 
-    def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Keep gradients whole and unreduced in a context."""
-        if enabled or self._sync_each_batch:
+        if self._sync_each_batch:
             return nullcontext()
         return _without_sync(sharding.sharded_units(model), self._averaging.get(model))
 
-    def held(self, model: nn.Module) -> Iterator[torch.Tensor]:
-        """Gradients of an open window that are not in `.grad` yet."""
-        return sharding.held_gradients(model)
+    def are_held(self, model: nn.Module) -> bool:
+        """Return whether an open window has gradients that are not in `.grad` yet."""
+        return any(True for _ in sharding.held_gradients(model))
+
+    def scale(self, model: nn.Module, parameters: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
+        """Multiply the gradients of a window, and those that are not in `.grad` yet."""
+        super().scale(model, parameters, factor)
+        scale_tensors(list(sharding.held_gradients(model)), factor)
 
     def discard(self, model: nn.Module) -> None:
         """Forget the gradients of an open window."""
@@ -380,9 +384,15 @@ class FSDP(Strategy):
         self.gradients = ShardedGradients(topology.rank, placer.averaging, self.options.sync_each_batch)
         self.state = ShardedState(topology, self.unwrap)
 
-    def capability(self, kind: type[Capability]) -> Capability | None:
-        """Refuse `Join` by name, since every forward gathers over all processes."""
-        return _NoJoin(self.topology) if kind is Join else None  # type: ignore[return-value]
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Refuse: a process without a batch cannot leave out a forward in which all gather."""
+        if self.topology.environment.is_distributed:
+            raise ConfigurationError(
+                "join_uneven_inputs does not work with strategy='fsdp': every forward gathers over all processes, so "
+                "all need as many batches. Keep even_batches=True, the default, and drop this context.",
+                code="DT-068",
+            )
+        return nullcontext()
 
     # model
 
@@ -454,22 +464,6 @@ class FSDP(Strategy):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.options.changed()})"
-
-
-class _NoJoin(Join):
-    """Refuses: a process without a batch cannot leave out a forward in which all gather."""
-
-    def __init__(self, topology: Topology) -> None:
-        self._distributed = topology.environment.is_distributed
-
-    def joined(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        if self._distributed:
-            raise ConfigurationError(
-                "join_uneven_inputs does not work with strategy='fsdp': every forward gathers over all processes, so "
-                "all need as many batches. Keep even_batches=True, the default, and drop this context.",
-                code="DT-068",
-            )
-        return nullcontext()
 
 
 def largest_anywhere(flag: torch.Tensor) -> torch.Tensor:

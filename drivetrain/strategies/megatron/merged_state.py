@@ -72,7 +72,7 @@ class MergedState(ModelState):
         state: StateDict = placed.layout.read(value, dtype)
         return state | self._around(placed)
 
-    def full(self, model: nn.Module) -> dict[str, Tensor]:
+    def full(self, model: nn.Module, everywhere: bool = False) -> dict[str, Tensor]:
         """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
         placed = self._models.require(model)
         layout = placed.layout

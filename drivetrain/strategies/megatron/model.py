@@ -45,54 +45,6 @@ class MegatronProgram(Protocol):
         """How many rows a batch has, and how long they are."""
 
 
-class MegatronRuntime:
-    """Builds and runs the parts of a model that this process holds: a capability of strategies."""
-
-    def build(self, program: MegatronProgram) -> list[nn.Module]:
-        """Build the parts of a model that this process holds, earliest layers first.
-
-        Args:
-            program: Provides the model.
-
-        Raises:
-            ConfigurationError: Sizes of the model do not fit those of the grid.
-        """
-        raise NotImplementedError
-
-    def run(self, program: MegatronProgram, batch: Any) -> tuple[Tensor, Any]:
-        """Run the part of the model whose turn it is on a batch; call it within a step.
-
-        On processes that compute another part than the last one, this ends the step.
-
-        Args:
-            program: Has the forward step.
-            batch: What the loader gave.
-
-        Returns:
-            The output of the whole model, and the function that computes the loss.
-        """
-        raise NotImplementedError
-
-    def loss_of(self, result: Any) -> tuple[Any, dict[str, Any]]:
-        """What a loss function in megatron-core's signature returned, as a step returns it.
-
-        Args:
-            result: `(loss, report)` with a mean, or `(loss, num_tokens, report)` with a sum.
-
-        Returns:
-            A loss, or a dict with a loss and its weight where losses are averaged per token; and the report.
-        """
-        raise NotImplementedError
-
-    def own_part(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """This process's part of the sequences of a batch, where processes share them."""
-        raise NotImplementedError
-
-    def whole_vocabulary(self, logits: Tensor) -> Tensor:
-        """Logits over the whole vocabulary, from those of this process's part of it."""
-        raise NotImplementedError
-
-
 def shape_of(batch: Any) -> tuple[int, int]:
     """How many rows the first tensor of a batch with two dimensions or more has, and how long they are.
 
@@ -471,11 +423,11 @@ class Evaluation(nn.Module):
         return self._run(step, batch, *args)
 
 
-class Runtime(MegatronRuntime):
-    """What a task asks of the strategy.
+class MegatronRuntime:
+    """Builds and runs the parts of a model that this process holds.
 
     Args:
-        build: Builds the parts of a model that this process holds.
+        build: Builds the parts, earliest layers first.
         current: The part whose turn it is.
         config: Returns the `TransformerConfig` of the model that was built last.
     """
@@ -483,18 +435,17 @@ class Runtime(MegatronRuntime):
     def __init__(
         self, build: Callable[[MegatronProgram], list[nn.Module]], current: CurrentChunk, config: Callable[[], Any]
     ) -> None:
-        self._build, self._current, self._config = build, current, config
-
-    def build(self, program: MegatronProgram) -> list[nn.Module]:
-        """Build the parts of a model that this process holds."""
-        return self._build(program)
-
-    def run(self, program: MegatronProgram, batch: Any) -> tuple[Tensor, Any]:
-        """Run the part of the model whose turn it is on a batch."""
-        return self._current.run(program, batch)
+        self.build, self.run, self._config = build, current.run, config
 
     def loss_of(self, result: Any) -> tuple[Any, dict[str, Any]]:
-        """What a loss function returned, as a step returns it."""
+        """Return what a loss function in megatron-core's signature returned, as a step returns it.
+
+        Args:
+            result: `(loss, report)` with a mean, or `(loss, num_tokens, report)` with a sum.
+
+        Returns:
+            A loss, or a dict with a loss and its weight where losses are averaged per token; and the report.
+        """
         config = self._config()
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             raise ConfigurationError(

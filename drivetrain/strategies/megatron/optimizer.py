@@ -189,15 +189,15 @@ class BufferedGradients(Gradients):
     def __init__(self, models: PlacedModels, topology: Topology, clipping: float | None) -> None:
         self._models, self._topology, self._clipping = models, topology, clipping
 
-    def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Whether a backward in this context ends an accumulation window."""
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context whose backwards do not end an accumulation window."""
         placed = self._models.find(model)
-        return nullcontext() if enabled or placed is None or placed.optimizer is None else _within_window(placed)
+        return nullcontext() if placed is None or placed.optimizer is None else _within_window(placed)
 
-    def held(self, model: nn.Module) -> Iterable[torch.Tensor]:
-        """Gradients of an accumulation window."""
+    def are_held(self, model: nn.Module) -> bool:
+        """Return whether an accumulation window has gradients."""
         placed = self._models.find(model)
-        return [] if placed is None else placed.held_gradients()
+        return placed is not None and bool(placed.held_gradients())
 
     def zero_loss(self, task: nn.Module) -> torch.Tensor:
         """Refuse: every micro-batch goes through all stages and layers."""
@@ -241,8 +241,8 @@ class BufferedGradients(Gradients):
             code="DT-049",
         )
 
-    def scale(self, model: nn.Module, optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:
-        """Multiply the gradients of a window."""
+    def scale(self, model: nn.Module, parameters: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
+        """Multiply the gradients in megatron-core's buffers."""
         placed = self._models.find(model)
         if placed is not None and placed.optimizer is not None:
             for chunk in placed.wrapped:

@@ -14,10 +14,8 @@ from torch.optim import Optimizer
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import (
-    Capability,
     MicroBatch,
     Output,
-    PlainEvaluation,
     RunOptions,
     Strategy,
     Topology,
@@ -44,7 +42,6 @@ from drivetrain.strategies.megatron.model import (
     MegatronRuntime,
     PlacedModel,
     PlacedModels,
-    Runtime,
     Schedule,
 )
 from drivetrain.strategies.megatron.optimizer import BufferedGradients, MegatronOptimizerFront, make_optimizer
@@ -87,6 +84,7 @@ class Megatron(Strategy):
     name = "megatron"
     schedules_microbatches = True
     needs_even_batches = True
+    allows_inference_mode = False  # for what stages hand over
 
     def __init__(
         self,
@@ -190,11 +188,10 @@ class Megatron(Strategy):
             precision.scaler = torch.amp.GradScaler(self.topology.kind.autocast_type, enabled=False)
         self._precision = precision
 
-    def capability(self, kind: type[Capability]) -> Capability | None:
-        """Building and running parts of models; evaluation outside of inference mode, for what stages hand over."""
-        if kind is MegatronRuntime:
-            return Runtime(self._build, self._current, lambda: self._config)  # type: ignore[return-value]
-        return PlainEvaluation() if kind is PlainEvaluation else None  # type: ignore[return-value]
+    @property
+    def runtime(self) -> MegatronRuntime:
+        """What builds and runs the parts of a `MegatronTask`'s model."""
+        return MegatronRuntime(self._build, self._current, lambda: self._config)
 
     # model
 

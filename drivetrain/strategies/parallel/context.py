@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import recursively_apply
-from drivetrain.strategies.base import ContextParallel, View
+from drivetrain.strategies.base import View
 
 Batch = TypeVar("Batch")
 
@@ -448,9 +448,10 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
 class Sequences(Protocol):
     """What becomes of the sequences of a batch."""
 
-    @property
-    def capability(self) -> ContextParallel | None:
-        """What splits tensors in a raw loop; None where sequences are whole."""
+    def split(
+        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
+    ) -> AbstractContextManager[Any]:
+        """Context in which tensors are this process's part of themselves."""
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
         """The module to call with whole batches."""
@@ -465,7 +466,11 @@ class Sequences(Protocol):
 class WholeSequences:
     """Every process has whole sequences."""
 
-    capability = None
+    def split(
+        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
+    ) -> AbstractContextManager[Any]:
+        """A context that changes nothing."""
+        return nullcontext()
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
         """The model itself."""
@@ -480,7 +485,7 @@ class WholeSequences:
         return batch
 
 
-class SplitSequences(ContextParallel):
+class SplitSequences:
     """Processes share each sequence.
 
     Args:
@@ -501,7 +506,6 @@ class SplitSequences(ContextParallel):
         shard_batch: Callable[[Any, SequenceShard], Any] | None,
     ) -> None:
         self.shard, self._attention, self._seq_dim, self._shard_batch = shard, attention, seq_dim, shard_batch
-        self.capability: ContextParallel | None = self
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
         """The model on this process's tokens; in evaluation what a step returns is made whole."""
@@ -520,7 +524,7 @@ class SplitSequences(ContextParallel):
 
     @contextmanager
     def split(
-        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
+        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
     ) -> Iterator[None]:
         """Split tensors over the processes that share sequences, and let attention see all of them."""
         before = self._attention.calls

@@ -7,7 +7,7 @@ What each dimension needs is elsewhere: the grid in `mesh`, layers split over pr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import Capability, ContextParallel, MicroBatch, Output, Strategy, Topology, View
+from drivetrain.strategies.base import MicroBatch, Output, Strategy, Topology, View
 from drivetrain.strategies.fsdp import FSDP
 from drivetrain.strategies.fsdp.model_sharding import ModelSharder, parameters_to_replicate
 from drivetrain.strategies.fsdp.sharded_state import ShardedState
@@ -336,11 +336,20 @@ class Parallel(Strategy):
         self.layers, self.sequences, self.inner = grid.layers, grid.sequences, grid.strategy
         self.topology, self.gradients, self.state = self.inner.topology, self.inner.gradients, grid.state
 
-    def capability(self, kind: type[Capability]) -> Capability | None:
-        """What the strategy inside can do, and `ContextParallel` where sequences are split."""
-        if kind is ContextParallel:
-            return self.sequences.capability  # type: ignore[return-value]
-        return self.inner.capability(kind)
+    @property
+    def allows_inference_mode(self) -> bool:  # type: ignore[override]
+        """Whether the strategy inside allows it."""
+        return self.inner.allows_inference_mode
+
+    def split_sequences(
+        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
+    ) -> AbstractContextManager[Any]:
+        """Split tensors over the processes that share sequences, and let attention see all of them."""
+        return self.sequences.split(buffers, seq_dims, keep)
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
+        """As the strategy inside."""
+        return self.inner.join(models)
 
     # model
 

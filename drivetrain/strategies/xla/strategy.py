@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,10 +20,8 @@ from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import (
     BatchPlacement,
-    Capability,
     Gradients,
     ModelState,
-    PlainEvaluation,
     RunOptions,
     StateDict,
     Strategy,
@@ -78,13 +76,10 @@ class AveragedGradients(XLAGradients):
         self._processes = processes
         self._held = False
 
-    def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Whether backwards in this context average."""
-        return self._holding(not enabled)
-
     @contextmanager
-    def _holding(self, held: bool) -> Iterator[None]:
-        before, self._held = self._held, held
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Leave gradients as they are in a context."""
+        before, self._held = self._held, True
         try:
             yield
         finally:
@@ -356,7 +351,7 @@ class XLAState(ModelState):
         state = super().optimizer(model, optimizer)
         return {**state, "state": recursively_apply(to_host, state["state"])}
 
-    def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def full(self, model: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
         xla.sync()
         if self.topology.rank != 0:
@@ -467,6 +462,7 @@ class XLA(Strategy):
     """
 
     name = "xla"
+    allows_inference_mode = False  # what is made there cannot be recorded
 
     compilations: Compilations
 
@@ -561,11 +557,10 @@ class XLA(Strategy):
             )
         self._rounding.check(precision)
 
-    def capability(self, kind: type[Capability]) -> Capability | None:
-        """Batches are spread over devices; tensors made in inference mode cannot be recorded."""
-        if kind is BatchPlacement:
-            return XLABatches(self.compilations, self._mesh, self._pads)  # type: ignore[return-value]
-        return PlainEvaluation() if kind is PlainEvaluation else None  # type: ignore[return-value]
+    @property
+    def batch_placement(self) -> XLABatches:  # type: ignore[override]
+        """What spreads batches over the devices."""
+        return XLABatches(self.compilations, self._mesh, self._pads)
 
     # model
 

@@ -23,7 +23,7 @@ from drivetrain.runtime.memory import HostBlocks
 from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.seeds import RandomState, isolated_random_state
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import PlainEvaluation, evaluation_context
+from drivetrain.strategies.base import evaluation_context
 from drivetrain.strategies.step_module import StepModule
 from drivetrain.trainer import task_checks
 from drivetrain.trainer.compiling import uncompiled
@@ -167,7 +167,7 @@ class EvaluationLoop:
             trainer.logged.enter(self._in_epoch)
             # A task may keep a tensor of a validation within fit and train with it.
             inference = trainer.inference_mode and trainer.task_run.stage is not Stage.TRAIN
-            with evaluation_context(self._strategy.capability(PlainEvaluation), inference):
+            with evaluation_context(self._strategy, inference):
                 hooks.call(stage.hook_name("start"))
                 hooks.call(stage.hook_name("epoch_start"))
                 if self._source.is_stale:  # a hook has changed what they are made of
@@ -516,7 +516,7 @@ class PredictionLoop:
         self._step = trainer.actions.watch(trainer.actions.of_strategy("predict_step"), bound)
         with evaluating(self._task, Stage.PREDICT, self._model):
             trainer.logged.enter(PREDICT)
-            with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
+            with evaluation_context(self._strategy, trainer.inference_mode):
                 hooks.call("on_predict_start")
                 hooks.call("on_predict_epoch_start")
                 if self._source.is_stale:  # a hook has changed what they are made of

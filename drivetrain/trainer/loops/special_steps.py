@@ -22,7 +22,6 @@ from drivetrain.runtime.memory import Attempt, attempt_together
 from drivetrain.runtime.nested import batch_size_or_none, send_to_device
 from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.timing import FORWARD
-from drivetrain.strategies.base import RepeatableStep
 from drivetrain.trainer.hooks import Hooks, is_overridden
 from drivetrain.trainer.loops.step import (
     ManualStep,
@@ -364,10 +363,7 @@ class SplitStep(PlainStep):
     """
 
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
-        capable = trainer.strategy.capability(RepeatableStep)
-        assert capable is not None  # refused before
         super().__init__(trainer, task, trainer.strategy.view(model, "manual"), hooks)
-        self._repeatable: RepeatableStep = capable
         self._whole_model = model
         self._metrics, self._kept_buffers = find_metrics(task), list(task.buffers())
         self._held_back = HeldBack(self._logged)
@@ -383,7 +379,7 @@ class SplitStep(PlainStep):
             self._zero_grad()
         decides = self._trainer.world_size > 1 and self._engine.weights.in_use is None
         outputs = self._compute(window)
-        self._repeatable.reduce(self._whole_model)
+        self._trainer.strategy.gradients.reduce(self._whole_model)
         if decides:
             self._agree_on_weights()
         for number, micro_batch in enumerate(window):

@@ -160,8 +160,8 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
             ConfigurationError: It is no function, or takes nothing, or there is none for processes to run.
         """
         _check_launched(function, started_by_verbs(self._asked) is not None)
-        spawning = self.accelerator.strategy.capability(StartsProcesses)
-        if spawning is not None:
+        spawning = self.accelerator.strategy
+        if isinstance(spawning, StartsProcesses):
             made_with = {**self._made_with, "strategy": self._asked, "devices": spawning.num_processes}
             return call_spawned(spawning, _launched, type(self), made_with, function, args, kwargs)
         return function(self, *args, **kwargs)

@@ -257,7 +257,7 @@ class StagedState(ShardedState):
         """Take this process's parts of what `optimizer` returned under any strategy."""
         super().load_optimizer(model, optimizer, self._find().holdings.own_optimizer_state(state))
 
-    def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def full(self, model: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
         self.reshard(model)
         return self._find().holdings.full_state_dict()
