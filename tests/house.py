@@ -214,10 +214,10 @@ def lengths(house: House, classes: bool) -> list[tuple[int, str]]:
 # Walls
 
 
-def imports_of(module: Module, names: set[str]) -> set[str]:
-    """The modules of the package that running code of one imports, also within functions."""
+def imports_of(module: Module, names: set[str], types: bool = False) -> set[str]:
+    """The modules of the package that running code of one imports, also within functions; `types` counts all code."""
     found = set()
-    for node in running_code(module.tree):
+    for node in ast.walk(module.tree) if types else running_code(module.tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         if isinstance(node, ast.ImportFrom):
@@ -230,10 +230,10 @@ def imports_of(module: Module, names: set[str]) -> set[str]:
     return (found & names) - {module.name}
 
 
-def circles(house: House) -> list[list[str]]:
-    """Groups of modules that import each other, for more than types (Tarjan's components)."""
+def circles(house: House, types: bool = False) -> list[list[str]]:
+    """Groups of modules that import each other (Tarjan's components); `types` counts imports for types, too."""
     names = {module.name for module in house.modules}
-    graph = {module.name: imports_of(module, names) for module in house.modules}
+    graph = {module.name: imports_of(module, names, types) for module in house.modules}
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -431,6 +431,12 @@ def longest(look: Callable[[House], list[tuple[int, str]]], bound: int) -> Calla
     return measure
 
 
+def largest_circle(house: House) -> tuple[int, list[str]]:
+    """How many modules import each other, be it for types only, and which."""
+    found = max(circles(house, types=True), key=len, default=[])
+    return len(found), found
+
+
 FIGURES = [
     Figure("attributes of Trainer that other files write", 0, attributes_written("trainer", "trainer/trainer.py")),
     Figure(
@@ -443,6 +449,7 @@ FIGURES = [
     Figure("lines of the longest function", 80, longest(lambda house: lengths(house, classes=False), 80)),
     Figure("lines of the longest class", 600, longest(lambda house: lengths(house, classes=True), 600)),
     Figure("import circles", 0, counted(lambda house: [" <-> ".join(circle) for circle in circles(house)])),
+    Figure("largest circle, imports for types counted", 40, largest_circle),
     Figure("private names of another room that are read", 0, counted(foreign_private_names)),
     Figure(f"duplicated blocks of {BLOCK} lines or more", 0, counted(duplicates)),
 ]

@@ -113,6 +113,7 @@ def test_lengths_leave_docstrings_out(built) -> None:
 def test_circles_are_found_unless_they_are_for_types_only(built, back: str, count: int) -> None:
     files = {"data/__init__.py": "", "data/a.py": "from drivetrain.data.b import y", "data/b.py": back}
     assert len(circles(built(files))) == count
+    assert len(circles(built(files), types=True)) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import torch
 
 from drivetrain.callbacks import checkpoint_files
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.checkpoint.lightning_state import from_lightning, to_lightning
 from drivetrain.callbacks.checkpoint_files import (
     BestK,
     CheckpointName,
@@ -405,10 +404,10 @@ class ModelCheckpoint(Callback):
 
     def lightning_state(self) -> dict[str, Any]:
         """The state as Lightning's `ModelCheckpoint` keeps it, of the checkpoints that Lightning can open."""
-        return to_lightning(self)
+        return _to_lightning(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state_dict = from_lightning(state_dict)
+        state_dict = _from_lightning(state_dict)
         state = RestoredState.of(state_dict)
         self._current_score = number(state_dict, "current_score", float, optional=True)
         self._validations, self._judged = number(state_dict, "validations", int), number(state_dict, "judged", int)
@@ -705,3 +704,75 @@ class OnExceptionCheckpoint(Callback):
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         self._training = False
+
+
+# The state of Lightning's `ModelCheckpoint`, from its `.ckpt` files and for them
+
+
+def _from_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state in the form of this package, where it is of Lightning; else as it is.
+
+    Args:
+        state: As it was saved. Nothing in it is trusted yet: what becomes of it is checked as any other.
+    """
+    best = state.get("best_k_models")
+    if not isinstance(best, Mapping):
+        return dict(state)
+    newest = state.get("best_model_path") or ""
+    last = state.get("last_model_path") or ""
+    score = state.get("current_score")
+    # Without a metric Lightning keeps its only checkpoint by its path alone.
+    scores = [[path, _number(value)] for path, value in best.items()] or ([[newest, 0.0]] if newest else [])
+    return {
+        "best_k_models": scores,
+        "newest_of_best": newest,
+        "last_model_path": last,
+        "newest_model_path": next(reversed(best), newest),
+        "beside": "",
+        "passing": [],
+        "doomed": [],
+        "dirpath": state.get("dirpath"),
+        "below_root": None,
+        "current_score": None if score is None else _number(score),
+        "validations": 0,
+        "judged": 0,
+        "last_step": 0,
+        "waits_for_validation": False,
+        "elapsed": 0.0,
+    }
+
+
+def _to_lightning(callback: ModelCheckpoint) -> dict[str, Any]:
+    """The state as Lightning's `ModelCheckpoint` keeps it.
+
+    Of the checkpoints that were kept, no directories are named: Lightning does not open those of this package.
+
+    Args:
+        callback: The callback.
+    """
+    # One that is being written is not there yet.
+    files = {
+        path: torch.tensor(float(score)) for path, score in callback.kept_scores.items() if not os.path.isdir(path)
+    }
+    best, kth, last = (
+        "" if os.path.isdir(path) else path
+        for path in (callback.best_model_path, callback.kth_best_model_path, callback.last_model_path)
+    )
+    worst = torch.tensor(float("inf" if callback.mode == "min" else "-inf"))
+    score = callback.current_score
+    return {
+        "monitor": callback.monitor,
+        "best_model_score": callback.best_model_score if best else None,
+        "best_model_path": best,
+        "current_score": None if score is None else torch.tensor(float(score)),
+        "dirpath": callback.dirpath,
+        "best_k_models": files if callback.monitor is not None else {},
+        "kth_best_model_path": kth if callback.monitor is not None else "",
+        "kth_value": files.get(kth, worst) if callback.monitor is not None else worst,
+        "last_model_path": last,
+    }
+
+
+def _number(value: Any) -> Any:
+    """A number that was saved as a tensor; anything else as it is."""
+    return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,3 +33,8 @@ def public_names(package: str) -> list[str]:
         package: Its name.
     """
     return list(importlib.import_module(package).__all__) if importlib.util.find_spec(package) else []
+
+
+def package_version() -> str:
+    """Return the version of drivetrain, without an import of the package that exports all rooms."""
+    return str(sys.modules["drivetrain"].__version__)

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from drivetrain.accelerator import PreparedOptimizer
 from drivetrain.accelerator.run_state import Moment
 from drivetrain.accelerator.step import StepHooks
-from drivetrain.callbacks import Callback
-from drivetrain.callbacks.base import Stage
+from drivetrain.callbacks.base import Callback, Stage
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.strategies import StepModule

@@ -14,7 +14,11 @@ from torch.overrides import TorchFunctionMode
 
 from drivetrain.accelerator import Accelerator
 from drivetrain.accelerator.accelerate_names import Launched, TorchDynamoPlugin
-from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, RunReport, TQDMProgressBar
+from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
+from drivetrain.callbacks.model_summary import ModelSummary
+from drivetrain.callbacks.progress_bar import TQDMProgressBar
+from drivetrain.callbacks.report.run_report import RunReport
 from drivetrain.launch import already_launched, relaunch_script
 from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device, get_device_kind
 from drivetrain.runtime.environment import ProcessEnvironment

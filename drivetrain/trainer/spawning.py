@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain.callbacks import Callback, ModelCheckpoint
-from drivetrain.callbacks.base import Stage
+from drivetrain.callbacks.base import Callback, Stage
+from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
 from drivetrain.launch.notebook import (
     InterruptedProcessesError,
     ScriptMain,

@@ -13,8 +13,7 @@ from torch.nn import Module
 
 from drivetrain.accelerator.prepared import unwrap_optimizer
 from drivetrain.accelerator.run_state import check_storable
-from drivetrain.callbacks import Callback
-from drivetrain.callbacks.base import Stage
+from drivetrain.callbacks.base import Callback, Stage
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.logging import get_logger

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from drivetrain import checkpoint
 from drivetrain.accelerator import Accelerator
 from drivetrain.accelerator.preparation import FUSED_HINT
-from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from drivetrain.callbacks.base import Stage
+from drivetrain.callbacks.base import Callback, Stage
+from drivetrain.callbacks.early_stopping import EarlyStopping
+from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
 from drivetrain.data import BatchInfo, DataShard, is_split_already
 from drivetrain.data.configuration import warn_of_workers
 from drivetrain.runtime.durations import Duration
@@ -57,9 +58,8 @@ from drivetrain.trainer.metrics.logged_values import SAVING, LoggedValues, Value
 from drivetrain.trainer.metrics.tracker_log import TrackerLog
 from drivetrain.trainer.options import OptionAttributes, TrainerOptions
 from drivetrain.trainer.prepared_task import TaskRun
-from drivetrain.trainer.profilers import Profiler
 from drivetrain.trainer.profilers.actions import Actions
-from drivetrain.trainer.profilers.base import SAVE
+from drivetrain.trainer.profilers.base import SAVE, Profiler
 from drivetrain.trainer.setup import init_module
 from drivetrain.trainer.state.lightning_save import save_in_format
 from drivetrain.trainer.state.saved_run import SavedRun, asked_to_resume, find_checkpoint, moment_of

@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import drivetrain
 from drivetrain.callbacks.report.charts import (
     SPENT,
     Chart,
@@ -45,6 +44,7 @@ from drivetrain.callbacks.report.record import (
     write_whole,
 )
 from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.exports import package_version
 from drivetrain.runtime.host import as_bytes
 from drivetrain.runtime.terminal import shown
 from drivetrain.trackers.index import DIRECTORY, NAME, read_runs
@@ -205,7 +205,7 @@ def _table(table: Mapping[str, Any]) -> Iterator[Markup]:
 
 
 def _footer() -> Markup:
-    written = f"Written {moment(time.time())} by drivetrain {drivetrain.__version__}."
+    written = f"Written {moment(time.time())} by drivetrain {package_version()}."
     return element("footer", f"{written} Charts by uPlot, MIT License, © 2022 Leon Sorokin.")
 
 

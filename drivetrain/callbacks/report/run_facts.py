@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import drivetrain
 from drivetrain.callbacks.model_summary import count_parameters
 from drivetrain.callbacks.report.record import number
 from drivetrain.runtime.devices import get_device_kind
+from drivetrain.runtime.exports import package_version
 from drivetrain.runtime.host import boot_id, started_at, started_since_boot
 from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.runtime.timing import Timing
@@ -171,7 +171,7 @@ def _environment(trainer: Trainer) -> dict[str, str]:
 @cache
 def _versions() -> dict[str, str]:
     found = {
-        "drivetrain": drivetrain.__version__,
+        "drivetrain": package_version(),
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",

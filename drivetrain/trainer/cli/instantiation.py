@@ -15,14 +15,10 @@ from enum import Enum
 from importlib.util import find_spec
 from pathlib import PurePath
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.trainer.given_hyper_parameters import CLASS_PATH, INSTANTIATOR, hyper_parameters_given, loaded_subclass
-
-if TYPE_CHECKING:
-    from drivetrain.trainer.cli.trainer_cli import TrainerCLI
-
 
 # The package jsonargparse, which is installed on wish
 
@@ -348,34 +344,6 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-class ModuleInstantiator:
-    """Makes the task or the data module of a command line so that its hyper-parameters are its configuration.
-
-    Args:
-        cli: The command line.
-        key: Where the configuration of the object is.
-    """
-
-    def __init__(self, cli: TrainerCLI, key: str) -> None:
-        self._cli = cli
-        self._key = key
-
-    def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any) -> Any:
-        """Make an object; one of another class, such as a task within a task, is made as ever."""
-        configured = self._cli.config_dump.get(self._key) or {}
-        path = configured.get("class_path")
-        if path is not None and path.rpartition(".")[2] != class_type.__name__:
-            return class_type(*args, **kwargs)
-        values = hyper_parameters_of(configured)
-        for target, value in applied_instantiation_links.items():
-            key, _, rest = target.partition(".")
-            if key == self._key and rest:
-                _set_nested(values, rest.removeprefix("init_args.") if path is not None else rest, value)
-        values[INSTANTIATOR] = self._cli.instantiator_path
-        with hyper_parameters_given(class_type, values):
-            return class_type(*args, **kwargs)
-
-
 def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameters that a configuration means, the same whether or not it names the class.
 
@@ -438,13 +406,3 @@ def _is_harmless(value: Any, hint: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_harmless(each, Any) for each in value) and not _classes(hint, names_only=True)[0]
     return False
-
-
-def _set_nested(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a path of keys, and make the dicts on the way."""
-    *outer, last = path.split(".")
-    for key in outer:
-        if not isinstance(values.get(key), dict):
-            values[key] = {}
-        values = values[key]
-    values[last] = value

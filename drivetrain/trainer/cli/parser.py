@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from drivetrain import callbacks
-from drivetrain.callbacks import Callback
+from drivetrain.callbacks.base import Callback
 from drivetrain.runtime.errors import nearest
 from drivetrain.runtime.yaml_text import check_yaml
 from drivetrain.strategies import Strategy

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import yaml
 
-from drivetrain.callbacks import Callback
+from drivetrain.callbacks.base import Callback
 from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
+from drivetrain.runtime.exports import package_version
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import recorded_seed, set_seed
 from drivetrain.trainer.cli.instantiation import (
-    ModuleInstantiator,
     configuration_of,
+    hyper_parameters_of,
     instantiate_class,
     is_of_jsonargparse,
     require_jsonargparse,
@@ -34,6 +35,7 @@ from drivetrain.trainer.cli.parser import (
     load_named_classes,
 )
 from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.given_hyper_parameters import INSTANTIATOR, hyper_parameters_given
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.trainer import Trainer
 
@@ -233,6 +235,44 @@ class SaveConfigCallback(Callback):
 logger = get_logger(__name__)
 
 
+class ModuleInstantiator:
+    """Makes the task or the data module of a command line so that its hyper-parameters are its configuration.
+
+    Args:
+        cli: The command line.
+        key: Where the configuration of the object is.
+    """
+
+    def __init__(self, cli: TrainerCLI, key: str) -> None:
+        self._cli = cli
+        self._key = key
+
+    def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any) -> Any:
+        """Make an object; one of another class, such as a task within a task, is made as ever."""
+        configured = self._cli.config_dump.get(self._key) or {}
+        path = configured.get("class_path")
+        if path is not None and path.rpartition(".")[2] != class_type.__name__:
+            return class_type(*args, **kwargs)
+        values = hyper_parameters_of(configured)
+        for target, value in applied_instantiation_links.items():
+            key, _, rest = target.partition(".")
+            if key == self._key and rest:
+                _set_nested(values, rest.removeprefix("init_args.") if path is not None else rest, value)
+        values[INSTANTIATOR] = self._cli.instantiator_path
+        with hyper_parameters_given(class_type, values):
+            return class_type(*args, **kwargs)
+
+
+def _set_nested(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a path of keys, and make the dicts on the way."""
+    *outer, last = path.split(".")
+    for key in outer:
+        if not isinstance(values.get(key), dict):
+            values[key] = {}
+        values = values[key]
+    values[last] = value
+
+
 class TrainerCLI:
     """A training script's command line: `fit`, `validate`, `test` and `predict`, with an option for every argument.
 
@@ -374,9 +414,7 @@ class TrainerCLI:
 
     def version_line(self) -> str:
         """The comment at the top of a saved configuration."""
-        from drivetrain import __version__
-
-        return f"drivetrain=={__version__}"
+        return f"drivetrain=={package_version()}"
 
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]

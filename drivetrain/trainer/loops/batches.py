@@ -18,8 +18,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from drivetrain.callbacks import GradientAccumulationScheduler
 from drivetrain.callbacks.base import Stage
+from drivetrain.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from drivetrain.data import BatchInfo, CombinedLoader, PendingBatch, PreparedLoader, TailPolicy
 from drivetrain.data.seeding import kept_generators
 from drivetrain.runtime.collectives import gather_object

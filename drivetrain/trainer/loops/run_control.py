@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from drivetrain.callbacks import Callback
+from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.model_summary import count_parameters
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.durations import Duration

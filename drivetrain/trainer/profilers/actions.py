@@ -15,7 +15,7 @@ from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.profilers.base import TRAIN_DATA, PassThroughProfiler, Profiler
 
 if TYPE_CHECKING:
-    from drivetrain.callbacks import Callback
+    from drivetrain.callbacks.base import Callback
     from drivetrain.data import CombinedLoader, PreparedLoader
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.trainer import Trainer

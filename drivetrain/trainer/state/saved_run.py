@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from drivetrain import checkpoint
 from drivetrain.accelerator.run_state import Moment
-from drivetrain.callbacks import Callback
+from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint.manifest import LOSS_IS_FINITE, process_in_schema
 from drivetrain.data import CombinedLoader, PreparedLoader
 from drivetrain.runtime.collectives import broadcast_object_list, gather_object

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from drivetrain.callbacks import Callback
-from drivetrain.callbacks.base import Stage
+from drivetrain.callbacks.base import Callback, Stage
 from drivetrain.callbacks.learning_rate_finder import MODES, LRRange
 from drivetrain.data import PendingBatch
 from drivetrain.runtime.errors import ConfigurationError

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from drivetrain.callbacks import Callback
-from drivetrain.callbacks.base import Stage
+from drivetrain.callbacks.base import Callback, Stage
 from drivetrain.callbacks.progress_bar import Stage as BarStage
 from drivetrain.callbacks.progress_bar import make_display
 from drivetrain.data import CombinedLoader, PendingBatch, PreparedLoader

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.callbacks import BatchSizeFinder, Callback, LearningRateFinder
-from drivetrain.callbacks.base import Stage, Verb
-from drivetrain.callbacks.batch_size_finder import BatchSizeRange
-from drivetrain.callbacks.learning_rate_finder import LRRange
+from drivetrain.callbacks.base import Callback, Stage, Verb
+from drivetrain.callbacks.batch_size_finder import BatchSizeFinder, BatchSizeRange
+from drivetrain.callbacks.learning_rate_finder import LearningRateFinder, LRRange
 from drivetrain.data.seeding import kept_generators
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.seeds import isolated_random_state

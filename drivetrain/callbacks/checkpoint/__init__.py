@@ -1,1 +1,0 @@
-"""When `ModelCheckpoint` saves, where to, and what it keeps."""
