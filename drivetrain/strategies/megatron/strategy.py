@@ -150,17 +150,7 @@ class Megatron(Strategy):
         place = options.place(state.process_index, state.num_processes)
         self._membership = Membership(options, place, state.device)
         pipelined = options.pipeline_parallel > 1
-        self.topology = Topology(
-            state.environment,
-            state.kind,
-            state.device,
-            place.data_shard,
-            place.data_ranks,
-            place.value_ranks,
-            averaging_processes=place.data_shard.count * options.context_parallel,
-            stage_group=self._membership.stage_group if pipelined else None,
-            loss_rank=place.loss_rank if pipelined else None,
-        )
+        self.topology = Topology.in_grid(state, place, self._membership.stage_group if pipelined else None)
         self.gradients = BufferedGradients(self._models, self.topology, options.gradient_clipping)
         self.state = MergedState(self.topology, self.unwrap, self._models)
 

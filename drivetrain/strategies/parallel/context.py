@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -445,47 +445,29 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
 # Sequences that are split over processes, or whole on each
 
 
-class Sequences(Protocol):
-    """What becomes of the sequences of a batch."""
+class Sequences:
+    """Sequences that every process has whole."""
 
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
     ) -> AbstractContextManager[Any]:
-        """Context in which tensors are this process's part of themselves."""
-
-    def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """The module to call with whole batches."""
-
-    def attention(self) -> AbstractContextManager[Any]:
-        """Context in which attention is over the tokens of all processes that share a sequence."""
-
-    def shard_batch(self, batch: Any) -> Any:
-        """This process's tokens of a batch of whole sequences."""
-
-
-class WholeSequences:
-    """Every process has whole sequences."""
-
-    def split(
-        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
-    ) -> AbstractContextManager[Any]:
-        """A context that changes nothing."""
+        """Return a context in which tensors are this process's part of themselves."""
         return nullcontext()
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """The model itself."""
+        """Return the module to call with whole batches."""
         return model
 
     def attention(self) -> AbstractContextManager[Any]:
-        """A context that changes nothing."""
+        """Return a context in which attention is over the tokens of all processes that share a sequence."""
         return nullcontext()
 
     def shard_batch(self, batch: Any) -> Any:
-        """The batch itself."""
+        """Return this process's tokens of a batch of whole sequences."""
         return batch
 
 
-class SplitSequences:
+class SplitSequences(Sequences):
     """Processes share each sequence.
 
     Args:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -446,11 +446,11 @@ def _from_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
 # Layers that are split over tensor-parallel processes, or whole on each
 
 
-class Layers(Protocol):
-    """What becomes of a model's layers."""
+class Layers:
+    """Layers of which every process computes all."""
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
-        """Split them, in place.
+        """Split layers, in place.
 
         Args:
             model: The model.
@@ -467,23 +467,7 @@ class Layers(Protocol):
         """Undo what `begin` did to torch."""
 
 
-class WholeLayers:
-    """Every process computes all of each layer."""
-
-    def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
-        """Leave them as they are."""
-
-    def begin(self, model: nn.Module) -> None:
-        """Do nothing."""
-
-    def check(self, optimizer: Optimizer) -> None:
-        """Do nothing."""
-
-    def teardown(self) -> None:
-        """Do nothing."""
-
-
-class SplitLayers:
+class SplitLayers(Layers):
     """Processes share the computation of each layer.
 
     Args:

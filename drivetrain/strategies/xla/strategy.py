@@ -27,8 +27,9 @@ from drivetrain.strategies.base import (
     Strategy,
     Topology,
     lay_out_state,
+    move_in_place,
+    refuse_left_behind,
 )
-from drivetrain.strategies.moving import move_in_place, refuse_left_behind
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.wrapping import units_of
 from drivetrain.strategies.xla.bfloat16 import Rounding

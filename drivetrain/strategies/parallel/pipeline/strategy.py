@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,7 @@ from drivetrain.runtime.seeds import isolated_random_state, own_generator, sampl
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import MicroBatch, Output, StateDict, Strategy, Topology, View
 from drivetrain.strategies.fsdp import sharding
+from drivetrain.strategies.fsdp.model_sharding import ModelSharder, parameters_to_replicate
 from drivetrain.strategies.fsdp.sharded_state import ShardedState
 from drivetrain.strategies.fsdp.sharding import ReplacedParameters, slots_of
 from drivetrain.strategies.fsdp.strategy import (
@@ -338,24 +339,31 @@ class StagedEvaluation(nn.Module):
         return received
 
 
-class StagePlacer(Protocol):
-    """What brings the modules of one stage onto the processes that share it."""
+class StagePlacer:
+    """Brings the modules of one stage onto the processes that share it.
 
-    @property
-    def shards(self) -> bool:
-        """Whether parameters are sharded, or gradients averaged, over any processes."""
+    Args:
+        sharder: Shards a stage, and finds the modules that are recomputed as one.
+        shards: Whether stages are sharded over the processes with other data; else each is whole on its process.
+    """
 
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        """The modules of the whole model that are gathered or recomputed as one."""
+    def __init__(self, sharder: ModelSharder, shards: bool) -> None:
+        self.shards, self.units, self._sharder = shards, sharder.units, sharder
 
     def place(self, stage: nn.Module, precision: Precision, units: Sequence[nn.Module]) -> None:
-        """Shard the modules of a stage, or leave them whole.
+        """Shard a stage, or leave it whole.
 
         Args:
             stage: The stage.
             precision: The number formats.
-            units: Those of the whole model that are in it.
+            units: The modules of the whole model that are gathered or recomputed as one and are in the stage.
         """
+        if not self.shards:
+            self._sharder.rewrite_blocks(stage, units)
+            return
+        replicated = frozenset(parameters_to_replicate(stage, []))
+        self._sharder.shard(stage, precision, replicated, units)
+        self._sharder.average(stage, replicated)
 
 
 class Pipeline(Strategy):
