@@ -42,41 +42,7 @@ _EXPORTS = {
     "WeightHistograms": "drivetrain.callbacks.weight_histograms",
 }
 
-__all__ = [
-    "BackboneFinetuning",
-    "BaseFinetuning",
-    "BasePredictionWriter",
-    "BatchSizeFinder",
-    "Callback",
-    "DeviceStatsMonitor",
-    "EMAWeightAveraging",
-    "EarlyStopping",
-    "EvaluationGather",
-    "GradientAccumulationScheduler",
-    "GradientNorm",
-    "LambdaCallback",
-    "LearningRateFinder",
-    "LearningRateMonitor",
-    "LossSpikeGuard",
-    "MemoryMonitor",
-    "ModelCheckpoint",
-    "ModelPruning",
-    "ModelSummary",
-    "NaNGuard",
-    "OnExceptionCheckpoint",
-    "PredictionWriter",
-    "RichModelSummary",
-    "RichProgressBar",
-    "RunReport",
-    "SpeedMonitor",
-    "StochasticWeightAveraging",
-    "StragglerMonitor",
-    "TQDMProgressBar",
-    "ThroughputMonitor",
-    "Timer",
-    "WeightAveraging",
-    "WeightHistograms",
-]
+__all__ = [*sorted(_EXPORTS)]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,9 +14,7 @@ _EXPORTS = {
     "Megatron": "drivetrain.strategies.megatron.strategy",
 }
 
-__all__ = [
-    "Megatron",
-]
+__all__ = [*sorted(_EXPORTS)]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,16 +21,7 @@ _EXPORTS = {
     "SequenceParallel": "drivetrain.strategies.parallel.tensor",
 }
 
-__all__ = [
-    "Colwise",
-    "Parallel",
-    "PrepareModuleInput",
-    "PrepareModuleInputOutput",
-    "PrepareModuleOutput",
-    "Rowwise",
-    "SequenceParallel",
-    "sequence_positions",
-]
+__all__ = [*sorted(_EXPORTS)]
 
 
 def __getattr__(name: str) -> Any:
