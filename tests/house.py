@@ -437,7 +437,16 @@ def largest_circle(house: House) -> tuple[int, list[str]]:
     return len(found), found
 
 
+def strategy_members(house: House) -> tuple[int, list[str]]:
+    """How many members there are to learn for a strategy, and which."""
+    base = house.module("strategies/base.py")
+    names = ("Strategy", "Gradients", "ModelState")
+    found = [f"{name}.{member}" for name in names for member in public_members(base, name)]
+    return len(found), found
+
+
 FIGURES = [
+    Figure("members of Strategy, Gradients and ModelState", 46, strategy_members),
     Figure("attributes of Trainer that other files write", 0, attributes_written("trainer", "trainer/trainer.py")),
     Figure(
         "attributes of Accelerator that other rooms write",

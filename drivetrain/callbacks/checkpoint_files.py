@@ -167,15 +167,15 @@ class CheckpointName:
 
 
 @dataclass(frozen=True)
-class RestoredState:
+class SavedAccount:
     """The state of a `ModelCheckpoint` from a checkpoint, checked.
 
     Attributes:
         saved_in: The directory of the checkpoints then; only ever compared with those of this run.
         below_root: That directory as seen from the run's default directory; None where it was not below it.
         scores: Names and scores of the checkpoints kept.
-        names: Other names by the field of `KeptCheckpoints`.
-        lists: Lists of names by the field of `KeptCheckpoints`.
+        names: Other names by the field of `CheckpointAccount`.
+        lists: Lists of names by the field of `CheckpointAccount`.
     """
 
     saved_in: str
@@ -185,7 +185,7 @@ class RestoredState:
     lists: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> RestoredState:
+    def of(cls, state: Mapping[str, Any]) -> SavedAccount:
         """Check the state.
 
         Raises:
@@ -217,9 +217,9 @@ class RestoredState:
         }
         return cls(saved_in, below_root, scores, names, lists)
 
-    def without(self, names: set[str]) -> RestoredState:
+    def without(self, names: set[str]) -> SavedAccount:
         """The same but for some names."""
-        return RestoredState(
+        return SavedAccount(
             self.saved_in,
             self.below_root,
             {name: score for name, score in self.scores.items() if name not in names},
@@ -327,7 +327,7 @@ def relative(path: str | None, root: str) -> str | None:
     return os.path.relpath(path, root)
 
 
-def continued(path: str | None, state: RestoredState, root: str, own: Sequence[str]) -> str | None:
+def continued(path: str | None, state: SavedAccount, root: str, own: Sequence[str]) -> str | None:
     """Where a resumed run saves that was given no directory: where the run before it did, if that is one of its own.
 
     Args:
@@ -341,7 +341,7 @@ def continued(path: str | None, state: RestoredState, root: str, own: Sequence[s
     return next((candidate for candidate in candidates if is_taken(candidate)), path)
 
 
-def is_same(path: str | None, state: RestoredState) -> bool:
+def is_same(path: str | None, state: SavedAccount) -> bool:
     """Whether a directory is the one of an earlier run, there or moved. The earlier one is only compared.
 
     Args:
@@ -454,7 +454,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 @dataclass
-class KeptCheckpoints:
+class CheckpointAccount:
     """The checkpoints that one `ModelCheckpoint` has written and not yet removed.
 
     Attributes:
@@ -507,7 +507,7 @@ class KeptCheckpoints:
         best = self.best.scores if self.best.by_score else ()
         return {path for path in (*best, self.last, self.newest, self.beside) if path}
 
-    def copy(self) -> KeptCheckpoints:
+    def copy(self) -> CheckpointAccount:
         """The same, to return to if a save fails."""
         return copy.deepcopy(self)
 
@@ -532,7 +532,7 @@ class KeptCheckpoints:
             "doomed": [name(path) for path in self.doomed],
         }
 
-    def restore(self, state: RestoredState, directory: str) -> None:
+    def restore(self, state: SavedAccount, directory: str) -> None:
         """Take everything back.
 
         Args:
@@ -594,7 +594,7 @@ class Decision:
 
 def decide(
     options: ModelCheckpoint,
-    kept: KeptCheckpoints,
+    kept: CheckpointAccount,
     name: CheckpointName,
     trainer: Trainer,
     was_validated: bool,
@@ -689,7 +689,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, kept: KeptCheckpoints, links: bool, limit: int | None, in_background: bool, forgives: bool
+        self, kept: CheckpointAccount, links: bool, limit: int | None, in_background: bool, forgives: bool
     ) -> None:
         self.kept = kept
         self._links = links
@@ -877,7 +877,7 @@ class CheckpointWriter:
             gone += beyond
         return gone
 
-    def _take_back(self, before: KeptCheckpoints, error: CheckpointError, forgive: bool = False) -> None:
+    def _take_back(self, before: CheckpointAccount, error: CheckpointError, forgive: bool = False) -> None:
         self.kept = before
         if not (self._forgives or forgive):
             raise _with_way_out(error) from error
@@ -904,7 +904,7 @@ class _InFlight:
     """A save in the background, what there was before it, and what came of what follows it on the main process."""
 
     pending: PendingSave
-    before: KeptCheckpoints
+    before: CheckpointAccount
     removed: list[str] = field(default_factory=list)
     error: Exception | None = None
 

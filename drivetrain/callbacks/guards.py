@@ -15,7 +15,7 @@ from torch import Tensor
 from drivetrain import checkpoint
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
-from drivetrain.callbacks.step_schedule import StepRhythm, decide_on_main_process, missing_metric_message
+from drivetrain.callbacks.step_schedule import StepInterval, decide_on_main_process, missing_metric_message
 from drivetrain.runtime.collectives import gather_object, reduce
 from drivetrain.runtime.durations import Duration, interval_of
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError, nearest
@@ -124,7 +124,7 @@ class Guard(Callback):
         if isinstance(every_n_steps, str | Duration):
             every_n_steps = interval_of(every_n_steps, f"{name}.every_n_steps")
         self.rhythm: Duration | None = every_n_steps if isinstance(every_n_steps, Duration) else None
-        self._rhythm: StepRhythm | None = None
+        self._rhythm: StepInterval | None = None
         if action not in ACTIONS:
             raise ConfigurationError(
                 f"{name}(action={action!r}): give one of {', '.join(map(repr, ACTIONS))}."
@@ -207,7 +207,7 @@ class Guard(Callback):
         self._is_tripped = False
         self._skips_in_a_row = 0
         if self.rhythm is not None:
-            self._rhythm = StepRhythm(trainer, self.rhythm, f"{name}.every_n_steps")
+            self._rhythm = StepInterval(trainer, self.rhythm, f"{name}.every_n_steps")
         trainer.skip_batches(self.skipped)
 
     def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:

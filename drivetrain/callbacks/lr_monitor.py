@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.step_schedule import StepRhythm, checked_every
+from drivetrain.callbacks.step_schedule import StepInterval, checked_every
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.logging import get_logger
@@ -97,7 +97,7 @@ class LearningRateMonitor(Callback):
         self._logs_steps = False
         self._next_step = -1
         self._windows = self._steps = 0
-        self._rhythm: StepRhythm | None = None
+        self._rhythm: StepInterval | None = None
 
     @property
     def state_key(self) -> str:
@@ -122,7 +122,7 @@ class LearningRateMonitor(Callback):
         every = trainer.log_every_n_steps if self._every is None else self._every
         self._logs_steps = bool(every) and any(self._is_due(each, "step") for each in self._rates)
         self._steps = every if isinstance(every, int) else 0
-        self._rhythm = StepRhythm(trainer, every, "LearningRateMonitor.logging_interval") if not self._steps else None
+        self._rhythm = StepInterval(trainer, every, "LearningRateMonitor.logging_interval") if not self._steps else None
         if self._every is None:
             self._rhythm = trainer.tracker_log.rhythm
         for each in self._rates:

@@ -13,14 +13,14 @@ from drivetrain.callbacks import checkpoint_files
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.checkpoint_files import (
     BestK,
+    CheckpointAccount,
     CheckpointName,
     CheckpointWriter,
-    KeptCheckpoints,
-    RestoredState,
+    SavedAccount,
     decide,
     number,
 )
-from drivetrain.callbacks.step_schedule import StepRhythm, check_mode, decide_on_main_process, find_typo
+from drivetrain.callbacks.step_schedule import StepInterval, check_mode, decide_on_main_process, find_typo
 from drivetrain.runtime.durations import Duration, Unit, clock_time, count_of
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError, nearest
 from drivetrain.runtime.logging import get_logger
@@ -76,7 +76,7 @@ def check_options(
         )
 
 
-class Rhythm(NamedTuple):
+class SaveInterval(NamedTuple):
     """How often checkpoints are saved: one of these is given.
 
     Attributes:
@@ -92,7 +92,7 @@ class Rhythm(NamedTuple):
     rest: Duration | None
 
     @classmethod
-    def of(cls, steps: Any, interval: Any, epochs: Any, every: Any) -> Rhythm:
+    def of(cls, steps: Any, interval: Any, epochs: Any, every: Any) -> SaveInterval:
         """The rhythm that the arguments ask for; an epoch where they ask for none.
 
         Args:
@@ -252,7 +252,7 @@ class ModelCheckpoint(Callback):
         self.save_weights_only = save_weights_only
         self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
-        self.every_n_train_steps, self.train_time_interval, self.every_n_epochs, self.rhythm = Rhythm.of(
+        self.every_n_train_steps, self.train_time_interval, self.every_n_epochs, self.rhythm = SaveInterval.of(
             every_n_train_steps, train_time_interval, every_n_epochs, every
         )
         self.save_on_train_epoch_end = save_on_train_epoch_end
@@ -271,12 +271,12 @@ class ModelCheckpoint(Callback):
         self._last_saved = -1  # the step of the last save of this run
         self._judged = 0  # how many validations came before the last epoch's end
         self._waits_for_validation = False
-        self._timer: StepRhythm | None = None
+        self._timer: StepInterval | None = None
         self._elapsed = 0.0  # seconds of the interval under way, in the run before
 
     def forget_run(self) -> None:
         self._current_score: float | None = None
-        kept = KeptCheckpoints(BestK(self.save_top_k, self.mode, by_score=self.monitor is not None))
+        kept = CheckpointAccount(BestK(self.save_top_k, self.mode, by_score=self.monitor is not None))
         links, forgives = self.save_last == "link", self.on_save_error == "warn"
         self._writer = CheckpointWriter(kept, links, self.total_limit, self.async_save, forgives)
         if not self._dirpath_is_given:
@@ -408,7 +408,7 @@ class ModelCheckpoint(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state_dict = _from_lightning(state_dict)
-        state = RestoredState.of(state_dict)
+        state = SavedAccount.of(state_dict)
         self._current_score = number(state_dict, "current_score", float, optional=True)
         self._validations, self._judged = number(state_dict, "validations", int), number(state_dict, "judged", int)
         self._last_step = number(state_dict, "last_step", int)
@@ -478,7 +478,7 @@ class ModelCheckpoint(Callback):
         if not self._is_resumed:
             self._last_step = trainer.global_step
         self._training = self._fitting
-        self._timer = _rhythm_of(self, trainer, self._elapsed) if self._fitting else None
+        self._timer = _interval_timer(self, trainer, self._elapsed) if self._fitting else None
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._writer.is_idle:
@@ -631,10 +631,10 @@ class ModelCheckpoint(Callback):
             decision.report(self, trainer)
 
 
-def _rhythm_of(options: ModelCheckpoint, trainer: Trainer, elapsed: float) -> StepRhythm | None:
+def _interval_timer(options: ModelCheckpoint, trainer: Trainer, elapsed: float) -> StepInterval | None:
     """What decides when the next checkpoint is due, where neither steps nor epochs are counted for that."""
     every = Duration.of(options.rhythm or options.train_time_interval)
-    return None if every is None else StepRhythm(trainer, every, "ModelCheckpoint(every)", elapsed)
+    return None if every is None else StepInterval(trainer, every, "ModelCheckpoint(every)", elapsed)
 
 
 def _is_sound(trainer: Trainer, task: Task) -> bool:

@@ -105,7 +105,7 @@ class StepTimer:
         return due, step + max(1, int(left / 2 / max(pace, 1e-6)))
 
 
-class StepRhythm:
+class StepInterval:
     """Is due every so many optimizer steps, or at each step that completes so much of the run in another unit.
 
     All processes count the same, so nothing is exchanged; a time is that of the main process's clock, which the others
@@ -259,7 +259,7 @@ class StepLog:
         self.every = trainer.log_every_n_steps if every is None else every
         self._steps = self.every if isinstance(self.every, int) else -1
         self._owner, self._is_own = owner, every is not None
-        self._rhythm: StepRhythm | None = None
+        self._rhythm: StepInterval | None = None
         self._last = trainer.global_step
 
     def begin(self) -> StepLog:
@@ -268,7 +268,7 @@ class StepLog:
         if not self._is_own:
             self._rhythm = trainer.tracker_log.rhythm
         elif not isinstance(self.every, int):
-            self._rhythm = StepRhythm(trainer, self.every, f"{self._owner}.every")
+            self._rhythm = StepInterval(trainer, self.every, f"{self._owner}.every")
         return self
 
     def is_due(self, step: int) -> bool:

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.step_schedule import StepRhythm
+from drivetrain.callbacks.step_schedule import StepInterval
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.durations import Duration, interval_of
 from drivetrain.runtime.errors import ConfigurationError
@@ -90,7 +90,7 @@ class StragglerMonitor(Callback):
         self.every_n_steps, self.threshold = interval, threshold
         self.measured_steps = measured_steps if isinstance(interval, Duration) else min(measured_steps, interval)
         self._steps = 0  # between two comparisons
-        self._rhythm: StepRhythm | None = None  # what decides about them, where no steps are counted
+        self._rhythm: StepInterval | None = None  # what decides about them, where no steps are counted
         self.latest: list[OwnTime] = []
         self._named: int | None = None
         self._measures_forward = True
@@ -106,7 +106,7 @@ class StragglerMonitor(Callback):
         self._measures_forward = trainer.strategy.state.holds_whole
         self.latest, self._named = [], None
         self._reset()
-        rhythm = StepRhythm(trainer, self.every_n_steps, "StragglerMonitor.every_n_steps")
+        rhythm = StepInterval(trainer, self.every_n_steps, "StragglerMonitor.every_n_steps")
         self._steps, self._rhythm = rhythm.steps, None if rhythm.steps else rhythm
         self._plan(trainer)
 

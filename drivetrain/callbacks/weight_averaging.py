@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.step_schedule import RunPoint, StepRhythm
+from drivetrain.callbacks.step_schedule import RunPoint, StepInterval
 from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.durations import Duration, Unit, count_of, interval_of
 from drivetrain.runtime.errors import ConfigurationError, nearest
@@ -400,7 +400,7 @@ class EMAWeightAveraging(WeightAveraging):
         self._forget()
 
     def _forget(self) -> None:
-        self._rhythm: StepRhythm | None = None
+        self._rhythm: StepInterval | None = None
         self._start: RunPoint | None = None
         self._elapsed = 0.0  # of what `_start` waits for, in the run before
         self._asked, self._answer = -1, False
@@ -428,7 +428,7 @@ class EMAWeightAveraging(WeightAveraging):
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         name, start = type(self).__name__, self.update_starting_at_step
         if isinstance(self.update_every_n_steps, Duration):
-            self._rhythm = StepRhythm(trainer, self.update_every_n_steps, f"{name}.update_every_n_steps")
+            self._rhythm = StepInterval(trainer, self.update_every_n_steps, f"{name}.update_every_n_steps")
         if isinstance(start, Duration):
             self._start = RunPoint(trainer, start, f"{name}.update_starting_at_step", self._elapsed)
             self._has_started = self._start.has_come()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.step_schedule import StepRhythm
+from drivetrain.callbacks.step_schedule import StepInterval
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.durations import Duration, interval_of
 from drivetrain.runtime.errors import ConfigurationError
@@ -65,7 +65,7 @@ class WeightHistograms(Callback):
                 code="DT-002",
             )
         self.every_n_steps, self.max_values = interval, max_values
-        self._rhythm: StepRhythm | None = None
+        self._rhythm: StepInterval | None = None
         self.weights, self.gradients = weights, gradients
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
@@ -76,7 +76,7 @@ class WeightHistograms(Callback):
                 code="DT-094",
             )
         assert trainer.model is not None
-        self._rhythm = StepRhythm(trainer, self.every_n_steps, "WeightHistograms.every_n_steps")
+        self._rhythm = StepInterval(trainer, self.every_n_steps, "WeightHistograms.every_n_steps")
         trainer.strategy.state.parameters_in_place(trainer.model)  # raises where they are copies
 
     def on_before_optimizer_step(self, trainer: Trainer, task: Task, optimizer: Optimizer) -> None:

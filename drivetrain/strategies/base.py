@@ -252,6 +252,15 @@ class Topology:
         return result if self.computes_loss else boxed[0]
 
 
+def _refuse_old_names(cls: type, names: Mapping[str, str]) -> None:
+    """Raise if a class overrides a method of an earlier version, which nothing calls any more."""
+    for old in names.keys() & vars(cls).keys():
+        raise ConfigurationError(
+            f"{cls.__name__} overrides {old}, which strategies do not have any more. Override {names[old]} instead.",
+            code="DT-003",
+        )
+
+
 # `Gradients`: how the gradients of a prepared model are reduced, held, scaled and clipped
 
 
@@ -260,6 +269,10 @@ class Gradients:
 
     A strategy whose gradients are reduced, sharded or kept elsewhere has a subclass of its own.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _refuse_old_names(cls, {"sync": "no_sync(model)", "held": "are_held(model)", "scale_held": "scale"})
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context whose backwards do not reduce gradients over processes, as within an accumulation window.
@@ -730,6 +743,7 @@ class Strategy(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        _refuse_old_names(cls, {"capability": "the members that docs/strategies.md lists, such as join"})
         if "__init__" in vars(cls) and cls.__module__.startswith("drivetrain."):  # a user's class stays as it is
             cls.__init__ = known_keywords(cls.__init__)  # type: ignore[method-assign]
 

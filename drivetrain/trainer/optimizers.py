@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from drivetrain.accelerator.prepared import cover_new_groups
-from drivetrain.callbacks.step_schedule import StepRhythm
+from drivetrain.callbacks.step_schedule import StepInterval
 from drivetrain.runtime.durations import Duration, Unit, interval_of
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nearest
 from drivetrain.trainer.loops.progress import Phase
@@ -51,7 +51,7 @@ class SchedulerConfig:
     strict: bool = True
     name: str | None = None
     reduce_on_plateau: bool = False
-    rhythm: StepRhythm | None = field(default=None, init=False, repr=False, compare=False)
+    rhythm: StepInterval | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.interval not in ("epoch", "step"):
@@ -290,7 +290,7 @@ def begin_schedules(trainer: Trainer) -> None:
     """
     for config in trainer.lr_scheduler_configs:
         is_counted = isinstance(config.frequency, Duration)
-        config.rhythm = StepRhythm(trainer, config.frequency, "frequency of a scheduler") if is_counted else None  # type: ignore[arg-type]
+        config.rhythm = StepInterval(trainer, config.frequency, "frequency of a scheduler") if is_counted else None  # type: ignore[arg-type]
 
 
 def step_step_schedulers(trainer: Trainer) -> None:

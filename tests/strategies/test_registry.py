@@ -205,3 +205,12 @@ def test_a_ddp_that_was_given_takes_batch_statistics_over_several_processes(envi
     given = DDP()
     assert resolve_ddp(given, environment, "sync_batchnorm=True", sync_batchnorm=True) is given
     assert given.sync_batchnorm is (environment.world_size == 2)
+
+
+@pytest.mark.parametrize(
+    ("parent", "old", "new"),
+    [(Gradients, "sync", r"no_sync\(model\)"), (Gradients, "scale_held", "scale"), (Strategy, "capability", "join")],
+)
+def test_a_class_that_overrides_a_method_of_an_earlier_version_is_refused(parent: type, old: str, new: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"Mine overrides {old}, .* Override .*{new}"):
+        type("Mine", (parent,), {old: lambda self: None})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,6 @@ from drivetrain.strategies.base import (
 )
 from drivetrain.strategies.deepspeed.config import Settings
 from drivetrain.strategies.deepspeed.layouts import Layout, layout_of
-
-if TYPE_CHECKING:
-    pass
-
 
 # Parameters without a gradient in a step: the optimizer leaves them alone, as in one plain process
 

@@ -244,7 +244,7 @@ def make_state(layout: Layout) -> None:
 # How DeepSpeed joins the process group that this process is in
 
 
-class Membership:
+class DeepSpeedGroup:
     """DeepSpeed's own idea of the process group, laid over the group that this process is in already.
 
     Args:
@@ -264,11 +264,11 @@ class Membership:
         if not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-            Membership._made_group = True
+            DeepSpeedGroup._made_group = True
         if importlib.import_module("deepspeed.comm.comm").cdb is None:
             with use_shared_memory(kind, shared_memory):
                 self.package.init_distributed(auto_mpi_discovery=False, verbose=False)
-        Membership._joined += 1
+        DeepSpeedGroup._joined += 1
 
     @staticmethod
     def forget_secondary_group() -> None:
@@ -277,8 +277,8 @@ class Membership:
 
     def leave(self) -> None:
         """Forget the process group, which is about to be destroyed, unless engines of another run are still in it."""
-        Membership._joined -= 1
-        if Membership._joined:
+        DeepSpeedGroup._joined -= 1
+        if DeepSpeedGroup._joined:
             return
         groups: Any = importlib.import_module("deepspeed.utils.groups")
         release = getattr(groups, "_release_process_group_references", None)
@@ -291,9 +291,9 @@ class Membership:
         # Else every later engine in this process would reduce as the last one with torch_autocast did.
         autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
         autocast.TORCH_AUTOCAST_INITIALIZED = False
-        if Membership._made_group and dist.is_initialized():
+        if DeepSpeedGroup._made_group and dist.is_initialized():
             dist.destroy_process_group()
-        Membership._made_group = False
+        DeepSpeedGroup._made_group = False
 
 
 def refuse_other_device(environment: ProcessEnvironment, device: torch.device) -> None:

@@ -44,7 +44,7 @@ from drivetrain.strategies.deepspeed.engine import (
     complete,
     listed,
 )
-from drivetrain.strategies.deepspeed.ops import Membership, refuse_other_device
+from drivetrain.strategies.deepspeed.ops import DeepSpeedGroup, refuse_other_device
 from drivetrain.strategies.deepspeed.zero_state import ZeroState, is_partitioned, merge_native
 from drivetrain.strategies.precision import Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import Float16Mixed
@@ -105,7 +105,7 @@ class DeepSpeed(Configured):
         self.shared_memory = shared_memory
         self.needs_even_batches = stage == 3
         self._run: RunOptions | None = None
-        self._membership: Membership | None = None
+        self._group: DeepSpeedGroup | None = None
         self._engines = Engines()
         self._configurations: dict[str, Settings] = {}
 
@@ -153,8 +153,8 @@ class DeepSpeed(Configured):
         self.gradients = EngineGradients(self._engines, topology)
         self.state = ZeroState(topology, self.unwrap, self._engines)
         refuse_other_device(topology.environment, topology.device)
-        if self._membership is None:
-            self._membership = Membership(topology.environment, topology.kind.name, self.shared_memory)
+        if self._group is None:
+            self._group = DeepSpeedGroup(topology.environment, topology.kind.name, self.shared_memory)
         self.check_settings(self.settings)
 
     def check(self, options: RunOptions) -> None:
@@ -248,7 +248,7 @@ class DeepSpeed(Configured):
         """At stage 3, take parameters apart as soon as they are made, so that no process ever holds the whole model."""
         if not self.zero_init:
             return nullcontext()
-        Membership.forget_secondary_group()
+        DeepSpeedGroup.forget_secondary_group()
         completed = configuration.complete(self.settings.without_training, self._known(None))
         return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
 
@@ -259,7 +259,7 @@ class DeepSpeed(Configured):
                 return super().place(model, precision, move)
             model = precision.convert(model)
             _make_contiguous(model)
-            Membership.forget_secondary_group()
+            DeepSpeedGroup.forget_secondary_group()
         completed = configuration.complete(self.settings.without_training, self._known(None, self.unwrap(model)))
         self._engines.forget(self.unwrap(model))
         engine, *_ = self._package().initialize(model=model, config=completed, dist_init_required=False)
@@ -288,7 +288,7 @@ class DeepSpeed(Configured):
         if not any(is_partitioned(parameter) for parameter in bare.parameters()):
             model = precision.convert(model)
             _make_contiguous(bare)
-            Membership.forget_secondary_group()
+            DeepSpeedGroup.forget_secondary_group()
         if self.stage > 0:
             _refuse_several_dtypes(optimizer, names)
         if self.stage in (1, 2):
@@ -421,9 +421,9 @@ class DeepSpeed(Configured):
     def teardown(self) -> None:
         """Release engines and DeepSpeed's groups."""
         self._engines.destroy()
-        if self._membership is not None:
-            self._membership.leave()
-            self._membership = None
+        if self._group is not None:
+            self._group.leave()
+            self._group = None
 
     # what only DeepSpeed has
 
@@ -455,11 +455,11 @@ class DeepSpeed(Configured):
         zero_state.load(self._engines.require(model), directory, tag, self.topology.environment.world_size)
 
     def _package(self) -> Any:
-        if self._membership is None:
+        if self._group is None:
             raise ConfigurationError(
                 "strategy='deepspeed' has not been set up: give it to a Trainer or Accelerator.", code="DT-047"
             )
-        return self._membership.package
+        return self._group.package
 
     def __repr__(self) -> str:
         return f"DeepSpeed(stage={self.stage})"

@@ -537,7 +537,7 @@ _LARGEST = 2**31 - 1
 _OWNER = "megatron_groups"
 
 
-class Membership:
+class MegatronGroups:
     """This process in megatron-core's `parallel_state`.
 
     Args:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.strategies.base import ModelState, StateDict, Topology, check_groups, named_optimizer_state
-from drivetrain.strategies.megatron.configuration import Membership
+from drivetrain.strategies.megatron.configuration import MegatronGroups
 from drivetrain.strategies.megatron.layout import Entry
 from drivetrain.strategies.megatron.model import PlacedModel, PlacedModels
 from drivetrain.strategies.megatron.optimizer import GROUP, MegatronOptimizerFront, ParameterState
@@ -216,12 +216,12 @@ _GENERATOR = "generator"
 _STEPPED = ("param", "fp32_param")
 
 
-def save(placed: PlacedModel, membership: Membership, directory: str | os.PathLike[str]) -> None:
+def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
     """Write model, optimizer and random state, each process its part; a collective.
 
     Args:
         placed: The model.
-        membership: Has the random state.
+        groups: Has the random state.
         directory: Where to; it is made, and must be empty.
     """
     from megatron.core import dist_checkpointing
@@ -230,17 +230,17 @@ def save(placed: PlacedModel, membership: Membership, directory: str | os.PathLi
         Path(directory).mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     state = _sharded(placed, is_loading=False)
-    if membership.generator is not None:
-        state[_GENERATOR] = membership.generator.get_state()
+    if groups.generator is not None:
+        state[_GENERATOR] = groups.generator.get_state()
     dist_checkpointing.save(state, os.fspath(directory), content_metadata=dict(_NATIVE_METADATA))
 
 
-def load(placed: PlacedModel, membership: Membership, directory: str | os.PathLike[str]) -> None:
+def load(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
     """Read what `save` wrote, on any grid of processes; a collective.
 
     Args:
         placed: The model.
-        membership: Takes the random state.
+        groups: Takes the random state.
         directory: Where from.
 
     Raises:
@@ -262,8 +262,8 @@ def load(placed: PlacedModel, membership: Membership, directory: str | os.PathLi
         for group in front.inner.param_groups:
             own = front.param_groups[group[GROUP]]
             own.update({name: group[name] for name in own if name in group and name != "params"})
-    if membership.generator is not None and _GENERATOR in state:
-        membership.generator.set_state(state[_GENERATOR])
+    if groups.generator is not None and _GENERATOR in state:
+        groups.generator.set_state(state[_GENERATOR])
 
 
 def _load_optimizer(front: MegatronOptimizerFront, state: dict[Any, Any]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.base import Topology
-from drivetrain.strategies.megatron.configuration import Membership
+from drivetrain.strategies.megatron.configuration import MegatronGroups
 from drivetrain.strategies.megatron.layout import Layout
 
 if TYPE_CHECKING:
@@ -258,14 +258,14 @@ class Schedule:
     Args:
         placed: The model.
         current: Where its parts are named in turn.
-        membership: Seeds what is random in a window.
+        groups: Seeds what is random in a window.
         topology: This process's place.
     """
 
-    def __init__(self, placed: PlacedModel, current: CurrentChunk, membership: Membership, topology: Topology) -> None:
+    def __init__(self, placed: PlacedModel, current: CurrentChunk, groups: MegatronGroups, topology: Topology) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        self._placed, self._current, self._membership, self._topology = placed, current, membership, topology
+        self._placed, self._current, self._groups, self._topology = placed, current, groups, topology
         self._run = get_forward_backward_func()
         self._loss: Tensor | None = None
         self.running = False
@@ -287,7 +287,7 @@ class Schedule:
         Returns:
             What `step_fn` returned for each on the processes with the last stage, None elsewhere.
         """
-        self._membership.begin_window()
+        self._groups.begin_window()
         outputs: list[Output | None] = [None] * len(microbatches)
         padded = [
             *enumerate(microbatches),

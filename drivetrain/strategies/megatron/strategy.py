@@ -23,8 +23,8 @@ from drivetrain.strategies.base import (
 )
 from drivetrain.strategies.megatron import merged_state
 from drivetrain.strategies.megatron.configuration import (
+    MegatronGroups,
     MegatronOptions,
-    Membership,
     arguments_from,
     complete,
     ddp_config,
@@ -125,7 +125,7 @@ class Megatron(Strategy):
         self._current = CurrentChunk()
         self._schedules: dict[int, Schedule] = {}
         self._running: Schedule | None = None
-        self._membership: Membership | None = None
+        self._groups: MegatronGroups | None = None
         self._precision: Precision | None = None
         self._config: Any = None
 
@@ -148,9 +148,9 @@ class Megatron(Strategy):
         require_device(state.device)
         options = self.options
         place = options.place(state.process_index, state.num_processes)
-        self._membership = Membership(options, place, state.device)
+        self._groups = MegatronGroups(options, place, state.device)
         pipelined = options.pipeline_parallel > 1
-        self.topology = Topology.in_grid(state, place, self._membership.stage_group if pipelined else None)
+        self.topology = Topology.in_grid(state, place, self._groups.stage_group if pipelined else None)
         self.gradients = BufferedGradients(self._models, self.topology, options.gradient_clipping)
         self.state = MergedState(self.topology, self.unwrap, self._models)
 
@@ -368,9 +368,9 @@ class Megatron(Strategy):
         """Release megatron-core's groups."""
         self._schedules.clear()
         self._models.clear()
-        if self._membership is not None:
-            self._membership.leave()
-            self._membership = None
+        if self._groups is not None:
+            self._groups.leave()
+            self._groups = None
 
     # what only megatron-core has
 
@@ -395,12 +395,12 @@ class Megatron(Strategy):
         """
         merged_state.load(self._models.require(model), self._joined(), directory)
 
-    def _joined(self) -> Membership:
-        if self._membership is None:
+    def _joined(self) -> MegatronGroups:
+        if self._groups is None:
             raise ConfigurationError(
                 "strategy='megatron' has not been set up: give it to a Trainer or Accelerator.", code="DT-047"
             )
-        return self._membership
+        return self._groups
 
     def __repr__(self) -> str:
         names = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "expert_parallel")

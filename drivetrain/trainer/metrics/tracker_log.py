@@ -9,7 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Stage
-from drivetrain.callbacks.step_schedule import StepRhythm
+from drivetrain.callbacks.step_schedule import StepInterval
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.store_agreement import exchange_if_all_arrive
@@ -53,7 +53,7 @@ class TrackerLog:
         self.written: dict[str, float] = {}
         self.next_step: float = FOREVER
         self.shows_hyper_parameters = True
-        self.rhythm: StepRhythm | None = None
+        self.rhythm: StepInterval | None = None
         self.evaluated_step: int | None = None
         self._written_at = -1
         self._run = 0
@@ -64,7 +64,7 @@ class TrackerLog:
         """Count from here on what `log_every_n_steps` counts, where that is a duration."""
         every = self._trainer.log_every_n_steps
         is_counted = isinstance(every, Duration)
-        self.rhythm = StepRhythm(self._trainer, every, "log_every_n_steps") if is_counted else None
+        self.rhythm = StepInterval(self._trainer, every, "log_every_n_steps") if is_counted else None
 
     def plan(self) -> None:
         """Find the next step whose values are written."""

@@ -22,7 +22,7 @@ from drivetrain.strategies.parallel.pipeline.split import (
     lay_out,
     signature_of,
 )
-from drivetrain.strategies.parallel.pipeline.stage import CALL, Call, StageHoldings, StageModule
+from drivetrain.strategies.parallel.pipeline.stage import CALL, Call, StageModule, StageState
 from drivetrain.strategies.precision import Precision
 
 # Where a task keeps the split that it is in.
@@ -37,7 +37,7 @@ class SplitModel:
         bare: The task.
         whole: The module in it whose layers are spread.
         outline: Its forward without weights.
-        holdings: Which process holds what.
+        stage_state: Which process holds what.
         modules: The modules of this process's stages.
         precision: The number formats.
         made_with: The options of the pipeline, and how many stages there are on each process.
@@ -46,7 +46,7 @@ class SplitModel:
     bare: nn.Module
     whole: nn.Module
     outline: ModelOutline
-    holdings: StageHoldings
+    stage_state: StageState
     modules: list[StageModule]
     precision: Precision
     made_with: tuple[Any, ...]
@@ -80,10 +80,10 @@ class SplitModel:
             _refuse_outside(bare, whole)
         layout = lay_out(whole, _splits(whole, name, options, place.stages.count), options.place)
         outline = ModelOutline(whole, layout, device)
-        holdings = StageHoldings(bare, name, layout, place.group, place.stages.all)
-        holdings.drop_foreign()
+        stage_state = StageState(bare, name, layout, place.group, place.stages.all)
+        stage_state.drop_foreign()
         modules = [StageModule(whole, layout, stage, device, precision.forward_context) for stage in place.own]
-        return cls(bare, whole, outline, holdings, modules, precision, _signature(options, place))
+        return cls(bare, whole, outline, stage_state, modules, precision, _signature(options, place))
 
     @staticmethod
     def found_in(bare: nn.Module, options: PipelineOptions, place: PipelineGroup) -> SplitModel:
@@ -104,7 +104,7 @@ class SplitModel:
                 "elsewhere. Make a new one, and load the state of this one into it.",
                 code="DT-045",
             )
-        return replace(split, holdings=split.holdings.among(place.group))
+        return replace(split, stage_state=split.stage_state.among(place.group))
 
     def remember(self) -> None:
         """Let the task keep this split, so that another pipeline finds it."""

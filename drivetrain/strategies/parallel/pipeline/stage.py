@@ -315,10 +315,10 @@ def _flat(name: str) -> str:
     return name.replace(".", "__")
 
 
-# `StageHoldings`: which process holds which parameter of a model that is spread over stages
+# `StageState`: which process holds which parameter of a model that is spread over stages
 
 
-class StageHoldings:
+class StageState:
     """Which process holds which parameter of a task, and the state of all.
 
     Args:
@@ -350,7 +350,7 @@ class StageHoldings:
         self._groups: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
         self._trained_by_peers: set[int] = set()
 
-    def among(self, group: dist.ProcessGroup) -> StageHoldings:
+    def among(self, group: dist.ProcessGroup) -> StageState:
         """The same among other processes that stand for those, as a later trainer's do."""
         moved = copy.copy(self)
         moved.group = group
@@ -535,10 +535,10 @@ class StagedModel:
         self._outline = ModelOutline(module, layout, device)
         self._routes: dict[Any, Route] = {}
         world: Any = dist.group.WORLD
-        self.holdings = StageHoldings(module, "", layout, world, range(layout.count))
-        self.holdings.drop_foreign()
+        self.stage_state = StageState(module, "", layout, world, range(layout.count))
+        self.stage_state.drop_foreign()
         tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        load(module, [name for name, _ in tensors if not self.holdings.is_foreign(name)])
+        load(module, [name for name, _ in tensors if not self.stage_state.is_foreign(name)])
         self._stage = StageModule(module, layout, self._rank, device, nullcontext)
 
     @property

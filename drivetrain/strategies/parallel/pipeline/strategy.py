@@ -244,29 +244,29 @@ class StagedState(ShardedState):
     def model(self, model: nn.Module) -> StateDict:
         """Parts of the parameters under canonical names, those that a peer holds on the meta device."""
         self.reshard(model)
-        return self._find().holdings.model_state()
+        return self._find().stage_state.model_state()
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
         """An optimizer's state over all stages, its tensors sharded as the parameters are."""
-        return self._find().holdings.optimizer_state(optimizer, super().optimizer(model, optimizer))
+        return self._find().stage_state.optimizer_state(optimizer, super().optimizer(model, optimizer))
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
         """Take this process's parts of what `model` returned under any strategy."""
-        return super().load_model(model, self._find().holdings.own_model_state(state), strict)
+        return super().load_model(model, self._find().stage_state.own_model_state(state), strict)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
         """Take this process's parts of what `optimizer` returned under any strategy."""
-        super().load_optimizer(model, optimizer, self._find().holdings.own_optimizer_state(state))
+        super().load_optimizer(model, optimizer, self._find().stage_state.own_optimizer_state(state))
 
     def full(self, model: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
         self.reshard(model)
-        return self._find().holdings.full_state_dict()
+        return self._find().stage_state.full_state_dict()
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
         """As everywhere; what stands for a parameter of another stage is trained where that one is."""
         elements, trained = super().describe(parameter)
-        return elements, trained or self._find().holdings.is_trained_by_peer(parameter)
+        return elements, trained or self._find().stage_state.is_trained_by_peer(parameter)
 
     def reshard(self, model: nn.Module) -> None:
         """Free whatever is gathered at the moment in this process's stages."""
@@ -485,7 +485,7 @@ class Pipeline(Strategy):
                 raise ConfigurationError(
                     "LBFGS searches along all parameters at once, which a pipeline has spread.", code="DT-048"
                 )
-            self._prepared().split.holdings.follow(optimizer)
+            self._prepared().split.stage_state.follow(optimizer)
         return placed, list(optimizers)
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:

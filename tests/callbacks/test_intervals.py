@@ -30,7 +30,6 @@ from drivetrain.callbacks import (
     WeightHistograms,
     step_schedule,
 )
-from drivetrain.callbacks import step_schedule as rhythm_module
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 from tests.pool import run_in_processes
@@ -409,7 +408,7 @@ def test_a_number_of_steps_is_a_remainder_and_no_more(monkeypatch: pytest.Monkey
     def refuse(*_: Any) -> Any:
         raise AssertionError("a number of steps is counted")
 
-    monkeypatch.setattr(rhythm_module.StepRhythm, "_decide", refuse)
+    monkeypatch.setattr(step_schedule.StepInterval, "_decide", refuse)
     tracker = Rows()
     run([GradientNorm(every=6), WeightHistograms("6 steps")], tracker, log_every_n_steps=6)
     assert tracker.steps_of("grad_norm") == SIX
