@@ -20,6 +20,7 @@ from drivetrain.runtime.collectives import gather_object, reduce
 from drivetrain.runtime.durations import Duration, interval_of
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError, nearest
 from drivetrain.runtime.logging import get_logger
+from drivetrain.strategies.base import local_part
 from drivetrain.strategies.precision import overrides
 
 if TYPE_CHECKING:
@@ -436,9 +437,8 @@ def _have_nan(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor that may be sharded."""
-    tensor = tensor.detach()
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """Return this process's part of a tensor that may be sharded."""
+    local = local_part(tensor.detach())
     return local.coalesce().values() if local.is_sparse else local
 
 

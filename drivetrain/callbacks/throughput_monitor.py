@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.report.run_facts import TimeSpent
 from drivetrain.callbacks.step_schedule import StepLog, checked_every
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.host import cores_of_process
 from drivetrain.runtime.nested import find_batch_size
+from drivetrain.runtime.timing import TimeSpent
 
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task
@@ -355,9 +355,9 @@ class SpeedMonitor(Callback):
         if trainer.is_global_zero and not trainer.profiler.gives_verdict:
             workers = getattr(trainer.train_dataloader, "num_workers", None)
             cores = cores_of_process(trainer.num_devices)
-            verdict = TimeSpent.of(trainer.timing, self._samples_in_all, workers, cores).verdict()
-            if verdict:
-                trainer.print(verdict)
+            sentence = TimeSpent.of(trainer.timing, self._samples_in_all, workers, cores).sentence()
+            if sentence:
+                trainer.print(sentence)
 
     def _begin(self, trainer: Trainer) -> None:
         """Begin the row that is logged next."""

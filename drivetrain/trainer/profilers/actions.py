@@ -181,16 +181,16 @@ class Actions:
             self._is_open = False
             self.profiler.describe()
             if stage is Stage.TRAIN and self._trainer.is_global_zero:
-                self._print_verdict()
+                self._print_time_spent()
             self.profiler.teardown(stage.verb)
 
-    def _print_verdict(self) -> None:
+    def _print_time_spent(self) -> None:
         from drivetrain.trainer.profilers.simple import SimpleProfiler, time_spent
 
         trainer = self._trainer
         if isinstance(self.profiler, SimpleProfiler):
             spent = time_spent(trainer.timing, self.profiler, self._samples, self._workers, trainer.num_devices)
-            trainer.print(spent.verdict())
+            trainer.print(spent.sentence())
 
     def _count_steps(self, kind: str) -> float:
         current = self._trainer.current

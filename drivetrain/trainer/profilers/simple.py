@@ -11,10 +11,9 @@ from collections import defaultdict
 from collections.abc import MutableSequence, Sequence
 from dataclasses import replace
 
-from drivetrain.callbacks.report.run_facts import TimeSpent
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.host import cores_of_process
-from drivetrain.runtime.timing import Timing
+from drivetrain.runtime.timing import TimeSpent, Timing
 from drivetrain.trainer.profilers.base import Profiler
 
 _COLUMNS = ("Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")

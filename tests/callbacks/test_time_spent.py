@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import Callback, SpeedMonitor, Trainer
-from drivetrain.callbacks.report.run_facts import TimeSpent
+from drivetrain.runtime.timing import TimeSpent
 from tests.trainer.tasks import Weight
 
 MANY = 64  # cores
@@ -75,8 +75,8 @@ MANY = 64  # cores
         (TimeSpent(0), ""),
     ],
 )
-def test_a_verdict_names_what_takes_most(spent: TimeSpent, expected: str) -> None:
-    assert spent.verdict() == expected
+def test_a_sentence_names_what_takes_most(spent: TimeSpent, expected: str) -> None:
+    assert spent.sentence() == expected
 
 
 # Runs
@@ -130,7 +130,7 @@ class Idling(Callback):
 MEASURED = pytest.mark.parametrize("measured", ["simple", pytest.param("speed", marks=pytest.mark.slow)])
 
 
-def verdict_of(
+def sentence_of(
     measured: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: Any, loaders: list[Any], **options: Any
 ) -> str:
     """The last line but one of a run: the last is the run's own."""
@@ -157,14 +157,14 @@ def test_waiting_for_data_is_seen_with_its_rates(measured: str, tmp_path: Path, 
     data, task = Slow(200, 0.005), Sleeping(training=0.005)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports for seconds
     began = time.perf_counter()
-    verdict = verdict_of(measured, tmp_path, capsys, task, [DataLoader(data, batch_size=4)])
+    sentence = sentence_of(measured, tmp_path, capsys, task, [DataLoader(data, batch_size=4)])
     elapsed = time.perf_counter() - began
     found = re.match(
         r"(\d+) % of the step waits for data: the loader gives ([\d.]+) samples/s with 0 workers, "
         r"the model takes ([\d.,]+); try num_workers=(\d+)",
-        verdict,
+        sentence,
     )
-    assert found is not None, verdict
+    assert found is not None, sentence
     share, loads, takes, workers = (float(each.replace(",", "")) for each in found.groups())
     # The waiting is what the data set slept, and at most that and what neither of the two did.
     other = elapsed - data.slept - task.slept
@@ -177,20 +177,20 @@ def test_waiting_for_data_is_seen_with_its_rates(measured: str, tmp_path: Path, 
 @MEASURED
 def test_validation_is_seen(measured: str, tmp_path: Path, capsys: Any) -> None:
     loaders = [DataLoader(Slow(4, 0.0)), DataLoader(Slow(10, 0.0))]
-    verdict = verdict_of(measured, tmp_path, capsys, Sleeping(validating=0.03), loaders)
-    assert re.match(r"\d\d % of the time is validation", verdict), verdict
+    sentence = sentence_of(measured, tmp_path, capsys, Sleeping(validating=0.03), loaders)
+    assert re.match(r"\d\d % of the time is validation", sentence), sentence
 
 
 @pytest.mark.slow
 @MEASURED
 def test_a_model_that_computes_all_the_time_is_left_alone(measured: str, tmp_path: Path, capsys: Any) -> None:
-    verdict = verdict_of(measured, tmp_path, capsys, Sleeping(training=0.15), [DataLoader(Slow(6, 0.0))])
-    assert re.match(r"\d\d % of the time is the model's own", verdict), verdict
+    sentence = sentence_of(measured, tmp_path, capsys, Sleeping(training=0.15), [DataLoader(Slow(6, 0.0))])
+    assert re.match(r"\d\d % of the time is the model's own", sentence), sentence
 
 
 def test_a_profiler_names_the_slow_callback(tmp_path: Path, capsys: Any) -> None:
-    verdict = verdict_of("simple", tmp_path, capsys, Sleeping(), [DataLoader(Slow(10, 0.0))], callbacks=[Idling()])
-    assert re.match(r"\d\d % of the time is in Idling: ", verdict), verdict
+    sentence = sentence_of("simple", tmp_path, capsys, Sleeping(), [DataLoader(Slow(10, 0.0))], callbacks=[Idling()])
+    assert re.match(r"\d\d % of the time is in Idling: ", sentence), sentence
 
 
 class SavesSlowly(Sleeping):
@@ -209,8 +209,8 @@ class Saving(Callback):
 @pytest.mark.parametrize("measured", [pytest.param("simple", marks=pytest.mark.slow), "speed"])
 def test_saving_is_seen_and_no_wait_for_data(measured: str, tmp_path: Path, capsys: Any) -> None:
     saving = [Saving(tmp_path / "saves")]
-    verdict = verdict_of(measured, tmp_path, capsys, SavesSlowly(), [DataLoader(Slow(3, 0.0))], callbacks=saving)
-    assert re.match(r"\d\d % of the time is saving checkpoints", verdict), verdict
+    sentence = sentence_of(measured, tmp_path, capsys, SavesSlowly(), [DataLoader(Slow(3, 0.0))], callbacks=saving)
+    assert re.match(r"\d\d % of the time is saving checkpoints", sentence), sentence
 
 
 @pytest.mark.slow
