@@ -84,13 +84,9 @@ def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
     names = given.get("deepspeed_moe_layer_cls_names")
     if names:
         arguments["moe_layers"] = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-    for key, name in (
-        ("gradient_accumulation_steps", "gradient_accumulation_steps"),
-        ("gradient_clipping", "gradient_clipping"),
-    ):
-        value = given.get(key)
-        if value not in (None, "auto", "none"):
-            arguments[name] = float(value) if key == "gradient_clipping" else int(value)
+    for key, number in (("gradient_accumulation_steps", int), ("gradient_clipping", float)):
+        if given.get(key) not in (None, "auto", "none"):
+            arguments[key] = number(given[key])
     if given.get("zero3_init_flag") is not None:
         arguments["zero_init"] = _truth("zero3_init_flag", given["zero3_init_flag"])
     if given.get("zero3_save_16bit_model") is not None and arguments.get("stage", 3) == 3:

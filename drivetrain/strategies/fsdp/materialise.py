@@ -83,14 +83,12 @@ class Materialiser:
     Args:
         device: Where tensors are exchanged.
         rank: Of this process.
-        source: The rank that has the values.
         peers: Whether there are other processes.
     """
 
-    def __init__(self, device: torch.device, rank: int, peers: bool, source: int = 0) -> None:
+    def __init__(self, device: torch.device, rank: int, peers: bool) -> None:
         self._device, self._peers = device, peers
-        self._source = source
-        self._is_source = rank == source
+        self._is_source = rank == 0
 
     def fill(self, parameter: Tensor, value: Tensor | None) -> None:
         """Fill one parameter, whole or this process's shard, with the source's value.
@@ -105,7 +103,7 @@ class Materialiser:
         else:
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
         if self._peers:
-            dist.broadcast(whole, src=self._source)
+            dist.broadcast(whole, src=0)
         with torch.no_grad():
             if isinstance(parameter, DTensor):
                 parameter.to_local().copy_(whole[local_slices(parameter)])
@@ -140,7 +138,7 @@ class Materialiser:
                     )
                 if self._peers:
                     sent = buffer.detach().to(self._device).contiguous()
-                    dist.broadcast(sent, src=self._source)
+                    dist.broadcast(sent, src=0)
                     buffer.copy_(sent)
 
     def initialise(self, model: nn.Module, random_state: Tensor | None) -> None:

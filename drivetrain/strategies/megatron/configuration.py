@@ -570,12 +570,6 @@ class MegatronGroups:
         PartialState.registry()[_OWNER] = self
 
     @property
-    def data_group(self) -> dist.ProcessGroup:
-        """The processes over which gradients are averaged."""
-        group: dist.ProcessGroup = self._state.get_data_parallel_group(with_context_parallel=True)
-        return group
-
-    @property
     def stage_group(self) -> dist.ProcessGroup:
         """The stages of this process's pipeline."""
         group: dist.ProcessGroup = self._state.get_pipeline_model_parallel_group()
