@@ -89,7 +89,7 @@ def test_a_grid_is_the_launchers(launched: Any) -> None:
     ).strategy()
     assert (strategy.name, strategy.sizes.cp, strategy.sizes.dp_shard) == ("parallel", 2, 2)
     assert strategy.options.wrap == ["Linear"]
-    assert strategy._options.cp_attention == "ring"
+    assert strategy.cp_attention == "ring"
 
 
 def test_what_a_plugin_leaves_open_is_the_launchers(launched: Any) -> None:

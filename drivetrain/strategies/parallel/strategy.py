@@ -102,7 +102,7 @@ class Parallel(Strategy):
         _check_options(self.sizes, tp_plan, loss_parallel, stages, options)
         self._tp_plan, self._loss_parallel = tp_plan, loss_parallel
         self._cp_seq_dim, self._cp_load_balance = cp_seq_dim, cp_load_balance
-        self._cp_attention, self._cp_shard_batch = cp_attention, cp_shard_batch
+        self.cp_attention, self._cp_shard_batch = cp_attention, cp_shard_batch
         self._stage_options, self._sharding = stages, options
         self.options = FSDP(**options).options
         self.schedules_microbatches = pp > 1
@@ -153,7 +153,7 @@ class Parallel(Strategy):
             return Sequences()
         shard = SequenceShard(mesh.get_group(), mesh.get_local_rank(), mesh.size(), self._cp_load_balance)
         attention = SharedAttention(shard)
-        if self._cp_attention == "ring":
+        if self.cp_attention == "ring":
             if state.kind.name == "cpu":
                 raise ConfigurationError(
                     "cp_attention='ring' is torch's context_parallel, which has no kernels for the CPU. Use 'gather', "
