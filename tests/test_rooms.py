@@ -57,6 +57,18 @@ class Fit(drivetrain.Task):
 trainer = drivetrain.Trainer(max_epochs=1, accelerator="cpu", enable_progress_bar=False)
 trainer.fit(Fit(), DataLoader(TensorDataset(torch.ones(8, 2)), 4))
 trainer.save_checkpoint("last")
+try:
+    trainer.save_checkpoint("last.ckpt", format="lightning")
+    trainer.fit(Fit(), DataLoader(TensorDataset(torch.ones(8, 2)), 4), ckpt_path="last.ckpt")
+    assert drivetrain.checkpoint.is_checkpoint("last.ckpt")
+except drivetrain.ConfigurationError as error:
+    assert "drivetrain.compat.formats.lightning_file is not a part of this installation" in str(error), error
+    missing += [] if not importlib.util.find_spec("drivetrain.compat") else [str(error)]
+    torch.save({"state_dict": Fit().state_dict()}, "theirs.ckpt")
+    try:
+        drivetrain.import_checkpoint("theirs.ckpt", "ours")
+    except drivetrain.CheckpointError as error:
+        assert "The formats lightning, accelerate" in str(error) and "Install drivetrain again" in str(error), error
 print(json.dumps([missing, trainer.global_step, hasattr(drivetrain, "CSVLogger")]))
 """
 

@@ -415,15 +415,15 @@ def _check_replaceable(path: str) -> None:
         raise CheckpointError(f"{path} is not replaced by a checkpoint: it is a file that no run has written.")
 
 
-def remove(path: str, files: checkpoint.CheckpointFiles) -> None:
+def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
     """Remove a checkpoint, or a link to one; what cannot be removed stays, with a warning.
 
     Args:
         path: The path.
-        files: How the run keeps its checkpoints.
+        kept_in: How the run keeps its checkpoints.
     """
     try:
-        files.remove(path)
+        kept_in.remove(path)
     except (OSError, CheckpointError) as error:
         logger.warning(f"A checkpoint that nobody needs any more stays: {error}")
 
@@ -636,11 +636,10 @@ def _path(options: ModelCheckpoint, trainer: Trainer, name: str, own: Sequence[s
     path = os.path.join(options.dirpath or "", name)
     if not options.enable_version_counter:
         return path + options.FILE_EXTENSION
-    as_file = trainer.format_of_checkpoint(path, block=not options.async_save) == "lightning"
-    files = trainer.checkpoint_files
+    kept_in = trainer.checkpoint_format
 
     def may_replace(candidate: str) -> bool:
-        return candidate in own and files.may_replace(candidate, as_file)
+        return candidate in own and kept_in.may_replace(candidate, block=not options.async_save)
 
     return free_path(path, options.FILE_EXTENSION, may_replace, options.STARTING_VERSION)
 
@@ -738,12 +737,12 @@ class CheckpointWriter:
         if decision.last is not None:
             self.kept.last = decision.last
             self.kept.doomed += [decision.gone] if decision.gone else []
-        files = trainer.checkpoint_files
+        kept_in = trainer.checkpoint_format
         names = (decision.path, decision.last)
-        named_twice = None not in names and (self._links or files.has_second_names(directory))
+        named_twice = None not in names and (self._links or kept_in.has_second_names(directory))
 
         def follow_up() -> list[str]:
-            return self._follow_up(directory, decision, named_twice, files)
+            return self._follow_up(directory, decision, named_twice, kept_in)
 
         targets = [path for path in names if path is not None]
         if named_twice:
@@ -858,7 +857,7 @@ class CheckpointWriter:
             self.kept.forget(path)
 
     def _follow_up(
-        self, directory: str, decision: Decision, named_twice: bool, files: checkpoint.CheckpointFiles
+        self, directory: str, decision: Decision, named_twice: bool, kept_in: checkpoint.CheckpointFormat
     ) -> list[str]:
         """Do what can be done once the checkpoint is durable; returns what was removed."""
         if named_twice and decision.path is not None and decision.last is not None:
@@ -869,11 +868,11 @@ class CheckpointWriter:
         gone = list(self.kept.doomed)
         for path in gone:
             if path not in self._protected:
-                remove(path, files)
+                remove(path, kept_in)
         if self._limit is not None:
             beyond = surplus(directory, self._limit, self.kept.indispensable() | self._protected)
             for path in beyond:
-                remove(path, files)
+                remove(path, kept_in)
             gone += beyond
         return gone
 

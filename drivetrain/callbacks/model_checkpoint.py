@@ -402,12 +402,8 @@ class ModelCheckpoint(Callback):
             "elapsed": self._elapsed if self._timer is None else self._timer.elapsed,
         }
 
-    def lightning_state(self) -> dict[str, Any]:
-        """The state as Lightning's `ModelCheckpoint` keeps it, of the checkpoints that Lightning can open."""
-        return _to_lightning(self)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state_dict = _from_lightning(state_dict)
+        state_dict = _completed(state_dict)
         state = SavedAccount.of(state_dict)
         self._current_score = number(state_dict, "current_score", float, optional=True)
         self._validations, self._judged = number(state_dict, "validations", int), number(state_dict, "judged", int)
@@ -706,14 +702,10 @@ class OnExceptionCheckpoint(Callback):
         self._training = False
 
 
-# The state of Lightning's `ModelCheckpoint`, from its `.ckpt` files and for them
+def _completed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete a state that has the best checkpoints as a mapping from path to score, and no more than that.
 
-
-def _from_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state in the form of this package, where it is of Lightning; else as it is.
-
-    Args:
-        state: As it was saved. Nothing in it is trusted yet: what becomes of it is checked as any other.
+    Nothing in it is trusted yet: what becomes of it is checked as any other.
     """
     best = state.get("best_k_models")
     if not isinstance(best, Mapping):
@@ -721,7 +713,7 @@ def _from_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
     newest = state.get("best_model_path") or ""
     last = state.get("last_model_path") or ""
     score = state.get("current_score")
-    # Without a metric Lightning keeps its only checkpoint by its path alone.
+    # Without a metric such a state has its only checkpoint as a path alone.
     scores = [[path, _number(value)] for path, value in best.items()] or ([[newest, 0.0]] if newest else [])
     return {
         "best_k_models": scores,
@@ -742,37 +734,6 @@ def _from_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _to_lightning(callback: ModelCheckpoint) -> dict[str, Any]:
-    """The state as Lightning's `ModelCheckpoint` keeps it.
-
-    Of the checkpoints that were kept, no directories are named: Lightning does not open those of this package.
-
-    Args:
-        callback: The callback.
-    """
-    # One that is being written is not there yet.
-    files = {
-        path: torch.tensor(float(score)) for path, score in callback.kept_scores.items() if not os.path.isdir(path)
-    }
-    best, kth, last = (
-        "" if os.path.isdir(path) else path
-        for path in (callback.best_model_path, callback.kth_best_model_path, callback.last_model_path)
-    )
-    worst = torch.tensor(float("inf" if callback.mode == "min" else "-inf"))
-    score = callback.current_score
-    return {
-        "monitor": callback.monitor,
-        "best_model_score": callback.best_model_score if best else None,
-        "best_model_path": best,
-        "current_score": None if score is None else torch.tensor(float(score)),
-        "dirpath": callback.dirpath,
-        "best_k_models": files if callback.monitor is not None else {},
-        "kth_best_model_path": kth if callback.monitor is not None else "",
-        "kth_value": files.get(kth, worst) if callback.monitor is not None else worst,
-        "last_model_path": last,
-    }
-
-
 def _number(value: Any) -> Any:
-    """A number that was saved as a tensor; anything else as it is."""
+    """Return a number that was saved as a tensor, and anything else as it is."""
     return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -18,11 +18,10 @@ What is stable, all of it to be called on every process unless marked otherwise:
   `verify()`.
 - `clean_stale(root)` (one process): what dead runs left. Every save and every look for checkpoints does it too.
 - `consolidate(checkpoint, output, max_shard_size="5GB", dtype=None, module=None)` (one process): plain safetensors.
-- `sharded_model(directory, number)` finds the folder of shards that Accelerate's FSDP wrote, and
-  `consolidate_shards(directory, output)` (one process) makes plain safetensors of it.
-- `import_checkpoint(source, output)` (one process): what Accelerate's `save_state` or Lightning's Trainer wrote, as a
-  checkpoint of ours; `read_foreign(path, rank)` reads it as it is, and `read_shared(path, only)` whatever it is.
-- `write_lightning_file(path, shared, processes, ...)` (one process): the state of a run as a `.ckpt` of Lightning's.
+- `consolidate_shards(directory, output)` (one process): plain safetensors of what `torch.distributed.checkpoint` wrote.
+- `import_checkpoint(source, output)` (one process): what another tool wrote, as a checkpoint of ours.
+- `read_foreign(path, rank)` reads that as it is, and `read_shared(path, only)` whatever it is.
+- `CheckpointFormat`, `find_format(name)`: how the checkpoints of one tool are recognised, read and written.
 - `open_weights(source)` (one process): weights by name, wherever they are, read one at a time.
 
 `directory` and `root` are local paths or URLs of a file system of fsspec. Every failure is a `CheckpointError`.
@@ -38,7 +37,8 @@ from drivetrain.runtime.exports import load_export
 # most of a second to import, and most of what a run does needs none of them
 _EXPORTS = {
     "Checkpoint": "drivetrain.checkpoint.load",
-    "CheckpointFiles": "drivetrain.checkpoint.files",
+    "CheckpointFormat": "drivetrain.checkpoint.formats",
+    "find_format": "drivetrain.checkpoint.formats",
     "FoundCheckpoint": "drivetrain.checkpoint.discovery",
     "LoadReport": "drivetrain.checkpoint.load",
     "PendingSave": "drivetrain.checkpoint.queue",
@@ -50,11 +50,9 @@ _EXPORTS = {
     "describe_run_state": "drivetrain.checkpoint.run_state",
     "extra_place": "drivetrain.checkpoint.save",
     "holds_positions": "drivetrain.checkpoint.torch_files",
-    "import_checkpoint": "drivetrain.checkpoint.import_state",
-    "is_accelerate_state": "drivetrain.checkpoint.accelerate_format",
+    "import_checkpoint": "drivetrain.checkpoint.run_state",
     "is_checkpoint": "drivetrain.checkpoint.run_state",
-    "key_here": "drivetrain.checkpoint.lightning_keys",
-    "lightning_content": "drivetrain.checkpoint.lightning_file",
+    "key_here": "drivetrain.checkpoint.formats",
     "is_sharded": "drivetrain.checkpoint.export",
     "list_checkpoints": "drivetrain.checkpoint.discovery",
     "load_over_processes": "drivetrain.checkpoint.export",
@@ -63,24 +61,21 @@ _EXPORTS = {
     "named_by_position": "drivetrain.checkpoint.torch_files",
     "newest_checkpoint": "drivetrain.checkpoint.discovery",
     "open_weights": "drivetrain.checkpoint.export",
-    "packed": "drivetrain.checkpoint.lightning_extras",
-    "read_accelerate_state": "drivetrain.checkpoint.accelerate_format",
-    "read_foreign": "drivetrain.checkpoint.foreign",
-    "read_processes": "drivetrain.checkpoint.foreign",
-    "read_shared": "drivetrain.checkpoint.foreign",
+    "packed": "drivetrain.checkpoint.tree",
+    "read_foreign": "drivetrain.checkpoint.formats",
+    "read_processes": "drivetrain.checkpoint.run_state",
+    "read_shared": "drivetrain.checkpoint.run_state",
     "remove_checkpoint": "drivetrain.checkpoint.run_state",
     "save_pickled_weights": "drivetrain.checkpoint.export",
     "save_queue": "drivetrain.checkpoint.queue",
     "save_run_state": "drivetrain.checkpoint.run_state",
     "save_safetensors": "drivetrain.checkpoint.export",
-    "sharded_model": "drivetrain.checkpoint.accelerate_format",
     "with_tied": "drivetrain.checkpoint.export",
-    "write_lightning_content": "drivetrain.checkpoint.lightning_file",
 }
 
 __all__ = [
     "Checkpoint",
-    "CheckpointFiles",
+    "CheckpointFormat",
     "FoundCheckpoint",
     "LoadReport",
     "PendingSave",
@@ -91,13 +86,12 @@ __all__ = [
     "consolidate_shards",
     "describe_run_state",
     "extra_place",
+    "find_format",
     "holds_positions",
     "import_checkpoint",
-    "is_accelerate_state",
     "is_checkpoint",
     "is_sharded",
     "key_here",
-    "lightning_content",
     "list_checkpoints",
     "load_over_processes",
     "load_run_state",
@@ -106,7 +100,6 @@ __all__ = [
     "newest_checkpoint",
     "open_weights",
     "packed",
-    "read_accelerate_state",
     "read_foreign",
     "read_processes",
     "read_shared",
@@ -115,9 +108,7 @@ __all__ = [
     "save_queue",
     "save_run_state",
     "save_safetensors",
-    "sharded_model",
     "with_tied",
-    "write_lightning_content",
 ]
 
 
@@ -126,9 +117,6 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint.accelerate_format import is_accelerate_state as is_accelerate_state
-    from drivetrain.checkpoint.accelerate_format import read_accelerate_state as read_accelerate_state
-    from drivetrain.checkpoint.accelerate_format import sharded_model as sharded_model
     from drivetrain.checkpoint.discovery import FoundCheckpoint as FoundCheckpoint
     from drivetrain.checkpoint.discovery import checkpoint_at as checkpoint_at
     from drivetrain.checkpoint.discovery import list_checkpoints as list_checkpoints
@@ -141,15 +129,10 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.export import save_pickled_weights as save_pickled_weights
     from drivetrain.checkpoint.export import save_safetensors as save_safetensors
     from drivetrain.checkpoint.export import with_tied as with_tied
-    from drivetrain.checkpoint.files import CheckpointFiles as CheckpointFiles
-    from drivetrain.checkpoint.foreign import read_foreign as read_foreign
-    from drivetrain.checkpoint.foreign import read_processes as read_processes
-    from drivetrain.checkpoint.foreign import read_shared as read_shared
-    from drivetrain.checkpoint.import_state import import_checkpoint as import_checkpoint
-    from drivetrain.checkpoint.lightning_extras import packed as packed
-    from drivetrain.checkpoint.lightning_file import lightning_content as lightning_content
-    from drivetrain.checkpoint.lightning_file import write_lightning_content as write_lightning_content
-    from drivetrain.checkpoint.lightning_keys import key_here as key_here
+    from drivetrain.checkpoint.formats import CheckpointFormat as CheckpointFormat
+    from drivetrain.checkpoint.formats import find_format as find_format
+    from drivetrain.checkpoint.formats import key_here as key_here
+    from drivetrain.checkpoint.formats import read_foreign as read_foreign
     from drivetrain.checkpoint.load import Checkpoint as Checkpoint
     from drivetrain.checkpoint.load import LoadReport as LoadReport
     from drivetrain.checkpoint.load import compare_states as compare_states
@@ -158,10 +141,14 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.queue import SaveQueue as SaveQueue
     from drivetrain.checkpoint.queue import save_queue as save_queue
     from drivetrain.checkpoint.run_state import describe_run_state as describe_run_state
+    from drivetrain.checkpoint.run_state import import_checkpoint as import_checkpoint
     from drivetrain.checkpoint.run_state import is_checkpoint as is_checkpoint
     from drivetrain.checkpoint.run_state import load_run_state as load_run_state
+    from drivetrain.checkpoint.run_state import read_processes as read_processes
+    from drivetrain.checkpoint.run_state import read_shared as read_shared
     from drivetrain.checkpoint.run_state import remove_checkpoint as remove_checkpoint
     from drivetrain.checkpoint.run_state import save_run_state as save_run_state
     from drivetrain.checkpoint.save import extra_place as extra_place
     from drivetrain.checkpoint.torch_files import holds_positions as holds_positions
     from drivetrain.checkpoint.torch_files import named_by_position as named_by_position
+    from drivetrain.checkpoint.tree import packed as packed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from drivetrain.checkpoint.lightning_file import extras_at
+from drivetrain.checkpoint.formats import written_file
 from drivetrain.checkpoint.load import Checkpoint
 from drivetrain.checkpoint.manifest import Manifest, clean_stale
 from drivetrain.checkpoint.peers import Failure, Peers
@@ -185,10 +185,10 @@ def _found(path: str, manifest: Manifest) -> FoundCheckpoint:
 
 def _file_at(path: str) -> FoundCheckpoint | None:
     """The file in Lightning's format that this package has written under a path, if there is one."""
-    extras = extras_at(path)
-    if extras is None:
+    file = written_file(path)
+    if file is None:
         return None
-    return FoundCheckpoint(path, extras.step, extras.saved_at, extras.world_size, extras.finite_loss, is_file=True)
+    return FoundCheckpoint(path, file.step, file.saved_at, file.world_size, file.finite_loss, is_file=True)
 
 
 def _age(one: FoundCheckpoint) -> tuple[float, float]:

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
-from drivetrain.checkpoint.lightning_format import is_lightning_checkpoint, read_lightning_state
+from drivetrain.checkpoint.formats import formats
 from drivetrain.checkpoint.load import Checkpoint
-from drivetrain.checkpoint.manifest import encoded, in_schema
+from drivetrain.checkpoint.manifest import encoded, has_manifest, in_schema
 from drivetrain.checkpoint.run_state import is_checkpoint
 from drivetrain.checkpoint.safetensors_file import (
     Entry,
@@ -114,16 +114,19 @@ def consolidate(
         consolidate("checkpoints/step_7", "exported", dtype="bfloat16")
         ```
     """
-    if is_lightning_checkpoint(checkpoint):
-        found = weights_below(_weights_in_file(checkpoint, model, parse_dtype(dtype)), module, os.fspath(checkpoint))
-        return save_safetensors(found, output, max_shard_size, overwrite=overwrite, progress=progress)
+    if not has_manifest(*storage_of(checkpoint)):
+        options: dict[str, Any] = {"model": model, "module": module, "overwrite": overwrite, "progress": progress}
+        for each in formats():
+            files = each.merge(checkpoint, output, max_shard_size, dtype, **options)
+            if files is not None:
+                return files
     opened = Checkpoint(checkpoint)
     names = weights_below(model_keys(opened, model), module, opened.directory)
     target = parse_dtype(dtype)
-    files = sorted({place.file for key in names.values() for place in _places(opened, key)})
-    opened.tensors.check_headers(files)
+    places = sorted({place.file for key in names.values() for place in _places(opened, key)})
+    opened.tensors.check_headers(places)
     if verify:
-        opened.verify(files)
+        opened.verify(places)
     sources: list[Source] = []
     aliases: dict[str, str] = {}
     first: dict[str, str] = {}
@@ -261,21 +264,6 @@ def model_keys(checkpoint: Checkpoint, model: int | None = None) -> dict[str, st
     }
     if not found:
         raise CheckpointError(f"{checkpoint.directory} holds a model without weights.")
-    return found
-
-
-def _weights_in_file(path: str | os.PathLike[str], model: int | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The weights in a file of Lightning's, which holds one model. Tied ones stay one tensor."""
-    if model:
-        raise CheckpointError(f"{os.fspath(path)} holds 1 model, so there is no model {model}. Leave that out.")
-    [state] = read_lightning_state(path)[0]["engine"]["models"]
-    made: dict[tuple[Any, ...], Tensor] = {}
-    found = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            identity = (value.data_ptr(), value.dtype, value.shape, value.stride())
-            converted = value.to(dtype) if dtype is not None and value.is_floating_point() else value
-            found[name] = made.setdefault(identity, converted)
     return found
 
 

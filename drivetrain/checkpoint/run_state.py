@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 
 from drivetrain.checkpoint.discovery import whole_beside
-from drivetrain.checkpoint.lightning_file import extras_at
+from drivetrain.checkpoint.formats import read_foreign, written_file
 from drivetrain.checkpoint.load import Checkpoint, Verify
-from drivetrain.checkpoint.manifest import check_is_checkpoint, has_manifest
+from drivetrain.checkpoint.manifest import check_is_checkpoint, has_manifest, in_schema
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.queue import PendingSave, save_queue
 from drivetrain.checkpoint.save import SHARED_FILE
 from drivetrain.checkpoint.shards import INDEX
 from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
 from drivetrain.checkpoint.tree import unpack
-from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from drivetrain.runtime.state import PartialState
 
 
@@ -136,7 +137,7 @@ def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
     """
     storage, path = storage_of(directory)
     if isinstance(storage, LocalStorage) and os.path.isfile(path):
-        return extras_at(path) is not None
+        return written_file(path) is not None
     return has_manifest(storage, path)
 
 
@@ -158,7 +159,7 @@ def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | N
     try:
         if not storage.exists(path):
             return
-        if isinstance(storage, LocalStorage) and extras_at(path) is not None:
+        if isinstance(storage, LocalStorage) and written_file(path) is not None:
             os.unlink(path)
             return
         check_is_checkpoint(storage, path, "is not removed")
@@ -200,3 +201,88 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
 
     tree: dict[str, Any] = unpack(checkpoint.packed(), without_values, path)
     return tree
+
+
+# Checkpoints of this package or of another tool, read alone
+
+
+def read_processes(path: str | os.PathLike[str]) -> tuple[int, Callable[[int], Any]]:
+    """How many processes wrote a checkpoint of this package, and a function that reads what each kept of its own.
+
+    Args:
+        path: The directory, the file in Lightning's format, or the URL.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint of this package.
+    """
+    storage, place = storage_of(path)
+    file = written_file(os.path.realpath(place)) if isinstance(storage, LocalStorage) else None
+    if file is not None:
+        return file.world_size, file.own
+    written = Checkpoint(path, verify="size")
+    return written.manifest.world_size, written.own
+
+
+def read_shared(
+    path: str | os.PathLike[str] | BinaryIO,
+    only: Collection[str] | None = None,
+    objects: bool = False,
+    given: Collection[str] | None = (),
+) -> dict[str, Any]:
+    """Read the shared state of a checkpoint, whichever tool wrote it, alone.
+
+    Args:
+        path: The checkpoint.
+        only: The entries that are wanted; others may be there, too.
+        objects: Whether objects in a file of Lightning's are unpickled, which runs whatever code it holds.
+        given: The hyper-parameters that are not needed; see `read_foreign`.
+
+    Returns:
+        The state in the schema of `drivetrain.checkpoint.manifest`.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint, or it cannot be read.
+    """
+    foreign = read_foreign(path, objects=objects, given=given)
+    if foreign is not None:
+        return foreign[0]
+    assert not hasattr(path, "read")
+    return in_schema(load_run_state(path, only=only)[0])
+
+
+def import_checkpoint(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> str:
+    """Convert what Hugging Face Accelerate's `save_state` wrote, also in FSDP's shards, or a `.ckpt` of Lightning's.
+
+    For one process. `Accelerator.load_state` and `Trainer.fit(resume=...)` take the result. Nothing in the files is
+    executed. Of random states that of the main process is kept, for a run of one process; Lightning saves none.
+
+    Args:
+        source: The directory that Accelerate wrote, or the file of Lightning's or its folder of shards.
+        output: The new checkpoint's directory, which must not be there yet.
+
+    Returns:
+        `output`.
+
+    Raises:
+        CheckpointError: `source` is neither, or a file cannot be read.
+        ConfigurationError: `output` is there already.
+
+    Example:
+        ```text
+        import_checkpoint("accelerate/step_1000", "run/step_1000")
+        ```
+    """
+    found = read_foreign(source)
+    if found is None:
+        raise CheckpointError(
+            f"{os.fspath(source)} is not a checkpoint of Accelerate's save_state, since there is no "
+            "random_states_0.pkl, and no file of Lightning's."
+        )
+    if Path(output).exists():
+        raise ConfigurationError(
+            f"{os.fspath(output)} is there already. Name a new directory, or remove it.", code="DT-009"
+        )
+    shared, own = found
+    step = shared["driver"].get("progress", {}).get("global_step")
+    save_run_state(output, shared, own or {}, PartialState(cpu=True), step=step, block=True)
+    return os.fspath(output)

@@ -58,6 +58,20 @@ def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
     return packer.pack(tree, prefix), packer.tensors
 
 
+def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """State as plain values and one flat dict of tensors on the CPU.
+
+    Args:
+        state: Nested dicts and lists of plain values and tensors.
+        path: Where it is, for messages.
+
+    Raises:
+        CheckpointError: Something in it is neither.
+    """
+    tree, tensors = pack(dict(state), path)
+    return {"tree": tree, "tensors": {name: tensor.cpu() for name, tensor in tensors.items()}}
+
+
 def unpack(packed: Any, tensor_of: Callable[[str], Tensor], source: str = "The state") -> Any:
     """Put a tree together again. Only what `pack` may have written is taken.
 

@@ -50,20 +50,13 @@ def merge_weights(
     CHECKPOINT may also be what Accelerate's FSDP has saved in shards (its pytorch_model_fsdp_0, or the folder that
     this is in), or what DeepSpeed's engine has written itself. Nothing in their files is executed.
     """
-    from drivetrain.checkpoint import consolidate, consolidate_shards, is_checkpoint, sharded_model
-    from drivetrain.checkpoint.deepspeed_shards import deepspeed_folder
-    from drivetrain.strategies.registry import strategy_class
+    from drivetrain.checkpoint import consolidate
 
     if remove_checkpoint_dir:
         _check_removable(checkpoint, output)
     options: dict[str, Any] = {"module": module, "overwrite": overwrite, "progress": True}
-    shards = None if is_checkpoint(checkpoint) else sharded_model(checkpoint, model)
     if base is not None:
         files = _with_adapters(checkpoint, base, output, max_shard_size, dtype, model=model, **options)
-    elif deepspeed_folder(checkpoint) is not None:
-        files = strategy_class("deepspeed").merge_native(checkpoint, output, max_shard_size, dtype, **options)
-    elif shards is not None:
-        files = consolidate_shards(shards, output, max_shard_size, dtype, **options)
     else:
         files = consolidate(
             checkpoint,

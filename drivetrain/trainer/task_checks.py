@@ -251,7 +251,7 @@ def check_saved_states(trainer: Trainer) -> None:
             something else than plain values and tensors; its place and type are named.
     """
     saving = [each for each in trainer.callbacks if each.saves_checkpoints]
-    if trainer.pickles or all(getattr(each, "save_weights_only", False) for each in saving):
+    if trainer.checkpoint_format.keeps_objects or all(getattr(each, "save_weights_only", False) for each in saving):
         return
     prepared = trainer.accelerator.prepared
     own = [owner for owner in (*trainer.callbacks, trainer.datamodule, *prepared.registered) if owner is not None]

@@ -61,8 +61,7 @@ from drivetrain.trainer.prepared_task import TaskRun
 from drivetrain.trainer.profilers.actions import Actions
 from drivetrain.trainer.profilers.base import SAVE, Profiler
 from drivetrain.trainer.setup import init_module
-from drivetrain.trainer.state.lightning_save import save_in_format
-from drivetrain.trainer.state.saved_run import SavedRun, asked_to_resume, find_checkpoint, moment_of
+from drivetrain.trainer.state.saved_run import DIRECTORIES, SavedRun, asked_to_resume, find_checkpoint, moment_of
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.tuning.tuner import Tuning
 
@@ -226,19 +225,10 @@ class TrainerStatus:
         """Whether this is the main process."""
         return self.accelerator.is_main_process
 
-    def format_of_checkpoint(self, filepath: str | os.PathLike[str], block: bool = True) -> str:
-        """The format in which `save_checkpoint` writes where none is given: `"drivetrain"`.
-
-        Args:
-            filepath: Where to.
-            block: Whether it is written at once.
-        """
-        return "drivetrain"
-
     @property
-    def checkpoint_files(self) -> checkpoint.CheckpointFiles:
-        """How checkpoints in Lightning's format are written, read and removed."""
-        return checkpoint.CheckpointFiles()
+    def checkpoint_format(self) -> checkpoint.CheckpointFormat:
+        """How the checkpoints of runs are kept: as directories. Override it to keep them in another way."""
+        return DIRECTORIES
 
     @property
     def refuses_unknown_keys(self) -> bool:
@@ -269,16 +259,6 @@ class TrainerStatus:
     def gathers_predictions(self) -> bool:
         """Whether `predict` returns the predictions of all processes; else each gets those of its own batches."""
         return True
-
-    @property
-    def pickles(self) -> bool:
-        """Whether objects that hooks add to a checkpoint are pickled into a file of Lightning's; else refused."""
-        return False
-
-    @property
-    def unpickles(self) -> bool:
-        """Whether objects in a file of Lightning's are unpickled; else it is refused."""
-        return False
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process, through the progress bar if there is one."""
@@ -732,8 +712,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.task_run.set_up(task, Stage.TRAIN)
         task_checks.check_hooks(self, task, self.datamodule)
         if self.checkpoint_callbacks:
+            keeps_objects = self.checkpoint_format.keeps_objects
             for owner in filter(None, (task, self.datamodule)):
-                storable(without_modules(owner.hparams), self.pickles)  # raises here rather than at the first save
+                storable(without_modules(owner.hparams), keeps_objects)  # raises here rather than at the first save
         guarded = any(callback.guards_values for callback in self.callbacks)
         self.finiteness = Finiteness(is_watched=not (guarded or self.barebones))
         with self.accelerator.precision.init_context(), self.strategy.init_context():
@@ -953,7 +934,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
                 is raised at the next step, by several processes at the one that they agree on within about a second;
                 `fit` waits for it at its end.
             format: `"drivetrain"` writes a directory, and `"lightning"` a `.ckpt` file that Lightning opens, also
-                where the weights are sharded; `format_of_checkpoint` decides if None.
+                if the weights are sharded; `checkpoint_format` decides if None.
 
         Returns:
             The save; done already where `block` is set.
@@ -972,7 +953,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         with self.timing.span(CHECKPOINT), self.logged.forbidden(SAVING):
             if not block:
                 self.saves = self.accelerator.save_queue
-            return self.actions.watch(SAVE, save_in_format)(self, filepath, weights_only, block, format)
+            chosen = next((each for each in (self.checkpoint_format, DIRECTORIES) if format in (None, each.name)), None)
+            save = (chosen or checkpoint.find_format(str(format))).save
+            return self.actions.watch(SAVE, save)(self, filepath, weights_only, block)
 
     def shown_to_hooks(self, state: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
         """What `on_save_checkpoint` and `on_load_checkpoint` run in; override it to show them other names.

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from drivetrain import FSDP, Accelerator, CheckpointError, load_checkpoint_in_model
-from drivetrain.checkpoint import read_accelerate_state
+from drivetrain.checkpoint import read_foreign
 from drivetrain.cli.main import cli
 from tests.pool import run_in_processes
 
@@ -151,10 +151,10 @@ def test_nothing_in_a_file_is_executed(tmp_path, name):
     written(tmp_path / "theirs")
     torch.save(Harm(tmp_path / "harmed"), tmp_path / "theirs" / name)
     if name == "sampler.bin":
-        read_accelerate_state(tmp_path / "theirs")
+        read_foreign(tmp_path / "theirs")
     else:
         with pytest.raises(CheckpointError, match=f"{name} holds more than tensors"):
-            read_accelerate_state(tmp_path / "theirs")
+            read_foreign(tmp_path / "theirs")
     assert not (tmp_path / "harmed").exists()
 
 
@@ -166,7 +166,7 @@ class Sampler:
 def test_a_sampler_s_epoch_is_read_without_its_class(tmp_path):
     written(tmp_path / "theirs")
     torch.save(Sampler(), tmp_path / "theirs" / "sampler.bin")
-    shared, _ = read_accelerate_state(tmp_path / "theirs")
+    shared, _ = read_foreign(tmp_path / "theirs")
     assert shared["engine"]["loaders"][0]["epoch"] == 5
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from drivetrain import FSDP, Accelerator, CheckpointError
-from drivetrain.checkpoint import read_accelerate_state
+from drivetrain.checkpoint import read_foreign
 from drivetrain.cli.main import cli
 from tests.pool import run_in_processes
 
@@ -122,7 +122,7 @@ def test_their_shards_become_plain_weights(theirs: Path, tmp_path: Path, below: 
     arguments = ["merge-weights", str(theirs / below), str(tmp_path / "out"), "--dtype", "bfloat16"]
     result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    expected = read_accelerate_state(theirs)[0]["engine"]["models"][0]
+    expected = read_foreign(theirs)[0]["engine"]["models"][0]
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -134,7 +134,7 @@ def test_the_function_of_scripts_merges_them_too(theirs: Path, tmp_path: Path, b
     from drivetrain.compat.accelerate.utils import merge_fsdp_weights
 
     merge_fsdp_weights(shutil.copytree(theirs, tmp_path / "run") / below, tmp_path / "out", remove_checkpoint_dir=True)
-    expected = read_accelerate_state(theirs)[0]["engine"]["models"][0]
+    expected = read_foreign(theirs)[0]["engine"]["models"][0]
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -154,7 +154,7 @@ def test_what_the_description_holds_is_not_executed(theirs: Path, tmp_path: Path
     shutil.copytree(theirs, tmp_path / "theirs")
     (tmp_path / "theirs" / part / ".metadata").write_bytes(pickle.dumps(Harm(tmp_path / "harmed")))
     with pytest.raises(CheckpointError, match=r"\.metadata holds more than torch's description .*: posix\.mkdir"):
-        read_accelerate_state(tmp_path / "theirs")
+        read_foreign(tmp_path / "theirs")
     assert not (tmp_path / "harmed").exists()
 
 
@@ -164,7 +164,7 @@ def test_nor_is_what_a_shard_holds(tmp_path: Path) -> None:
     shutil.rmtree(folder)
     dcp.save({"optimizer": {"param_groups": [Harm(tmp_path / "harmed")]}}, checkpoint_id=folder)
     with pytest.raises(CheckpointError, match=r"distcp holds more than tensors and plain values"):
-        read_accelerate_state(tmp_path / "theirs")
+        read_foreign(tmp_path / "theirs")
     assert not (tmp_path / "harmed").exists()
 
 
@@ -190,14 +190,14 @@ def test_damage_is_named(theirs: Path, tmp_path: Path, damage: Any, message: str
     shutil.copytree(theirs, tmp_path / "theirs")
     damage(tmp_path / "theirs" / "pytorch_model_fsdp_0" / "__0_0.distcp")
     with pytest.raises(CheckpointError, match=message):
-        read_accelerate_state(tmp_path / "theirs")
+        read_foreign(tmp_path / "theirs")
 
 
 def test_a_local_state_dict_is_refused_by_name(theirs: Path, tmp_path: Path) -> None:
     shutil.copytree(theirs, tmp_path / "theirs")
     (tmp_path / "theirs" / "pytorch_model_fsdp_rank0.bin").touch()
     with pytest.raises(CheckpointError, match=r"pytorch_model_fsdp_rank0.bin.*SHARDED_STATE_DICT or FULL_STATE_DICT"):
-        read_accelerate_state(tmp_path / "theirs")
+        read_foreign(tmp_path / "theirs")
 
 
 def saved_by_two(folder: str) -> list[float]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator, Callback, CheckpointError, ModelCheckpoint, Trainer
-from drivetrain.checkpoint import Checkpoint
+from drivetrain.checkpoint import Checkpoint, CheckpointFormat, find_format
 from drivetrain.checkpoint.discovery import checkpoint_at
 from drivetrain.runtime.collectives import gather_object
 from tests.callbacks.guarded import Regression, train
@@ -180,8 +180,9 @@ class FailAtEachCall(Callback):
 class WritesFiles(Trainer):
     """Its checkpoints are files in Lightning's format."""
 
-    def format_of_checkpoint(self, filepath: str | os.PathLike[str], block: bool = True) -> str:
-        return "lightning"
+    @property
+    def checkpoint_format(self) -> CheckpointFormat:
+        return find_format("lightning")
 
 
 def keep_on_a_failing_disk(

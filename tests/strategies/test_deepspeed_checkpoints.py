@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from drivetrain import DDP, CheckpointError, DeepSpeed
-from drivetrain.checkpoint import load_run_state, read_accelerate_state
+from drivetrain.checkpoint import load_run_state, read_foreign
 from drivetrain.cli.main import cli
 from tests.shared_runs import SharedRuns
 from tests.strategies.deepspeed_models import EXACT, NEEDS_DEEPSPEED, STAGES, Loop, assert_all_below, furthest
@@ -140,7 +140,7 @@ def test_and_is_converted_without_deepspeed_and_without_executing_it(result_of, 
     hidden = "import sys; sys.modules['deepspeed'] = None; from drivetrain.cli.main import cli; cli()"
     command = [sys.executable, "-c", hidden, "import-checkpoint", str(source), str(tmp_path / "ours")]
     subprocess.run(command, check=True, timeout=120)
-    whole, _ = read_accelerate_state(source)
+    whole, _ = read_foreign(source)
     saved, _ = load_run_state(tmp_path / "ours")
     for one, other in zip(whole["engine"]["optimizers"], saved["engine"]["optimizers"], strict=True):
         assert one["param_groups"] == other["param_groups"]
@@ -150,11 +150,11 @@ def test_and_is_converted_without_deepspeed_and_without_executing_it(result_of, 
     shutil.copytree(source, harmful)
     torch.save(Harm(tmp_path / "harmed"), next((harmful / "pytorch_model").glob("*rank_1*optim_states.pt")))
     with pytest.raises(CheckpointError, match=r"optim_states\.pt holds more than tensors and plain values"):
-        read_accelerate_state(harmful)
+        read_foreign(harmful)
     assert not (tmp_path / "harmed").exists()
     next((harmful / "pytorch_model").glob("*rank_1*optim_states.pt")).unlink()
     with pytest.raises(CheckpointError, match="holds the files of 1 of the 2 processes"):
-        read_accelerate_state(harmful)
+        read_foreign(harmful)
 
 
 class Harm:

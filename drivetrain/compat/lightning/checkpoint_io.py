@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from drivetrain.checkpoint import write_lightning_content
 from drivetrain.checkpoint.torch_files import plain_classes
+from drivetrain.compat.formats.lightning_file import write_lightning_content
 from drivetrain.compat.lightning.unpickling import is_asked_for
 from drivetrain.runtime.errors import ArgumentTypeError
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.checkpoint.deepspeed_shards import DeepSpeedShards, deepspeed_folder, read_deepspeed
 from drivetrain.checkpoint.export import parse_dtype, save_safetensors, weights_below
 from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.strategies.base import ModelState, StateDict, Topology, check_groups
 from drivetrain.strategies.deepspeed.engine import Engines, TrainedModel
+from drivetrain.strategies.deepspeed.shards import DeepSpeedShards, deepspeed_folder, read_deepspeed
 
 # A model's weights and an optimizer's state under the names of the bare model, whole, in and out of an engine
 

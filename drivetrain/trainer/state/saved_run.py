@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from drivetrain import checkpoint
 from drivetrain.accelerator.run_state import Moment
 from drivetrain.callbacks.base import Callback
+from drivetrain.checkpoint.formats import CheckpointFormat
 from drivetrain.checkpoint.manifest import LOSS_IS_FINITE, process_in_schema
 from drivetrain.data import CombinedLoader, PreparedLoader
 from drivetrain.runtime.collectives import broadcast_object_list, gather_object
@@ -241,6 +242,7 @@ def save_run(
     weights_only: bool = False,
     block: bool = True,
     write: Callable[..., PendingSave] | None = None,
+    keeps_objects: bool = False,
 ) -> PendingSave:
     """Write a checkpoint of a Trainer's run; call it on all processes.
 
@@ -250,6 +252,7 @@ def save_run(
         weights_only: Leave out everything but weights and hyper-parameters.
         block: Whether to return only when it is durable.
         write: What writes the state, with the arguments of `RunState.write`; that itself if None.
+        keeps_objects: Whether `write` takes objects among the hyper-parameters, which no directory holds.
     """
     placed = trainer.task_run
     task = placed.task
@@ -268,7 +271,6 @@ def save_run(
     weights_only = weights_only or is_evaluated
     committed = Committed(task, trainer.logged, trainer.progress) if loop is None else loop.batches.committed
     moment, number = moment_of(trainer), _number_of(placed.model, run.prepared.models)
-    keeps_objects = write is not None and trainer.pickles  # which no directory holds
     with committed.buffers_restored():
         if is_evaluated and placed.model is not None:
             engine = run.engine_of(placed.model)
@@ -285,6 +287,18 @@ def save_run(
             own |= committed.state_dict()
         step = trainer.progress.global_step
         return (write or run.write)(directory, engine, driver, own, step=step, block=block, moment=moment)
+
+
+class Directories(CheckpointFormat):
+    """Checkpoints of this package: one directory for each, of all processes."""
+
+    name = "drivetrain"
+
+    def save(self, trainer: Trainer, path: str | os.PathLike[str], weights_only: bool, block: bool) -> PendingSave:
+        return save_run(trainer, path, weights_only, block)
+
+
+DIRECTORIES = Directories()
 
 
 def _watched(trainer: Trainer, data: DataModule, name: str) -> Callable[..., Any]:
@@ -358,8 +372,9 @@ class SavedRun:
         run = trainer.accelerator.run_state
         self._strict: bool = trainer.task is None or trainer.task.strict_loading
         whole = self._hooks_see_weights() or not self._strict
-        content = trainer.checkpoint_files.read(directory)
-        self._saved = run.open(directory, whole=whole, objects=trainer.unpickles, content=content)
+        kept_in = trainer.checkpoint_format
+        content = kept_in.content(directory)
+        self._saved = run.open(directory, whole=whole, objects=kept_in.makes_objects, content=content)
         self._entries = self._saved.driver
         run.keep({name: value for name, value in self._entries.items() if name not in ENTRIES})
         layout = layout_of(trainer.strategy)
@@ -409,7 +424,7 @@ class SavedRun:
             for callback in trainer.callbacks:
                 callback.on_load_checkpoint(trainer, trainer.task, shown)
         self._entries = take_back(state, engine, number)
-        # Lightning spells keys in another way than this package.
+        # Other tools spell keys in another way.
         callbacks = {checkpoint.key_here(key): state for key, state in self._entries.get("callbacks", {}).items()}
         unknown = set(callbacks) - {checkpoint.key_here(callback.state_key) for callback in trainer.callbacks}
         if unknown:

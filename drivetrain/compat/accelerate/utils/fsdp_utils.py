@@ -27,6 +27,7 @@ from drivetrain.compat.accelerate.utils.constants import (
     WEIGHTS_NAME,
 )
 from drivetrain.compat.accelerate.utils.modeling import is_peft_model
+from drivetrain.compat.formats.accelerate import sharded_model
 
 if TYPE_CHECKING:
     from drivetrain.compat.accelerate.accelerator import Accelerator
@@ -221,7 +222,7 @@ def _part(state: Mapping[str, Any], adapter_only: bool) -> dict[str, Any]:
 
 def _weights_in(directory: str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:
     """The first model's weights in a checkpoint, or in a folder of shards of `torch.distributed.checkpoint`."""
-    folder = None if checkpoint.is_checkpoint(directory) else checkpoint.sharded_model(directory)
+    folder = None if checkpoint.is_checkpoint(directory) else sharded_model(directory)
     if folder is None:
         weights: Mapping[str, torch.Tensor] = _read(directory)["models"][0]
         return weights

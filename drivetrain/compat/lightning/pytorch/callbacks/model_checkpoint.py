@@ -11,7 +11,8 @@ from torch import Tensor
 
 from drivetrain.callbacks import ModelCheckpoint as CoreModelCheckpoint
 from drivetrain.callbacks.step_schedule import decide_on_main_process
-from drivetrain.checkpoint.lightning_keys import key_there
+from drivetrain.compat.formats.lightning import key_there
+from drivetrain.compat.formats.lightning_file import model_checkpoint_state
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.pytorch.callbacks.checkpoint import Checkpoint
 from drivetrain.compat.lightning.pytorch.loggers.logger import Logger
@@ -316,7 +317,7 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
     def lightning_state(self) -> dict[str, Any]:
         """The state as Lightning's `ModelCheckpoint` keeps it."""
         return {
-            **super().lightning_state(),
+            **model_checkpoint_state(self),
             **{name: self.set_by_hand[name] for name in _SAVED if name in self.set_by_hand},
         }
 

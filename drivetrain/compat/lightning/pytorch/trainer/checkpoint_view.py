@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from drivetrain.checkpoint.lightning_loops import loops_of
+from drivetrain.compat.formats.lightning import loops_of
 from drivetrain.compat.lightning.version import VERSION
 from drivetrain.trainer.data_module import ENTRIES
 

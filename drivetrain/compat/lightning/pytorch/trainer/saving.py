@@ -3,19 +3,86 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from drivetrain.callbacks.step_schedule import decide_on_main_process
-from drivetrain.checkpoint import CheckpointFiles, PendingSave
-from drivetrain.compat.lightning.pytorch.trainer.checkpoint_files import PluginFiles, files_of
+from drivetrain.checkpoint import PendingSave, is_checkpoint
+from drivetrain.compat.formats.lightning_file import LightningFormat
+from drivetrain.compat.lightning.checkpoint_io import CheckpointIO, TorchCheckpointIO
 from drivetrain.compat.lightning.pytorch.trainer.conventions import LightningConventions
 from drivetrain.compat.lightning.strategy_members import with_members
 from drivetrain.compat.lightning.unpickling import is_asked_for
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.state import PartialState
 
 logger = get_logger(__name__)
+
+
+class ScriptFiles(LightningFormat):
+    """Files in Lightning's format, whose objects are pickled, beside directories.
+
+    Args:
+        trainer: The mirror's Trainer.
+        weights_only: What the verb under way was given.
+    """
+
+    keeps_objects = True
+
+    def __init__(self, trainer: LightningSaving, weights_only: bool | None) -> None:
+        self._trainer, self._weights_only = trainer, weights_only
+        self.makes_objects = is_asked_for(weights_only)
+
+    def may_replace(self, path: str, block: bool) -> bool:
+        as_file = self._trainer.format_of_checkpoint(path, block) == self.name
+        return super().may_replace(path, block) if as_file or os.path.islink(path) else not os.path.isfile(path)
+
+
+class PluginFiles(ScriptFiles):
+    """The checkpoints of a script's `CheckpointIO`, wherever it keeps them.
+
+    Args:
+        trainer: The mirror's Trainer.
+        weights_only: What the verb under way was given.
+        plugin: The plugin.
+        storage_options: What it gets at each save.
+    """
+
+    def __init__(
+        self, trainer: LightningSaving, weights_only: bool | None, plugin: CheckpointIO, storage_options: Any
+    ) -> None:
+        super().__init__(trainer, weights_only)
+        self._plugin, self._storage_options = plugin, storage_options
+
+    def place_of(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+        return path
+
+    def place_beside(self, path: str | os.PathLike[str], root: str) -> str:
+        return os.path.join(root, f".{os.path.basename(os.fspath(path))}.whole")
+
+    def write(self, path: str | os.PathLike[str], content: dict[str, Any]) -> None:
+        self._plugin.save_checkpoint(content, path, storage_options=self._storage_options)
+
+    def content(self, path: str) -> Mapping[str, Any] | None:
+        if os.path.isdir(path) and is_checkpoint(path):
+            return None  # of a run without the plugin
+        PartialState().wait_for_everyone()  # the main process may have it in hand
+        return self._plugin.load_checkpoint(path, weights_only=self._weights_only)
+
+    def remove(self, path: str) -> None:
+        if os.path.islink(path):
+            os.unlink(path)
+            return
+        # A resumed run removes once more what was about to be removed when its checkpoint was written.
+        with suppress(FileNotFoundError):
+            self._plugin.remove_checkpoint(path)
+
+    def may_replace(self, path: str, block: bool) -> bool:
+        return True
+
+    def has_second_names(self, directory: str) -> bool:
+        return False
 
 
 class LightningSaving(LightningConventions):
@@ -48,6 +115,7 @@ class LightningSaving(LightningConventions):
                 "Saving a checkpoint is only possible if a model is attached: call fit or another verb first."
             )
         self._storage_options = storage_options
+        options["format"] = options.get("format") or self.format_of_checkpoint(filepath, options.get("block", True))
         try:
             return super().save_checkpoint(filepath, bool(weights_only), **options)
         finally:
@@ -63,26 +131,18 @@ class LightningSaving(LightningConventions):
             filepath: Where to.
             block: Whether it is written at once.
         """
-        if isinstance(self.checkpoint_files, PluginFiles):
+        if isinstance(self.checkpoint_format, PluginFiles):
             return "lightning"
         is_file = block and "://" not in os.fspath(filepath) and self.strategy.state.holds_whole
         return "lightning" if is_file else "drivetrain"
 
     @property
-    def checkpoint_files(self) -> CheckpointFiles:
+    def checkpoint_format(self) -> ScriptFiles:
         """How checkpoints are written, read and removed: by the plugin that the script gave, if it gave one."""
         plugin = with_members(self.strategy, "32").given_checkpoint_io
-        return files_of(plugin, self._storage_options, self._weights_only)
-
-    @property
-    def pickles(self) -> bool:
-        """Whether objects that hooks add to a checkpoint are pickled into the file."""
-        return True
-
-    @property
-    def unpickles(self) -> bool:
-        """Whether the verb under way unpickles the objects in its checkpoint."""
-        return is_asked_for(self._weights_only)
+        if self._storage_options is None and (plugin is None or type(plugin) is TorchCheckpointIO):
+            return ScriptFiles(self, self._weights_only)
+        return PluginFiles(self, self._weights_only, plugin or TorchCheckpointIO(), self._storage_options)
 
     @contextmanager
     def closing_checkpoints(self) -> Iterator[None]:

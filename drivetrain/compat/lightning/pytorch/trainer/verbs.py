@@ -15,7 +15,7 @@ from drivetrain.callbacks.base import Stage
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.seed import reset_seed
 from drivetrain.compat.lightning.pytorch.loggers.logger import Logger
-from drivetrain.compat.lightning.pytorch.trainer.checkpoint_files import PluginFiles
+from drivetrain.compat.lightning.pytorch.trainer.saving import PluginFiles
 from drivetrain.compat.lightning.signals import SIGTERMException
 from drivetrain.runtime.errors import ArgumentTypeError, LaunchError
 from drivetrain.trackers.directory import DirectoryTracker
@@ -51,7 +51,7 @@ def lightning_verb(verb: F) -> F:
         if chosen == "last":
             given["ckpt_path"] = _last_checkpoint(self)
             model = self.task if model is None and given["ckpt_path"] is None else model
-        if not isinstance(self.checkpoint_files, PluginFiles):
+        if not isinstance(self.checkpoint_format, PluginFiles):
             _check_path(given.get("ckpt_path"))
         if name == "fit":
             self.settle_epochs()

@@ -12,13 +12,14 @@ import os
 import pickle
 import re
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from drivetrain.checkpoint.deepspeed_shards import DeepSpeedShards, deepspeed_folder, read_deepspeed
-from drivetrain.checkpoint.export import read_weights
+from drivetrain.checkpoint.export import consolidate_shards, read_weights
+from drivetrain.checkpoint.formats import CheckpointFormat, find_format, has_format
 from drivetrain.checkpoint.torch_files import TorchShards, bare_name, by_name_or_position, plain_classes, read_pickled
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.seeds import RandomState
@@ -27,6 +28,29 @@ _NUMBERED = re.compile(r"(?P<stem>\w+?)(?:_(?P<number>\d+))?(?:\.(?P<suffix>safe
 _BY_RANK = re.compile(r"pytorch_model_fsdp(_\d+)?_rank\d+\.bin")
 _SHARDED_MODEL = "pytorch_model_fsdp"
 _AROUND = ("module.", "_orig_mod.")
+
+
+class AccelerateFormat(CheckpointFormat):
+    """The folder that Accelerate's `save_state` wrote, or the shards of a model that its FSDP wrote."""
+
+    name = "accelerate"
+
+    def recognises(self, source: Any) -> bool:
+        return isinstance(source, str | os.PathLike) and is_accelerate_state(source)
+
+    def read(
+        self,
+        source: Any,
+        rank: int = 0,
+        count: int | None = None,
+        objects: bool = False,
+        given: Collection[str] | None = (),
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        return read_accelerate_state(source, rank)
+
+    def merge(self, source: str | os.PathLike[str], *arguments: Any, model: int | None, **options: Any) -> Any:
+        shards = sharded_model(source, model)
+        return None if shards is None else consolidate_shards(shards, *arguments, **options)
 
 
 def is_accelerate_state(directory: str | os.PathLike[str]) -> bool:
@@ -103,9 +127,15 @@ def _refuse_sharded(root: Path) -> None:
             )
 
 
+def _engine_at(folder: Path) -> Any:
+    """Return the format that reads the folder of a DeepSpeed engine, or None if it is no such folder."""
+    found: Any = find_format("deepspeed") if has_format("deepspeed") else None
+    return found if found is not None and found.holds_engine(folder) else None
+
+
 def _engines(root: Path) -> list[Path]:
     """The folders of DeepSpeed's engines, each a model and its optimizer."""
-    return [path for path in _numbered(root, "pytorch_model", "") if deepspeed_folder(path) is not None]
+    return [path for path in _numbered(root, "pytorch_model", "") if _engine_at(path) is not None]
 
 
 def _models(root: Path) -> list[Path]:
@@ -136,16 +166,19 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
     """A model's weights, in one file or in shards."""
     if not path.is_dir():
         return read_weights(path)
-    if deepspeed_folder(path) is not None:
-        return read_deepspeed(path, DeepSpeedShards.weights)  # type: ignore[no-any-return]
+    engine = _engine_at(path)
+    if engine is not None:
+        weights: dict[str, torch.Tensor] = engine.weights(path)
+        return weights
     shards = TorchShards(path)
     return {name: shards.tensor(key) for key, name in shards.names_below("model").items()}
 
 
 def _optimizer(path: Path) -> Any:
     """An optimizer's state, in one file or in shards."""
-    if deepspeed_folder(path) is not None:
-        return read_deepspeed(path, DeepSpeedShards.optimizer)
+    engine = _engine_at(path)
+    if engine is not None:
+        return engine.optimizer(path)
     return TorchShards(path).whole().get("optimizer") if path.is_dir() else _read(path)
 
 

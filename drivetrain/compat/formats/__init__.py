@@ -1,0 +1,1 @@
+"""The checkpoint formats of Lightning and of Hugging Face Accelerate."""

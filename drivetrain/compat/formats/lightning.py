@@ -1,0 +1,566 @@
+"""The checkpoints of Lightning in this package's schema, and back: one `.ckpt` file, or a folder of shards.
+
+They are read with torch's `weights_only`, so nothing in them is executed. A file that this package wrote has one entry
+more, under the key `drivetrain`, with everything that Lightning has no place for. With it a run resumes from the file
+as exactly as from a directory: the order of the epoch, and the random states, open means and counters of every process.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from drivetrain.checkpoint.formats import WrittenFile, key_here
+from drivetrain.checkpoint.manifest import LOSS_IS_FINITE
+from drivetrain.checkpoint.torch_files import (
+    TorchShards,
+    bare_name,
+    by_name_or_position,
+    check_parts,
+    plain_classes,
+    read_objects,
+    read_pickled,
+    refused_classes,
+    with_positions,
+)
+from drivetrain.checkpoint.tree import packed, unpack
+from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError
+
+# The keys of callbacks' states: `EarlyStopping{'mode': 'min'}` there is `EarlyStopping(mode='min')` here, and a time is
+# a `datetime.timedelta(...)` there, and a number of seconds here.
+
+_TIMES = ("train_time_interval",)
+
+
+def key_there(key: str) -> str:
+    """A key of this package as Lightning spells it; any other as it is."""
+    try:
+        call = ast.parse(key, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            return key
+        values = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+    except (ValueError, SyntaxError):
+        return key
+    written = ", ".join(f"{argument!r}: {_written(argument, value)}" for argument, value in values.items())
+    return f"{key.partition('(')[0]}{{{written}}}"
+
+
+def _written(argument: str, value: Any) -> str:
+    return repr(timedelta(seconds=value)) if argument in _TIMES and value is not None else repr(value)
+
+
+# The counters of a run. Lightning counts batches and epochs as ready, started, processed and completed. A batch counts
+# as done once it is processed: one that is saved in the hook of its end is completed by Lightning on the way back.
+
+_EPOCHS = "epoch_progress"
+_BATCHES = "epoch_loop.batch_progress"
+_VALIDATION = "epoch_loop.val_loop.batch_progress"
+_STEPS = "epoch_loop.automatic_optimization.optim_progress"
+_STEPS_BY_HAND = "epoch_loop.manual_optimization.optim_step_progress"
+
+
+def progress_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The counters of a run from a file of Lightning's.
+
+    Args:
+        found: Its content. Files of versions before 1.6, and those with the weights alone, may be without loops.
+
+    Returns:
+        The `progress` of a Trainer's checkpoint.
+    """
+    loops = found.get("loops")
+    fit = loops.get("fit_loop") if isinstance(loops, Mapping) else None
+    epoch, done, total, phase, is_validated = int(found.get("epoch", 0)), 0, 0, "BATCHES", True
+    if isinstance(fit, Mapping) and _EPOCHS in fit and _BATCHES in fit:
+        epochs, batches = fit[_EPOCHS]["current"], fit[_BATCHES]
+        epoch = int(epochs["processed"])
+        total = int(batches.get("total", {}).get("processed", 0))
+        if epochs["started"] > epoch:  # within an epoch
+            done = int(batches["current"]["processed"])
+            phase = "SCHEDULED" if done and batches.get("is_last_batch") else "BATCHES"
+            ends_batch = batches["current"]["completed"] < done
+            # At an epoch's end the validation is run again: what it logged is not in the file, and callbacks watch it.
+            is_validated = phase == "BATCHES" and not ends_batch and not _is_within_validation(fit)
+    return {
+        "global_step": int(found.get("global_step", 0)),
+        "epoch": epoch,
+        "batches_in_epoch": done,
+        "total_batches": total,
+        "validations": 0,
+        "validated_at": total if is_validated else total - 1,
+        "due_at": -1,
+        "phase": phase,
+    }
+
+
+def _is_within_validation(fit: Mapping[str, Any]) -> bool:
+    validation = fit.get(_VALIDATION)
+    if not isinstance(validation, Mapping):
+        return False
+    current = validation["current"]
+    return bool(current["ready"]) and not (current["completed"] == current["ready"] and validation["is_last_batch"])
+
+
+def loops_of(progress: Mapping[str, Any], epoch_length: float = float("inf")) -> dict[str, Any]:
+    """The `loops` of a file of Lightning's, from the counters of a Trainer's checkpoint.
+
+    Args:
+        progress: The counters.
+        epoch_length: Batches of a process in an epoch, where it is known.
+    """
+    epoch, steps, total = progress["epoch"], progress["global_step"], progress["total_batches"]
+    done, phase = progress["batches_in_epoch"], progress["phase"]
+    is_between = phase == "BATCHES" and done == 0
+    is_closed = is_between or phase == "CLOSING"
+    is_last = phase != "BATCHES" or (is_between and total > 0) or done >= epoch_length
+    # Lightning then turns to the next epoch at once, rather than to hooks that miss what the validation logged.
+    ends_batch = not is_closed and (is_last or progress["validated_at"] != total)
+    if is_between:
+        epochs = _counts(epoch, epoch, epoch, epoch)
+        done = total // epoch if epoch else 0
+    else:
+        processed = epoch + is_closed
+        epochs = _counts(epoch + 1, epoch + 1, processed, epoch)
+    fit = {
+        "state_dict": {},
+        "epoch_loop.state_dict": {"_batches_that_stepped": max(steps - ends_batch, 0)},
+        _BATCHES: {
+            **_both(_counts(done, done, done, done - ends_batch), _counts(total, total, total, total - ends_batch)),
+            "is_last_batch": is_last,
+        },
+        "epoch_loop.scheduler_progress": _both(_ready(0), _ready(0)),
+        "epoch_loop.automatic_optimization.state_dict": {},
+        _STEPS: {
+            "optimizer": {
+                "step": _both(_ready(0), _ready(steps)),
+                "zero_grad": _both(_started(0), _started(steps)),
+            }
+        },
+        "epoch_loop.manual_optimization.state_dict": {},
+        _STEPS_BY_HAND: _both(_ready(0), _ready(steps)),
+        "epoch_loop.val_loop.state_dict": {},
+        _VALIDATION: _no_batches(),
+        _EPOCHS: {"total": dict(epochs), "current": dict(epochs)},
+    }
+    evaluation = {"state_dict": {}, "batch_progress": _no_batches()}
+    predicting = {"state_dict": {}, "batch_progress": _both(_counts(0, 0, 0, 0), _counts(0, 0, 0, 0))}
+    return {
+        "fit_loop": fit,
+        "validate_loop": evaluation,
+        "test_loop": {"state_dict": {}, "batch_progress": _no_batches()},
+        "predict_loop": predicting,
+    }
+
+
+def _counts(ready: int, started: int, processed: int, completed: int) -> dict[str, int]:
+    return {"ready": ready, "completed": completed, "started": started, "processed": processed}
+
+
+def _ready(count: int) -> dict[str, int]:
+    return {"ready": count, "completed": count}
+
+
+def _started(count: int) -> dict[str, int]:
+    return {"ready": count, "completed": count, "started": count}
+
+
+def _both(current: dict[str, int], total: dict[str, int]) -> dict[str, Any]:
+    return {"total": total, "current": current}
+
+
+def _no_batches() -> dict[str, Any]:
+    return {**_both(_counts(0, 0, 0, 0), _counts(0, 0, 0, 0)), "is_last_batch": False}
+
+
+# The entry of this package
+
+KEY = "drivetrain"
+"""The entry of the file."""
+
+FORMAT = "drivetrain.lightning_file"
+VERSION = 1
+
+_ELSEWHERE = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_name", "hooks", "callbacks", "datamodule")
+
+
+def extras_of(
+    shared: Mapping[str, Any],
+    content: Mapping[str, Any],
+    processes: Sequence[Mapping[str, Any]],
+    datamodule: str | None,
+) -> dict[str, Any]:
+    """The entry under `KEY`.
+
+    Args:
+        shared: The shared state of a run, in the schema of `drivetrain.checkpoint.manifest`.
+        content: What the file holds in Lightning's own entries.
+        processes: What each process keeps of its own, packed.
+        datamodule: The entry that the data module's state is in, if it is in one.
+    """
+    engine, driver = shared["engine"], shared["driver"]
+    there = content.get("callbacks", {})
+    rest = {
+        "engine": {name: engine[name] for name in ("loaders", "registered", "precision", "classes") if name in engine},
+        "driver": {name: value for name, value in driver.items() if name not in _ELSEWHERE},
+        # Lightning keeps scores as tensors of 32 bits, and less than this package in all.
+        "callbacks": {
+            key: state for key, state in driver.get("callbacks", {}).items() if there.get(key_there(key)) is not state
+        },
+        "hparams_name": driver.get("hparams_name"),
+        "datamodule": datamodule,
+        "kept": list(shared.get("kept", ())),
+    }
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "world_size": len(processes),
+        "step": driver.get("progress", {}).get("global_step"),
+        "saved_at": time.time(),
+        "finite_loss": driver.get(LOSS_IS_FINITE) is not False,
+        "shared": packed(rest),
+        "processes": list(processes),
+    }
+
+
+@dataclass(frozen=True)
+class Extras(WrittenFile):
+    """The entry under `KEY`, read.
+
+    Attributes:
+        name: The file, for messages.
+        entry: The whole entry.
+    """
+
+    name: str
+    entry: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, content: Any, name: str) -> Extras | None:
+        """Read the entry of a file, or None where it has none of this package.
+
+        Args:
+            content: What the file holds.
+            name: The file, for messages.
+
+        Raises:
+            CheckpointError: The entry is damaged, or of a newer version.
+        """
+        entry = content.get(KEY) if isinstance(content, Mapping) else None
+        if not isinstance(entry, Mapping) or entry.get("format") != FORMAT:
+            return None
+        if entry.get("version") != VERSION:
+            raise CheckpointError(
+                f"{name} holds version {entry.get('version')!r} of {KEY}'s entry; this drivetrain reads version "
+                f"{VERSION}. Install the version of drivetrain that wrote it, or a later one."
+            )
+        step, saved_at, processes = entry.get("step"), entry.get("saved_at"), entry.get("processes")
+        fits = isinstance(step, int | None) and isinstance(saved_at, int | float)
+        if not isinstance(processes, list) or not processes or len(processes) != entry.get("world_size") or not fits:
+            raise DamagedCheckpointError(f"{name} is damaged: its entry {KEY!r} is not what a run writes.")
+        return cls(len(processes), step, float(saved_at or 0), entry.get("finite_loss") is True, name, entry)
+
+    def own(self, rank: int) -> dict[str, Any]:
+        """What a process kept of its own.
+
+        Args:
+            rank: Which process.
+        """
+        return self._unpacked(self.entry["processes"][rank])
+
+    def added_to(self, shared: dict[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+        """The shared state of the run: what Lightning's entries give, and what only this one has.
+
+        Lightning's entries win where a file was changed since: weights, optimizers and the step that it counts.
+
+        Args:
+            shared: From Lightning's entries.
+            content: What the file holds.
+        """
+        rest = self._unpacked(self.entry.get("shared"))
+        engine, driver, callbacks = (self._part(rest, name) for name in ("engine", "driver", "callbacks"))
+        if "optimizers" not in shared["engine"]:
+            engine = {name: engine[name] for name in ("classes",) if name in engine}
+        found = {"engine": {**shared["engine"], **engine}, "driver": {**shared["driver"], **driver}}
+        if self._part(driver, "progress").get("global_step") != shared["driver"]["progress"]["global_step"]:
+            found["driver"]["progress"] = shared["driver"]["progress"]
+        states = found["driver"].get("callbacks", {})
+        ours = {spelled: state for key, state in callbacks.items() for spelled in (key_here(key), key)}
+        found["driver"]["callbacks"] = {**states, **ours}
+        found["driver"]["hparams_name"] = rest.get("hparams_name")
+        found["driver"]["datamodule"] = content.get(str(rest.get("datamodule"))) or {}
+        return {**found, "kept": list(rest.get("kept") or ())}
+
+    def _part(self, state: Mapping[str, Any], name: str) -> dict[str, Any]:
+        part = state.get(name)
+        if not isinstance(part, dict):
+            raise self._damaged()
+        return part
+
+    def _unpacked(self, state: Any) -> dict[str, Any]:
+        tensors = state.get("tensors") if isinstance(state, Mapping) else None
+        if not isinstance(tensors, Mapping) or not all(isinstance(each, Tensor) for each in tensors.values()):
+            raise self._damaged()
+        try:
+            found = unpack(state.get("tree"), tensors.__getitem__, self.name)
+        except KeyError as error:
+            raise self._damaged() from error
+        if not isinstance(found, dict):
+            raise self._damaged()
+        return found
+
+    def _damaged(self) -> DamagedCheckpointError:
+        return DamagedCheckpointError(f"{self.name} is damaged: its entry {KEY!r} is not what a run writes.")
+
+
+# The whole checkpoint
+
+WRITTEN_AS = "2.6.0"
+"""The version of Lightning whose schema is written."""
+
+_VERSION = "pytorch-lightning_version"
+_REST = "meta.pt"
+_SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin", "native_amp_scaling_state")
+_OLDER_HYPER_PARAMETERS = ("hparams", "module_arguments")
+_OF_DATA_MODULE = "datamodule_hyper_parameters"
+_NAME_OF_DATA = "datamodule_hparams_name"
+
+
+def is_lightning_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a local path may be a checkpoint of Lightning's: a file, or a folder of shards with its `meta.pt`.
+
+    A checkpoint of this package is a directory with a `MANIFEST.json`.
+    """
+    place = Path(path)
+    return place.is_file() or ((place / _REST).is_file() and TorchShards.is_here(place))
+
+
+def read_lightning_state(
+    source: str | os.PathLike[str] | BinaryIO | Mapping[str, Any],
+    rank: int = 0,
+    count: int | None = None,
+    objects: bool = False,
+    given: Collection[str] | None = (),
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Read a checkpoint of Lightning's, of `Trainer.save_checkpoint` or `ModelCheckpoint`.
+
+    Args:
+        source: The local file, opened or not, or the folder that a sharded strategy wrote; or what it holds.
+        rank: Whose own state to read.
+        count: How many processes read it; as many as wrote it if None.
+        objects: Whether objects in it are unpickled, which runs whatever code it holds; else it is refused then.
+        given: The hyper-parameters that are not needed; None if none is. Objects among these are left out rather than
+            refused.
+
+    Returns:
+        The shared state in the schema of `drivetrain.checkpoint.manifest`, and a process's own state. That is empty
+        where Lightning wrote the file, which has no random state, and None where another number of processes of
+        this package did. Optimizers' states name parameters by their position. What is not Lightning's own in the
+        file is among the `hooks`, as `on_load_checkpoint` looks for it.
+
+    Raises:
+        CheckpointError: It cannot be read, needs classes that only unpickling makes, or is something else.
+    """
+    path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+    name = path or "The checkpoint"
+    found: Any = source
+    if path is not None and os.path.isdir(path):
+        found = _sharded(Path(path), objects, given)
+    elif not isinstance(source, Mapping):
+        found = _read(source, name, objects, given)
+    if not isinstance(found, Mapping) or not isinstance(found.get("state_dict"), Mapping):
+        what = "a dict of tensors" if _is_weights(found) else type(found).__name__
+        raise CheckpointError(
+            f"{name} is a file, and no checkpoint of Lightning's: it holds {what}, without a 'state_dict'. Give the "
+            "directory of a checkpoint of drivetrain, or load plain weights with "
+            "drivetrain.load_checkpoint_in_model(model, path)."
+        )
+    extras = Extras.of(found, name)
+    shared = _from_lightning(found, name)
+    if extras is None:
+        return shared, {"engine": {"random": None}, "driver": {}}
+    if path is not None:
+        check_parts(path)
+    return extras.added_to(shared, found), None if count not in (None, extras.world_size) else extras.own(rank)
+
+
+def _from_lightning(found: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The shared state of a run from Lightning's own entries."""
+    rest = {key: value for key, value in found.items() if key != KEY}
+    # The loops and the version stay among what hooks see.
+    engine: dict[str, Any] = {"models": [dict(rest.pop("state_dict"))], "classes": {}}
+    scaler: dict[str, Any] = next((rest.pop(key) for key in _SCALERS if key in rest), {})
+    if "optimizer_states" in rest:
+        engine |= {
+            "optimizers": [by_name_or_position(each, name) for each in rest.pop("optimizer_states")],
+            "schedulers": list(rest.pop("lr_schedulers", ())),
+            "loaders": [],
+            "registered": [],
+            "precision": scaler,
+        }
+    hyper_parameters: dict[str, Any] = {}
+    for key in (*_OLDER_HYPER_PARAMETERS, "hyper_parameters"):
+        hyper_parameters |= rest.pop(key, None) or {}
+    of_data_module = rest.pop(_OF_DATA_MODULE, None)
+    callbacks = rest.pop("callbacks", None) or {}
+    driver = {
+        "progress": progress_of(rest),
+        "hyper_parameters": hyper_parameters,
+        _OF_DATA_MODULE: hyper_parameters if of_data_module is None else of_data_module,
+        "hparams_name": (name_of_task := rest.pop("hparams_name", None)),
+        _NAME_OF_DATA: rest.pop(_NAME_OF_DATA, name_of_task),
+        "callbacks": {spelled: state for key, state in callbacks.items() for spelled in (key, key_here(str(key)))},
+        "trackers": [],
+        "should_stop": False,
+        LOSS_IS_FINITE: True,
+        "hooks": {key: value for key, value in rest.items() if key not in ("epoch", "global_step")},
+    }
+    return {"engine": engine, "driver": driver, "kept": []}
+
+
+def lightning_state(
+    shared: Mapping[str, Any],
+    processes: Sequence[Mapping[str, Any]],
+    datamodule: str | None = None,
+    callbacks: Mapping[str, Any] | None = None,
+    epoch_length: float = float("inf"),
+) -> dict[str, Any]:
+    """What a file in Lightning's format holds, from the state of a Trainer's run.
+
+    Args:
+        shared: The shared state, in the schema of `drivetrain.checkpoint.manifest`.
+        processes: What each process keeps of its own, packed.
+        datamodule: The name of the data module's class, if there is one.
+        callbacks: States of callbacks that differ in Lightning, by their keys.
+        epoch_length: Batches of a process in an epoch, where it is known.
+
+    Returns:
+        The content, of tensors and plain values only.
+    """
+    engine, driver = shared["engine"], shared["driver"]
+    progress = driver["progress"]
+    loops = loops_of(progress, epoch_length)
+    content: dict[str, Any] = {
+        "epoch": progress["epoch"],
+        "global_step": progress["global_step"],
+        _VERSION: WRITTEN_AS,
+        "state_dict": engine["models"][0],
+        "loops": loops,
+    }
+    if "optimizers" in engine:
+        states = {**driver.get("callbacks", {}), **(callbacks or {})}
+        content |= {
+            "callbacks": {key_there(key): _state_there(state) for key, state in states.items()},
+            "optimizer_states": [with_positions(each) for each in engine["optimizers"]],
+            "lr_schedulers": engine["schedulers"],
+        }
+        if engine.get("precision"):
+            content["MixedPrecision"] = engine["precision"]
+    if driver.get("hyper_parameters"):
+        content |= {
+            "hparams_name": driver.get("hparams_name") or "kwargs",
+            "hyper_parameters": driver["hyper_parameters"],
+        }
+    if driver.get(_OF_DATA_MODULE):
+        content |= {_NAME_OF_DATA: driver.get(_NAME_OF_DATA) or "kwargs", _OF_DATA_MODULE: driver[_OF_DATA_MODULE]}
+    if driver.get("datamodule"):
+        datamodule = datamodule or "datamodule"
+        content[datamodule] = driver["datamodule"]
+    hooks = {key: value for key, value in driver.get("hooks", {}).items() if key not in content}
+    return {**hooks, **content, KEY: extras_of(shared, content, processes, datamodule)}
+
+
+def _read(source: Any, name: str, objects: bool, given: Collection[str] | None) -> Any:
+    data = source if hasattr(source, "read") else None
+    if objects:
+        return read_objects(name, data)
+    classes = refused_classes(source)
+    found = _without_objects(name, data, classes, given) if classes and (given is None or given) else None
+    if found is not None:
+        return found
+    if classes:
+        raise CheckpointError(
+            f"{name} holds objects of {', '.join(classes)}, which only unpickling makes. That could run code, so it is "
+            "not read. Where you trust the file, write it without them once, such as with: "
+            "c = torch.load(path, weights_only=False); c['hyper_parameters'] = {}; torch.save(c, new_path). Then give "
+            "those arguments to load_from_checkpoint(new_path, name=value). A script written for Lightning opens it "
+            "with weights_only=False."
+        )
+    return read_pickled(name, plain_classes(), data)
+
+
+class _LeftOut:
+    """Takes the place of an object in a file, whose class is neither imported nor called."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _LeftOut:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _without_objects(
+    name: str, data: BinaryIO | None, classes: list[str], given: Collection[str] | None
+) -> dict[str, Any] | None:
+    """Read a file without hyper-parameters that are objects, or hold some. Returns None if others are objects."""
+    try:
+        found = read_pickled(name, [*plain_classes(), *((_LeftOut, each) for each in classes)], data)
+    except CheckpointError:
+        return None
+    for entry in (*_OLDER_HYPER_PARAMETERS, "hyper_parameters", _OF_DATA_MODULE):
+        if isinstance(found, dict) and isinstance(found.get(entry), Mapping):
+            gone = {key for key, each in found[entry].items() if _has_left_out((key, each))}
+            kept = {key: each for key, each in found[entry].items() if key not in gone}
+            found[entry] = kept if given is None or gone <= set(given) else found[entry]
+    return None if _has_left_out(found) else found
+
+
+def _has_left_out(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_has_left_out(each) for pair in value.items() for each in pair)
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(_has_left_out, value))
+    return value is _LeftOut or isinstance(value, _LeftOut)
+
+
+def _sharded(folder: Path, objects: bool, given: Collection[str] | None) -> dict[str, Any]:
+    """What a sharded strategy wrote: tensors in the shards, and everything else in a file beside them."""
+    rest = _read(folder / _REST, os.fspath(folder / _REST), objects, given)
+    if not isinstance(rest, Mapping):
+        raise CheckpointError(f"{folder / _REST} holds a {type(rest).__name__} rather than the rest of a checkpoint.")
+    parts = TorchShards(folder).whole()
+    weights = parts.get("model", parts.get("state_dict"))
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"{folder} holds {sorted(map(str, parts))}, and no weights under 'model'.")
+    found = {**rest, "state_dict": {bare_name(key): value for key, value in _flat(weights).items()}}
+    numbers = sorted(int(key.removeprefix("optimizer_")) for key in parts if str(key).startswith("optimizer_"))
+    if numbers:
+        found["optimizer_states"] = [parts[f"optimizer_{number}"] for number in numbers]
+    return found
+
+
+def _flat(nested: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Tensors by their whole name."""
+    found: dict[str, Any] = {}
+    for key, value in nested.items():
+        found |= _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+    return found
+
+
+def _state_there(state: Any) -> Any:
+    """A callback's state for Lightning, whose `EarlyStopping` keeps its best score as a tensor."""
+    if isinstance(state, Mapping) and isinstance(state.get("best_score"), float):
+        return {**state, "best_score": torch.tensor(state["best_score"])}
+    return state
+
+
+def _is_weights(found: Any) -> bool:
+    return isinstance(found, Mapping) and bool(found) and all(isinstance(value, Tensor) for value in found.values())
