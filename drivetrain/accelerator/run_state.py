@@ -47,7 +47,6 @@ class SavedEngine:
         state: This process among its peers.
         directory: The checkpoint's directory, or a URL.
         whole: Read all tensors at once.
-        objects: Whether objects in a file of Lightning's are unpickled, which runs whatever code it holds.
         content: What a file of Lightning's holds, where it has been read already.
 
     Attributes:
@@ -67,7 +66,6 @@ class SavedEngine:
         state: PartialState,
         directory: str | os.PathLike[str],
         whole: bool = False,
-        objects: bool = False,
         content: Mapping[str, Any] | None = None,
     ) -> None:
         self.directory = os.fspath(directory)
@@ -76,7 +74,7 @@ class SavedEngine:
         reads_shards = type(strategy.state).optimizer_targets is not ModelState.optimizer_targets
         self._in_shards = reads_shards and not strategy.schedules_microbatches and not whole
         source = directory if content is None else content
-        foreign = checkpoint.read_foreign(source, state.process_index, state.num_processes, objects, given=None)
+        foreign = checkpoint.read_foreign(source, state.process_index, state.num_processes, given=None)
         if foreign is not None:
             self._in_shards = False
             shared, own = foreign
@@ -611,7 +609,6 @@ class RunState:
         self,
         directory: str | os.PathLike[str],
         whole: bool = False,
-        objects: bool = False,
         content: Mapping[str, Any] | None = None,
     ) -> SavedEngine:
         """Open a checkpoint; call it on all processes.
@@ -619,10 +616,9 @@ class RunState:
         Args:
             directory: The checkpoint's directory, or a URL.
             whole: Read all tensors at once, rather than each process its shards where the strategy can.
-            objects: Whether objects in a file of Lightning's are unpickled, which runs whatever code it holds.
-            content: What a file of Lightning's holds, where it has been read already.
+            content: What the checkpoint holds, if it has been read already.
         """
-        return SavedEngine(self, self._state, directory, whole, objects, content)
+        return SavedEngine(self, self._state, directory, whole, content)
 
     def keep(self, entries: Mapping[str, Any]) -> None:
         """Write a checkpoint's driver entries again with each save, unless the driver writes them itself."""

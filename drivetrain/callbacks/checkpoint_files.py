@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import re
 import shutil
@@ -15,8 +14,6 @@ from drivetrain import checkpoint
 from drivetrain.callbacks.step_schedule import (
     decide_on_main_process,
     is_better,
-    missing_metric_message,
-    monitored_value,
 )
 from drivetrain.checkpoint.manifest import check_replaceable, writer_token
 from drivetrain.checkpoint.storage import LocalStorage, storage_of
@@ -614,7 +611,7 @@ def decide(
         ConfigurationError: The monitored metric was not logged.
     """
     metrics = trainer.callback_metrics
-    decision = Decision(score=None if only_last else _score(options, trainer, was_validated))
+    decision = Decision(score=None if only_last else options.score_of(trainer, was_validated))
     decision.among_best = not only_last and kept.best.wants(decision.score)
     if decision.among_best or (options.save_last == "link" and not only_last):
         text = name.format(trainer.current_epoch, trainer.global_step, metrics)
@@ -642,27 +639,6 @@ def _path(options: ModelCheckpoint, trainer: Trainer, name: str, own: Sequence[s
         return candidate in own and kept_in.may_replace(candidate, block=not options.async_save)
 
     return free_path(path, options.FILE_EXTENSION, may_replace, options.STARTING_VERSION)
-
-
-def _score(options: ModelCheckpoint, trainer: Trainer, was_validated: bool) -> float | None:
-    if options.monitor is None:
-        return None
-    metrics = {"epoch": trainer.current_epoch, "step": trainer.global_step, **trainer.callback_metrics}
-    score = monitored_value(metrics, options.monitor)
-    if score is None:
-        message = missing_metric_message(metrics, options.monitor, "ModelCheckpoint")
-        is_early = trainer.validates or options.every_n_epochs == 0 or trainer.check_val_every_n_epoch != 1
-        if was_validated or not is_early:
-            raise ConfigurationError(message, code="DT-089")
-        logger.warning_once(f"{message} There was no validation yet, so nothing is kept for now.")
-    elif score != score and options.keeps_nan:
-        return math.inf if options.mode == "min" else -math.inf
-    elif score != score:
-        logger.warning(
-            f"ModelCheckpoint: {options.monitor} is NaN at step {trainer.global_step}. Such a model is not kept among "
-            "the best."
-        )
-    return score
 
 
 def _warn_of_unknown_fields(options: ModelCheckpoint, name: CheckpointName, metrics: Mapping[str, Any]) -> None:

@@ -20,7 +20,14 @@ from drivetrain.callbacks.checkpoint_files import (
     decide,
     number,
 )
-from drivetrain.callbacks.step_schedule import StepInterval, check_mode, decide_on_main_process, find_typo
+from drivetrain.callbacks.step_schedule import (
+    StepRhythm,
+    check_mode,
+    decide_on_main_process,
+    find_typo,
+    missing_metric_message,
+    monitored_value,
+)
 from drivetrain.runtime.durations import Duration, Unit, clock_time, count_of
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError, nearest
 from drivetrain.runtime.logging import get_logger
@@ -214,8 +221,6 @@ class ModelCheckpoint(Callback):
     CHECKPOINT_NAME_LAST: ClassVar[str] = "last"
     CHECKPOINT_EQUALS_CHAR: ClassVar[str] = "="
     STARTING_VERSION: ClassVar[int] = 1
-    keeps_nan: ClassVar[bool] = False  # whether NaN counts as the worst score, rather than as none
-    missing_value: ClassVar[float] = float("nan")  # what stands in names for a metric that was not logged
     FILE_EXTENSION: ClassVar[str] = ".ckpt"
     saves_checkpoints: ClassVar[bool] = True
     runs_last_at_epoch_end: ClassVar[bool] = True
@@ -334,7 +339,34 @@ class ModelCheckpoint(Callback):
             template: The template; `filename` if None.
         """
         template = template or self.filename or "{epoch}-{step}"
-        return CheckpointName(template, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR, self.missing_value)
+        return CheckpointName(template, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR)
+
+    def score_of(self, trainer: Trainer, was_validated: bool) -> float | None:
+        """Return the score of the model as it is, or None if there is none yet.
+
+        Args:
+            trainer: The Trainer.
+            was_validated: Whether there was a validation in this run.
+
+        Raises:
+            ConfigurationError: The metric was not logged.
+        """
+        if self.monitor is None:
+            return None
+        metrics = {"epoch": trainer.current_epoch, "step": trainer.global_step, **trainer.callback_metrics}
+        score = monitored_value(metrics, self.monitor)
+        if score is None:
+            message = missing_metric_message(metrics, self.monitor, "ModelCheckpoint")
+            is_early = trainer.validates or self.every_n_epochs == 0 or trainer.check_val_every_n_epoch != 1
+            if was_validated or not is_early:
+                raise ConfigurationError(message, code="DT-089")
+            logger.warning_once(f"{message} There was no validation yet, so nothing is kept for now.")
+        elif score != score:
+            logger.warning(
+                f"ModelCheckpoint: {self.monitor} is NaN at step {trainer.global_step}. Such a model is not kept among "
+                "the best."
+            )
+        return score
 
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None

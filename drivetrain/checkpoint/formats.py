@@ -6,6 +6,7 @@ import ast
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -63,12 +64,10 @@ class CheckpointFormat:
     Attributes:
         name: The name, as `Trainer.save_checkpoint(format=...)` takes it.
         keeps_objects: Whether hyper-parameters and what hooks add may be objects. Else a run refuses them at its start.
-        makes_objects: Whether objects in a file are unpickled, which runs whatever code it holds.
     """
 
     name: ClassVar[str] = ""
     keeps_objects: bool = False
-    makes_objects: bool = False
 
     # checkpoints that are there
 
@@ -85,7 +84,6 @@ class CheckpointFormat:
         source: str | os.PathLike[str] | BinaryIO | Mapping[str, Any],
         rank: int = 0,
         count: int | None = None,
-        objects: bool = False,
         given: Collection[str] | None = (),
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Read a checkpoint; see `read_foreign`."""
@@ -149,6 +147,14 @@ class CheckpointFormat:
             path: The path.
         """
         return None
+
+    def shown_to_hooks(self, state: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+        """Return what `on_save_checkpoint` and `on_load_checkpoint` run in, with the checkpoint as they see it.
+
+        Args:
+            state: The checkpoint; what it is in the end is saved or restored.
+        """
+        return nullcontext(state)
 
     def remove(self, path: str) -> None:
         """Remove a checkpoint, or a link to one.
@@ -236,16 +242,14 @@ def read_foreign(
     path: str | os.PathLike[str] | BinaryIO | Mapping[str, Any],
     rank: int = 0,
     count: int | None = None,
-    objects: bool = False,
     given: Collection[str] | None = (),
 ) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-    """Read a checkpoint in the format of another tool, alone. Nothing in it is executed by default.
+    """Read a checkpoint in the format of another tool, alone. Nothing in it is executed.
 
     Args:
         path: A local file or directory; or an opened file, or what one holds.
         rank: Whose random state to read, if there is one.
         count: How many processes read it; as many as wrote it if None.
-        objects: Whether objects in a file are unpickled, which runs whatever code it holds.
         given: The hyper-parameters that are not needed; None if none is. Objects among these are left out rather than
             refused.
 
@@ -262,7 +266,7 @@ def read_foreign(
         return None
     for each in formats():
         if each.recognises(path):
-            return each.read(path, rank, count, objects, given)
+            return each.read(path, rank, count, given)
     missing = [name for name in _FORMATS if not has_format(name)]
     if missing and (place is None or os.path.exists(place)):
         raise CheckpointError(

@@ -224,9 +224,8 @@ def read_processes(path: str | os.PathLike[str]) -> tuple[int, Callable[[int], A
 
 
 def read_shared(
-    path: str | os.PathLike[str] | BinaryIO,
+    path: str | os.PathLike[str] | BinaryIO | Mapping[str, Any],
     only: Collection[str] | None = None,
-    objects: bool = False,
     given: Collection[str] | None = (),
 ) -> dict[str, Any]:
     """Read the shared state of a checkpoint, whichever tool wrote it, alone.
@@ -234,7 +233,6 @@ def read_shared(
     Args:
         path: The checkpoint.
         only: The entries that are wanted; others may be there, too.
-        objects: Whether objects in a file of Lightning's are unpickled, which runs whatever code it holds.
         given: The hyper-parameters that are not needed; see `read_foreign`.
 
     Returns:
@@ -243,10 +241,10 @@ def read_shared(
     Raises:
         CheckpointError: There is no complete checkpoint, or it cannot be read.
     """
-    foreign = read_foreign(path, objects=objects, given=given)
+    foreign = read_foreign(path, given=given)
     if foreign is not None:
         return foreign[0]
-    assert not hasattr(path, "read")
+    assert isinstance(path, str | os.PathLike)
     return in_schema(load_run_state(path, only=only)[0])
 
 

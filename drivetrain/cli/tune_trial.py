@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader
 
 from drivetrain import Callback, Task, Trainer
+from drivetrain.callbacks.base import Stage
 from drivetrain.cli.tune import STEPS, WARM_UP, Change
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError
@@ -126,7 +127,7 @@ def _try(change: Change, result: Path) -> None:
         change: What to change.
         result: The file to write, on the main process.
     """
-    make, adapt = Trainer.__init__, Trainer.adapt_training_loader
+    make, adapt = Trainer.__init__, Trainer.adapt_loader
 
     @functools.wraps(make)
     def make_for_trial(made: Trainer, **options: Any) -> None:
@@ -142,9 +143,10 @@ def _try(change: Change, result: Path) -> None:
             )
         kind = type(made)
 
-        def adapt_for_trial(trainer: Trainer, loader: Any) -> Any:
-            loader = kind.adapt_training_loader(trainer, loader)
-            pace.adapt(loader)
+        def adapt_for_trial(trainer: Trainer, loader: Any, stage: Stage) -> Any:
+            loader = kind.adapt_loader(trainer, loader, stage)
+            if stage is Stage.TRAIN:
+                pace.adapt(loader)
             return loader
 
         made.__class__ = type(kind.__name__, (kind,), {adapt.__name__: adapt_for_trial})

@@ -983,12 +983,14 @@ class StartsProcesses:
         start_method: `"spawn"` or `"fork"`.
         num_processes: How many; 0 until a Trainer has chosen.
         kind: Name of the kind of device that they run on.
+        first_call: A function that each process calls before it unpickles the task, and its arguments; or None.
     """
 
     within: Callable[[], Strategy]
     start_method: str
     num_processes: int
     kind: str
+    first_call: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
 
 
 class BatchPlacement:

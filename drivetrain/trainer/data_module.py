@@ -211,15 +211,6 @@ class DataModule(HoldsHyperParameters, DataHooks):
         return made
 
     @classmethod
-    def unpickles(cls, weights_only: bool | None) -> bool:
-        """Whether `load_from_checkpoint` unpickles the objects in a file: never.
-
-        Args:
-            weights_only: What it was given.
-        """
-        return False
-
-    @classmethod
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | BinaryIO,
@@ -247,9 +238,9 @@ class DataModule(HoldsHyperParameters, DataHooks):
         kept = ("hyper_parameters", "hparams_name", "hparams_constructor")
         entries = (*(f"datamodule_{name}" for name in kept), "datamodule", "hooks")
         parts = ("engine/precision", *(f"driver/{name}" for name in entries))
-        unpickles, given = cls.unpickles(weights_only), kwargs if hparams_file is None else None
-        driver = checkpoint.read_shared(checkpoint_path, parts, unpickles, given)["driver"]
-        made = build(cls, driver, "datamodule_hyper_parameters", hparams_file, kwargs, instantiate or unpickles)
+        given = kwargs if hparams_file is None else None
+        driver = checkpoint.read_shared(checkpoint_path, parts, given)["driver"]
+        made = build(cls, driver, "datamodule_hyper_parameters", hparams_file, kwargs, instantiate)
         state = state_of(cls, driver)
         if state:
             made.load_state_dict(state)

@@ -43,15 +43,6 @@ class TaskFiles(nn.Module):
         self.__dict__["_strict_loading"] = strict
 
     @classmethod
-    def unpickles(cls, weights_only: bool | None) -> bool:
-        """Whether `load_from_checkpoint` unpickles the objects in a file: never.
-
-        Args:
-            weights_only: What it was given.
-        """
-        return False
-
-    @classmethod
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | BinaryIO,
@@ -84,13 +75,13 @@ class TaskFiles(nn.Module):
         """
         entries = ("progress", "callbacks", "hyper_parameters", "hparams_name", "hparams_constructor", "hooks")
         parts = (*EVERY_PLACE_OF_MODELS, *(f"driver/{name}" for name in entries), "hyper_parameters", "hparams_name")
-        unpickles, given = cls.unpickles(weights_only), kwargs if hparams_file is None else None
-        shared = checkpoint.read_shared(checkpoint_path, parts, unpickles, given)
+        given = kwargs if hparams_file is None else None
+        shared = checkpoint.read_shared(checkpoint_path, parts, given)
         engine, driver = shared["engine"], shared["driver"]
         if len(engine.get("models", [])) != 1:
             count = len(engine.get("models", []))
             raise CheckpointError(f"{checkpoint_path} holds {count} models, so none of them is that of a task.")
-        task = build(cls, driver, "hyper_parameters", hparams_file, kwargs, instantiate or unpickles)
+        task = build(cls, driver, "hyper_parameters", hparams_file, kwargs, instantiate)
         set_strict = task.__dict__.get("_strict_loading")
         if None not in (strict, set_strict) and strict != set_strict:
             raise ConfigurationError(

@@ -242,7 +242,7 @@ def run_spawned(trainer: Trainer, stage: Stage, model: Task | None, given: dict[
             (packed,),
             options,
             spawning.start_method,
-            prepare=trainer.prepares_processes,
+            prepare=spawning.first_call,
             takes_over=True,
         )
     except InterruptedProcessesError as error:

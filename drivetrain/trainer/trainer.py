@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -241,11 +241,6 @@ class TrainerStatus:
         return False
 
     @property
-    def leaves_out_missing_batches(self) -> bool:
-        """Whether a training batch that is None is left out; else the step gets it."""
-        return False
-
-    @property
     def counts_steps_without_loss(self) -> bool:
         """Whether a step counts, and schedulers step, whose batches have all been left out by `training_step`."""
         return False
@@ -253,11 +248,6 @@ class TrainerStatus:
     @property
     def repeats_epoch_start(self) -> bool:
         """Whether `on_train_epoch_start` is called once more for an epoch that a checkpoint was written within."""
-        return True
-
-    @property
-    def gathers_predictions(self) -> bool:
-        """Whether `predict` returns the predictions of all processes; else each gets those of its own batches."""
         return True
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -806,6 +796,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return_predictions: bool = True,
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
+        gather: bool = True,
     ) -> list[Any]:
         """Predict: run `predict_step` on every sample once, over all processes.
 
@@ -816,16 +807,17 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             return_predictions: Whether to return them; with False they are gone once callbacks have seen them.
             ckpt_path: A checkpoint whose weights to use.
             weights_only: Taken for Lightning's sake.
+            gather: Whether each process returns the predictions of all; else those of its own batches.
 
         Returns:
-            What `predict_step` returned for each batch, of all processes in the order of the data, on the CPU.
+            What `predict_step` returned for each batch, in the order of the data, on the CPU.
         """
         if self.spawning is not None:
-            given = (dataloaders, datamodule, return_predictions, ckpt_path, weights_only)
+            given = (dataloaders, datamodule, return_predictions, ckpt_path, weights_only, gather)
             return self._spawned(Stage.PREDICT, model, *given)  # type: ignore[no-any-return]
 
         def predict(task: Task, placed: nn.Module, source: LoaderSource) -> list[Any]:
-            return PredictionLoop(self, task, placed, source, return_predictions).run()
+            return PredictionLoop(self, task, placed, source, return_predictions, gather=gather).run()
 
         return evaluate(self, Stage.PREDICT, model, dataloaders, datamodule, ckpt_path, predict)
 
@@ -836,14 +828,6 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         names = tuple(inspect.signature(getattr(Trainer, stage.verb)).parameters)[2:]
         return run_spawned(self, stage, model, dict(zip(names, given, strict=False)))
 
-    @property
-    def prepares_processes(self) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-        """What each process that a verb starts calls before anything else: a function of a module, and its arguments.
-
-        Override it for what unpickling a task, its data and the Trainer's arguments needs there.
-        """
-        return None
-
     def on_task_placed(self, task: Task) -> None:
         """Called when a verb has placed its task, before any of its batches; override it to change the task.
 
@@ -851,14 +835,12 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             task: The task.
         """
 
-    def adapt_training_loader(self, loader: Any) -> Any:
-        """Change a training loader before it is prepared; override it to give all of them another order.
+    def adapt_loader(self, loader: Any, stage: Stage) -> Any:
+        """Return the loader to prepare; override it to warn of loaders, or to give all of them another order.
 
         Args:
-            loader: What was given or made; each one alone where there are several.
-
-        Returns:
-            The loader to prepare.
+            loader: What was given or made; each one alone if there are several.
+            stage: What it is for.
         """
         return loader
 
@@ -878,14 +860,6 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         """
         shares = self.use_distributed_sampler and not (self.world_size > 1 and is_split_already(loader))
         return None if shares else DataShard()
-
-    def check_loader(self, loader: Any, stage: Stage) -> None:
-        """Check a loader before it is prepared; override it to warn of what your runs should not have.
-
-        Args:
-            loader: What was given or made; each one alone where there are several.
-            stage: What it is for.
-        """
 
     def adopt_callbacks(self, added: Any) -> None:
         """Take a task's callbacks, which replace those of the same class, or of one that theirs is derived from.
@@ -956,17 +930,6 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             chosen = next((each for each in (self.checkpoint_format, DIRECTORIES) if format in (None, each.name)), None)
             save = (chosen or checkpoint.find_format(str(format))).save
             return self.actions.watch(SAVE, save)(self, filepath, weights_only, block)
-
-    def shown_to_hooks(self, state: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
-        """What `on_save_checkpoint` and `on_load_checkpoint` run in; override it to show them other names.
-
-        Args:
-            state: The checkpoint; what it is in the end is saved or restored.
-
-        Returns:
-            Gives the checkpoint as the hooks see it.
-        """
-        return nullcontext(state)
 
     @property
     def estimated_stepping_batches(self) -> float:

@@ -293,7 +293,6 @@ def test_nothing_runs_what_a_file_holds_unless_asked(tmp_path: Path) -> None:
 
     path = fit(tmp_path, Added(), max_epochs=1).checkpoint_callback.best_model_path
     assert checkpoint.newest_checkpoint(os.path.dirname(path)) == path
-    assert drivetrain.Task.unpickles(False) is False
     with pytest.raises(CheckpointError, match="mkdir"):
         drivetrain.Task.load_from_checkpoint(path, weights_only=False)
     assert not (tmp_path / "made").exists()

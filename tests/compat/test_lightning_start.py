@@ -119,7 +119,7 @@ def test_a_loader_of_few_workers_is_warned_of(workers: int, words: str | None, m
     loader = DataLoader(RandomDataset(32, 2), num_workers=workers)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        quiet().check_loader(loader, Stage.TRAIN)
+        quiet().adapt_loader(loader, Stage.TRAIN)
     found = [str(each.message) for each in caught]
     assert [words in each and "num_workers=3" in each for each in found] == [True] if words else found == []
 
@@ -128,7 +128,7 @@ def test_workers_that_are_spawned_for_each_epoch_are_warned_of(monkeypatch: pyte
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: "spawn")
     loader = DataLoader(RandomDataset(32, 2), num_workers=2)
     with pytest.warns(UserWarning, match=r"'val_dataloader'.*Consider setting `persistent_workers=True`"):
-        quiet().check_loader(loader, Stage.VALIDATE)
+        quiet().adapt_loader(loader, Stage.VALIDATE)
 
 
 def test_a_random_order_of_evaluation_is_warned_of_in_a_run() -> None:

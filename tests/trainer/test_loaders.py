@@ -461,3 +461,24 @@ def test_a_method_that_makes_no_loader_is_refused_by_its_name(verb: str) -> None
     task = type("Empty", (Weight,), {f"{name}_dataloader": lambda self: None, "test_step": Weight.validation_step})()
     with pytest.raises(TypeError, match=rf"returned from `Empty.{name}_dataloader\(\)`: it is None"):
         getattr(quiet(), verb)(task)
+
+
+def test_a_training_batch_that_is_none_is_left_out_with_a_warning() -> None:
+    class Counts(Task):
+        seen = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen += len(batch)
+            return self.layer(batch).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    task, loader = Counts(), DataLoader([0, 1, 2], collate_fn=lambda items: torch.ones(2, 1) if items != [1] else None)
+    with pytest.warns(UserWarning, match="yielded None"):
+        quiet(max_epochs=1).fit(task, loader)
+    assert task.seen == 4

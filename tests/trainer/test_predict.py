@@ -80,15 +80,18 @@ class OwnClass(Doubling):
         return namedtuple("Prediction", "double")(self(batch))
 
 
-def predicts_an_own_class() -> tuple[int, str]:
+def predicts_an_own_class() -> tuple[int, int, str]:
     nothing = quiet().predict(OwnClass(), rows(range(3)), return_predictions=False)
+    own = quiet().predict(OwnClass(), rows(range(3)), gather=False)
     with pytest.raises(DataError) as refused:
         quiet().predict(OwnClass(), rows(range(3)))
-    return len(nothing), str(refused.value)
+    return len(nothing), len(own), str(refused.value)
 
 
 def test_predictions_that_cannot_be_sent_to_other_processes_are_refused_with_what_to_do() -> None:
-    for kept, said in run_in_processes(predicts_an_own_class, 2):
+    found = run_in_processes(predicts_an_own_class, 2)
+    assert sum(own for _, own, _ in found) == 3  # those of its own batches, where they are not gathered
+    for kept, _, said in found:
         assert kept == 0
         assert "those of OwnClass cannot be sent" in said
         assert "predict(return_predictions=False)" in said

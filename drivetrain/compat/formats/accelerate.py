@@ -43,7 +43,6 @@ class AccelerateFormat(CheckpointFormat):
         source: Any,
         rank: int = 0,
         count: int | None = None,
-        objects: bool = False,
         given: Collection[str] | None = (),
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         return read_accelerate_state(source, rank)

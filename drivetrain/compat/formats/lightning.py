@@ -343,11 +343,63 @@ def is_lightning_checkpoint(path: str | os.PathLike[str]) -> bool:
     return place.is_file() or ((place / _REST).is_file() and TorchShards.is_here(place))
 
 
+class Opened(dict[str, Any]):
+    """The content of a checkpoint of Lightning's, which messages name by its path.
+
+    Args:
+        content: The content.
+        name: The path.
+    """
+
+    def __init__(self, content: Mapping[str, Any], name: str) -> None:
+        super().__init__(content)
+        self._name = name
+
+    def __str__(self) -> str:
+        return self._name
+
+
+def opened(
+    source: str | os.PathLike[str] | BinaryIO, given: Collection[str] | None = (), objects: bool = False
+) -> Opened:
+    """Read what a checkpoint of Lightning's holds.
+
+    Args:
+        source: The local file, opened or not, or the folder that a sharded strategy wrote.
+        given: The hyper-parameters that are not needed; None if none is. Objects among these are left out rather than
+            refused.
+        objects: Whether objects in it are unpickled, which runs whatever code it holds; else it is refused then.
+
+    Raises:
+        CheckpointError: It cannot be read, needs classes that only unpickling makes, or is something else.
+    """
+    path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+    name = path or "The checkpoint"
+    found: Any
+    if path is not None and os.path.isdir(path):
+        found = _sharded(Path(path), objects, given)
+    else:
+        found = _read(source, name, objects, given)
+    _check(found, name)
+    if path is not None and Extras.of(found, name) is not None:
+        check_parts(path)
+    return Opened(found, name)
+
+
+def _check(found: Any, name: str) -> None:
+    if not isinstance(found, Mapping) or not isinstance(found.get("state_dict"), Mapping):
+        what = "a dict of tensors" if _is_weights(found) else type(found).__name__
+        raise CheckpointError(
+            f"{name} is a file, and no checkpoint of Lightning's: it holds {what}, without a 'state_dict'. Give the "
+            "directory of a checkpoint of drivetrain, or load plain weights with "
+            "drivetrain.load_checkpoint_in_model(model, path)."
+        )
+
+
 def read_lightning_state(
     source: str | os.PathLike[str] | BinaryIO | Mapping[str, Any],
     rank: int = 0,
     count: int | None = None,
-    objects: bool = False,
     given: Collection[str] | None = (),
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Read a checkpoint of Lightning's, of `Trainer.save_checkpoint` or `ModelCheckpoint`.
@@ -356,39 +408,24 @@ def read_lightning_state(
         source: The local file, opened or not, or the folder that a sharded strategy wrote; or what it holds.
         rank: Whose own state to read.
         count: How many processes read it; as many as wrote it if None.
-        objects: Whether objects in it are unpickled, which runs whatever code it holds; else it is refused then.
-        given: The hyper-parameters that are not needed; None if none is. Objects among these are left out rather than
-            refused.
+        given: As for `opened`.
 
     Returns:
         The shared state in the schema of `drivetrain.checkpoint.manifest`, and a process's own state. That is empty
-        where Lightning wrote the file, which has no random state, and None where another number of processes of
+        if Lightning wrote the file, which has no random state, and None if another number of processes of
         this package did. Optimizers' states name parameters by their position. What is not Lightning's own in the
         file is among the `hooks`, as `on_load_checkpoint` looks for it.
 
     Raises:
         CheckpointError: It cannot be read, needs classes that only unpickling makes, or is something else.
     """
-    path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
-    name = path or "The checkpoint"
-    found: Any = source
-    if path is not None and os.path.isdir(path):
-        found = _sharded(Path(path), objects, given)
-    elif not isinstance(source, Mapping):
-        found = _read(source, name, objects, given)
-    if not isinstance(found, Mapping) or not isinstance(found.get("state_dict"), Mapping):
-        what = "a dict of tensors" if _is_weights(found) else type(found).__name__
-        raise CheckpointError(
-            f"{name} is a file, and no checkpoint of Lightning's: it holds {what}, without a 'state_dict'. Give the "
-            "directory of a checkpoint of drivetrain, or load plain weights with "
-            "drivetrain.load_checkpoint_in_model(model, path)."
-        )
+    found = source if isinstance(source, Mapping) else opened(source, given)
+    name = str(found) if isinstance(found, Opened) else "The checkpoint"
+    _check(found, name)
     extras = Extras.of(found, name)
     shared = _from_lightning(found, name)
     if extras is None:
         return shared, {"engine": {"random": None}, "driver": {}}
-    if path is not None:
-        check_parts(path)
     return extras.added_to(shared, found), None if count not in (None, extras.world_size) else extras.own(rank)
 
 

@@ -210,10 +210,9 @@ class LightningFormat(CheckpointFormat):
         source: str | os.PathLike[str] | BinaryIO | Mapping[str, Any],
         rank: int = 0,
         count: int | None = None,
-        objects: bool = False,
         given: Collection[str] | None = (),
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        return read_lightning_state(source, rank, count, objects, given)
+        return read_lightning_state(source, rank, count, given)
 
     def written(self, path: str) -> Extras | None:
         return extras_at(path)

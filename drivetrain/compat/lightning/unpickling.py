@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from typing import Any
+
+from drivetrain.compat.formats.lightning import is_lightning_checkpoint, opened
 
 
 def is_asked_for(weights_only: bool | None) -> bool:
@@ -22,13 +26,14 @@ def _is_set(variable: str) -> bool:
 
 
 class UnpicklesWhereAsked:
-    """What is built from a checkpoint, its objects too where that was asked for."""
+    """What is built from a checkpoint, its objects too if that was asked for."""
 
     @classmethod
-    def unpickles(cls, weights_only: bool | None) -> bool:
-        """Whether `load_from_checkpoint` unpickles the objects in a file.
-
-        Args:
-            weights_only: What it was given.
-        """
-        return is_asked_for(weights_only)
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        load = super().load_from_checkpoint  # type: ignore[misc]
+        given = inspect.signature(load).bind(checkpoint_path, *args, **kwargs).arguments
+        if is_asked_for(given.get("weights_only")):
+            if not isinstance(checkpoint_path, str | os.PathLike) or is_lightning_checkpoint(checkpoint_path):
+                checkpoint_path = opened(checkpoint_path, objects=True)
+            kwargs["instantiate"] = True
+        return load(checkpoint_path, *args, **kwargs)

@@ -190,9 +190,7 @@ class LoaderSource:
                 f"{type(loader).__name__}, which cannot be iterated. Give a torch DataLoader, or another iterable of "
                 "batches."
             )
-        self._trainer.check_loader(loader, self._stage)
-        if self._stage is Stage.TRAIN:
-            loader = self._trainer.adapt_training_loader(loader)
+        loader = self._trainer.adapt_loader(loader, self._stage)
         prepared = self._trainer.accelerator.prepare_data_loader(
             loader,
             tail=tail,

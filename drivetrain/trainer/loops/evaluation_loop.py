@@ -480,6 +480,7 @@ class PredictionLoop:
         source: Where the loaders come from.
         keep: Whether to keep what is returned; with False, callbacks see it and it is gone.
         limit: How many batches of each loader; as many as the trainer was asked for if None.
+        gather: Whether to return the predictions of all processes.
     """
 
     def __init__(
@@ -490,7 +491,9 @@ class PredictionLoop:
         source: LoaderSource,
         keep: bool,
         limit: int | None = None,
+        gather: bool = True,
     ) -> None:
+        self._gather = gather
         self._trainer, self._task, self._source, self._keep = trainer, task, source, keep
         self._limit = trainer.limit_predict_batches if limit is None else limit
         self._strategy, self._model = trainer.strategy, model
@@ -502,7 +505,7 @@ class PredictionLoop:
 
         Returns:
             What `predict_step` returned for each batch of all processes, on the CPU and without padding, in the order
-            of the loader, or of this process's batches alone where the trainer does not gather; a list of such lists
+            of the loader, or of this process's batches alone without `gather`; a list of such lists
             where there are several loaders; empty if nothing is kept.
         """
         trainer, hooks = self._trainer, self._trainer.hooks
@@ -573,7 +576,7 @@ class PredictionLoop:
         outputs += leaving.take()
         if trainer.world_size == 1 or not self._keep:
             return outputs
-        if not trainer.gathers_predictions:
+        if not self._gather:
             return [each for each in outputs if each is not None]
         everyone = self._strategy.topology.select(self._gathered(outputs), rows=True)
         longest = max(len(each) for each in everyone)

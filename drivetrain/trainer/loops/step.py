@@ -428,7 +428,7 @@ class PlainStep:
         self._stand_in = self._choose_stand_in(model)
         self._taken: list[PendingBatch] = []  # by the step itself, out of an iterator
         step = as_taken(task, "training_step", self._take_following)
-        step = without_missing(step) if trainer.leaves_out_missing_batches else step
+        step = without_missing(step)
         step = step if self._stand_in is None else self._stand_in.replacing(step)
         bound = bind_step(model, step, accelerator.precision)
         self._training_step = actions.watch(actions.of_strategy("training_step"), bound)

@@ -277,7 +277,7 @@ def save_run(
         else:
             engine = run.engine(weights_only, moment)
         state = for_hooks(engine, number, _entries(trainer, task, moment.combined, weights_only, keeps_objects))
-        with trainer.shown_to_hooks(state) as shown:
+        with trainer.checkpoint_format.shown_to_hooks(state) as shown:
             for callback in trainer.callbacks:
                 callback.on_save_checkpoint(trainer, task, shown)
             task.on_save_checkpoint(shown)
@@ -372,9 +372,8 @@ class SavedRun:
         run = trainer.accelerator.run_state
         self._strict: bool = trainer.task is None or trainer.task.strict_loading
         whole = self._hooks_see_weights() or not self._strict
-        kept_in = trainer.checkpoint_format
-        content = kept_in.content(directory)
-        self._saved = run.open(directory, whole=whole, objects=kept_in.makes_objects, content=content)
+        content = trainer.checkpoint_format.content(directory)
+        self._saved = run.open(directory, whole=whole, content=content)
         self._entries = self._saved.driver
         run.keep({name: value for name, value in self._entries.items() if name not in ENTRIES})
         layout = layout_of(trainer.strategy)
@@ -405,7 +404,7 @@ class SavedRun:
                 f"{self._directory} holds {len(engine['models'])} models, so none of them is that of a task."
             )
         state = for_hooks(engine, 0, self._entries)
-        with trainer.shown_to_hooks(state) as shown:
+        with trainer.checkpoint_format.shown_to_hooks(state) as shown:
             trainer.task.on_load_checkpoint(shown)
         take_back(state, engine, 0)
         self._saved.restore_models([trainer.model], self._strict)
@@ -419,7 +418,7 @@ class SavedRun:
             _watched(trainer, trainer.datamodule, "load_state_dict")(found)
         number = _number_of(trainer.model, trainer.accelerator.prepared.models)
         state = for_hooks(engine, number, entries)
-        with trainer.shown_to_hooks(state) as shown:
+        with trainer.checkpoint_format.shown_to_hooks(state) as shown:
             self._migrate(shown)
             for callback in trainer.callbacks:
                 callback.on_load_checkpoint(trainer, trainer.task, shown)

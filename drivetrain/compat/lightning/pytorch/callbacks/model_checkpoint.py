@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks import ModelCheckpoint as CoreModelCheckpoint
-from drivetrain.callbacks.step_schedule import decide_on_main_process
+from drivetrain.callbacks.checkpoint_files import CheckpointName
+from drivetrain.callbacks.step_schedule import decide_on_main_process, monitored_value
 from drivetrain.compat.formats.lightning import key_there
 from drivetrain.compat.formats.lightning_file import model_checkpoint_state
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -129,8 +130,6 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
     """
 
     CHECKPOINT_JOIN_CHAR: ClassVar[str] = "-"
-    keeps_nan: ClassVar[bool] = True
-    missing_value: ClassVar[float] = 0
 
     def __init__(
         self,
@@ -174,6 +173,19 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
             enable_version_counter,
             **options,
         )
+
+    def name_of(self, template: str | None = None) -> CheckpointName:
+        """Return the name of a checkpoint, with 0 for a metric that was not logged."""
+        name = super().name_of(template)
+        name.missing = 0
+        return name
+
+    def score_of(self, trainer: Any, was_validated: bool) -> float | None:
+        """Return the score, of which NaN is the worst."""
+        value = None if self.monitor is None else monitored_value(trainer.callback_metrics, self.monitor)
+        if value is not None and value != value:
+            return math.inf if self.mode == "min" else -math.inf
+        return super().score_of(trainer, was_validated)
 
     @property
     def state_key(self) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 from drivetrain.callbacks.base import Stage
-from drivetrain.compat.lightning.pytorch.trainer.checkpoint_view import with_lightnings_names
 from drivetrain.data.combined import is_structure
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer import Task
@@ -34,10 +32,6 @@ class LightningConventions(CoreTrainer):
         """Whether what was given or made is several loaders: a list is, unless it holds numbers or strings."""
         return is_structure(given) and bool(given)
 
-    def shown_to_hooks(self, state: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
-        """Show hooks the names that a checkpoint has there."""
-        return with_lightnings_names(state)
-
     @property
     def refuses_unknown_keys(self) -> bool:
         """No: there is a warning of them."""
@@ -54,11 +48,6 @@ class LightningConventions(CoreTrainer):
         return True
 
     @property
-    def leaves_out_missing_batches(self) -> bool:
-        """Yes, with a warning."""
-        return True
-
-    @property
     def counts_steps_without_loss(self) -> bool:
         """Yes."""
         return True
@@ -66,11 +55,6 @@ class LightningConventions(CoreTrainer):
     @property
     def repeats_epoch_start(self) -> bool:
         """No: only drivetrain's own callbacks get ready again within an epoch."""
-        return False
-
-    @property
-    def gathers_predictions(self) -> bool:
-        """No: each process gets its own, which may be of any class."""
         return False
 
     @property

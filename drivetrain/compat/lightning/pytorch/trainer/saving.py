@@ -4,20 +4,47 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from drivetrain.callbacks.step_schedule import decide_on_main_process
 from drivetrain.checkpoint import PendingSave, is_checkpoint
+from drivetrain.compat.formats.lightning import is_lightning_checkpoint, loops_of, opened
 from drivetrain.compat.formats.lightning_file import LightningFormat
 from drivetrain.compat.lightning.checkpoint_io import CheckpointIO, TorchCheckpointIO
 from drivetrain.compat.lightning.pytorch.trainer.conventions import LightningConventions
 from drivetrain.compat.lightning.strategy_members import with_members
 from drivetrain.compat.lightning.unpickling import is_asked_for
+from drivetrain.compat.lightning.version import VERSION
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
+from drivetrain.trainer.data_module import ENTRIES
 
 logger = get_logger(__name__)
+
+_ALWAYS = {"callbacks", "optimizer_states", "lr_schedulers"}
+_WHERE_FILLED = {
+    *("hyper_parameters", "hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_name", "precision"),
+}
+_NEVER = {*ENTRIES, "loaders", "registered", "classes"} - _ALWAYS - _WHERE_FILLED
+
+
+@contextmanager
+def with_lightnings_names(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Give a checkpoint with Lightning's names alone, the counters of its loops and its version among them.
+
+    Args:
+        state: The checkpoint; it has in the end what was changed in the body.
+    """
+    hidden = {name for name in state if name in _NEVER or (name in _WHERE_FILLED and not state[name])}
+    shown = {name: value for name, value in state.items() if name not in hidden}
+    progress = state.get("progress")
+    added = {"pytorch-lightning_version": VERSION, "loops": loops_of(progress) if progress else {}}
+    shown |= added
+    yield shown
+    kept = {name: state[name] for name in hidden}
+    state.clear()
+    state.update(kept, **{name: value for name, value in shown.items() if name not in added})
 
 
 class ScriptFiles(LightningFormat):
@@ -32,7 +59,13 @@ class ScriptFiles(LightningFormat):
 
     def __init__(self, trainer: LightningSaving, weights_only: bool | None) -> None:
         self._trainer, self._weights_only = trainer, weights_only
-        self.makes_objects = is_asked_for(weights_only)
+
+    def content(self, path: str) -> Mapping[str, Any] | None:
+        is_file = is_asked_for(self._weights_only) and is_lightning_checkpoint(path)
+        return opened(path, given=None, objects=True) if is_file else None
+
+    def shown_to_hooks(self, state: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+        return with_lightnings_names(state)
 
     def may_replace(self, path: str, block: bool) -> bool:
         as_file = self._trainer.format_of_checkpoint(path, block) == self.name

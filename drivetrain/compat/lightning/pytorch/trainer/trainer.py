@@ -40,7 +40,6 @@ from drivetrain.compat.lightning.pytorch.trainer.plugins import give_checkpoint_
 from drivetrain.compat.lightning.pytorch.trainer.saving import LightningSaving
 from drivetrain.compat.lightning.pytorch.trainer.states import TrainerState, state_of
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
-from drivetrain.compat.lightning.spawning import installed_packages
 from drivetrain.compat.lightning.strategy_members import record_driver, with_members
 from drivetrain.data import CombinedLoader, DataShard
 from drivetrain.runtime.errors import ConfigurationError
@@ -161,9 +160,10 @@ class Trainer(LightningSaving):
     test = lightning_verb(CoreTrainer.test)
     predict = lightning_verb(CoreTrainer.predict)
 
-    def adapt_training_loader(self, loader: Any) -> Any:
-        """Let processes take every n-th sample, unless `use_distributed_sampler` is off."""
-        if not self.use_distributed_sampler:
+    def adapt_loader(self, loader: Any, stage: Stage) -> Any:
+        """Warn of a slow loader. For training, let processes take every n-th sample if `use_distributed_sampler`."""
+        warn_of_loader(loader, stage, self.num_devices, self._spawns)
+        if stage is not Stage.TRAIN or not self.use_distributed_sampler:
             return loader
         return interleaved(loader, self.strategy.topology.data_shard, shuffle=not self.overfit_batches)
 
@@ -171,15 +171,6 @@ class Trainer(LightningSaving):
         """This process's share: all of a stream, whose dataset takes its part by itself."""
         is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         return DataShard() if is_stream else super().shard_of(loader)
-
-    def check_loader(self, loader: Any, stage: Stage) -> None:
-        """Warn of a loader that is slow, or evaluates in a random order."""
-        warn_of_loader(loader, stage, self.num_devices, self._spawns)
-
-    @property
-    def prepares_processes(self) -> Any:
-        """What each process that a verb starts calls first: it installs the packages that drivetrain stands for."""
-        return installed_packages()
 
     def choose_checkpoint(self, given: Any) -> Any:
         """The checkpoint that a verb takes: the given one, or else the one that `ckpt_path` was set to.

@@ -17,6 +17,7 @@ from drivetrain.compat.lightning.fabric.utilities.seed import reset_seed
 from drivetrain.compat.lightning.pytorch.loggers.logger import Logger
 from drivetrain.compat.lightning.pytorch.trainer.saving import PluginFiles
 from drivetrain.compat.lightning.signals import SIGTERMException
+from drivetrain.compat.lightning.spawning import installed_packages
 from drivetrain.runtime.errors import ArgumentTypeError, LaunchError
 from drivetrain.trackers.directory import DirectoryTracker
 from drivetrain.trainer import Task
@@ -45,6 +46,8 @@ def lightning_verb(verb: F) -> F:
         if given.get("return_predictions", True) is None:
             del given["return_predictions"]
         keeps = given.get("return_predictions", True)
+        if stage is Stage.PREDICT:
+            given["gather"] = False  # each process gets its own, which may be of any class
         chosen = self.choose_checkpoint(given.get("ckpt_path"))
         if chosen is not None:
             given["ckpt_path"] = chosen
@@ -58,6 +61,7 @@ def lightning_verb(verb: F) -> F:
         try:
             with self.running(stage, given.get("weights_only")):
                 if self.spawning is not None:
+                    self.spawning.first_call = installed_packages()
                     if stage is Stage.PREDICT:
                         _leave_predictions(given)
                     return verb(self, model, *args, **given)
