@@ -1,4 +1,4 @@
-"""What Accelerate has in `accelerate.utils`, so that a script changes the package's name in that import too."""
+"""The names of `drivetrain.compat.accelerate.utils`, so that a script changes the package's name in that import too."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ from drivetrain.trackers import Tracker
 
 
 class Collectives:
-    """Accelerate's `gather`, `reduce` and what belongs to them."""
+    """`gather`, `reduce` and what belongs to them."""
 
     state: AcceleratorState
     strategy: Strategy
@@ -138,7 +138,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ProcessControl:
-    """Accelerate's process members, each the one of `self.state`."""
+    """The members about processes, each the one of `self.state`."""
 
     state: AcceleratorState
 
@@ -239,7 +239,7 @@ class ProcessControl:
 
 
 class StateSaving:
-    """Accelerate's `save_state` and what belongs to it."""
+    """`save_state` and what belongs to it."""
 
     run_state: RunState
     project_configuration: ProjectConfiguration
@@ -260,7 +260,7 @@ class StateSaving:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a prepared model's weights as `safetensors`, `transformers` and Accelerate open them.
+        """Write a prepared model's weights as `safetensors` and `transformers` open them.
 
         Call it on all processes. The main process writes, or with `ProjectConfiguration(save_on_each_node=True)` the
         first one of each machine.
@@ -346,7 +346,7 @@ class StateSaving:
     ) -> None:
         """Load a checkpoint into what is prepared now, in the same order of preparation.
 
-        It may also be one that Accelerate's `save_state` wrote, whose files are read without executing what they hold.
+        It may also be one of another tool's format, whose files are read without executing what they hold.
         A loader's next iteration is the epoch that was interrupted, in the same order and from its start: skip what
         the run has seen with `skip_first_batches`, or by counting. With
         `DataLoaderConfiguration(use_stateful_dataloader=True)` it begins with the next sample by itself. Where fewer
@@ -368,7 +368,7 @@ class StateSaving:
 
 
 class EngineStatus:
-    """What an Accelerator reports of its parts, and their settings, in Accelerate's words."""
+    """What an Accelerator reports of its parts, and their settings."""
 
     state: AcceleratorState
     strategy: Strategy
@@ -380,7 +380,7 @@ class EngineStatus:
 
     @property
     def mixed_precision(self) -> str:
-        """Name of the precision; full precision is `"no"`, as in Accelerate."""
+        """Name of the precision; full precision is `"no"`."""
         return accelerate_name(self.precision, self.strategy)
 
     @property
@@ -561,7 +561,7 @@ class EngineStatus:
 
 
 class Tracking:
-    """Accelerate's tracking members."""
+    """The members about trackers."""
 
     tracking: RunTracking
 
@@ -719,7 +719,7 @@ def _save_tensors(tensors: Any, path: Any) -> None:
 
 
 class ModelHandling:
-    """Accelerate's members for models outside of the step."""
+    """The members about models outside of the step."""
 
     preparation: Preparation
     optimizer_step: OptimizerStep
@@ -855,20 +855,20 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         gradient_accumulation_plugin: Accumulation in more detail; give this or `gradient_accumulation_steps`.
         step_scheduler_with_optimizer: Whether prepared schedulers follow the optimizers.
         step_scheduler_per_process: Whether a prepared scheduler steps once per process for each optimizer step,
-            as Accelerate's do (unless `split_batches`); False steps it once.
+            unless `split_batches`; False steps it once.
         rng_types: Accepted for scripts that move over; every loader's order is the same on all processes anyway.
-        kwargs_handlers: Option holders in Accelerate's names.
+        kwargs_handlers: Option holders, such as `DistributedDataParallelKwargs`.
         dynamo_backend: Compile prepared models with this backend of `torch.compile`; `dynamo_plugin` has more.
         dynamo_plugin: How prepared models are compiled.
         deepspeed_plugins: Several of `deepspeed_plugin` by name; the first one places models, until
             `state.select_deepspeed_plugin` selects another.
-        torch_tp_plugin: A size of tensor parallelism in Accelerate's older holder; `parallelism_config` has more.
-        fsdp_plugin: Options of `strategy="fsdp"` in Accelerate's names, or the keys of its `fsdp_config`.
-        deepspeed_plugin: Options of `strategy="deepspeed"` in Accelerate's names, or the keys of its
+        torch_tp_plugin: A size of tensor parallelism in an older holder; `parallelism_config` has more.
+        fsdp_plugin: Options of `strategy="fsdp"` as a plugin, or the keys of an `fsdp_config`.
+        deepspeed_plugin: Options of `strategy="deepspeed"` as a plugin, or the keys of a
             `deepspeed_config`.
-        parallelism_config: Sizes of the grid of processes in Accelerate's names, also as a dict;
+        parallelism_config: Sizes of the grid of processes, also as a dict;
             `strategy=Parallel(...)` has more.
-        megatron_lm_plugin: Options of `strategy="megatron"` in Accelerate's names, or the keys of its
+        megatron_lm_plugin: Options of `strategy="megatron"` as a plugin, or the keys of a
             `megatron_lm_config`.
         device: Name of the kind of device, such as `"cuda"`, or of this process's device, such as `"cuda:1"`; found if
             None.

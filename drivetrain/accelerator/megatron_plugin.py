@@ -1,4 +1,4 @@
-"""Accelerate's `MegatronLMPlugin`: its names for the options of the Megatron strategy."""
+"""`MegatronLMPlugin`: other names for the options of the Megatron strategy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.base import Strategy
 from drivetrain.strategies.registry import strategy_class
 
-# What Accelerate lets replace by classes and functions is a method of the task here.
+# What other scripts replace by classes and functions is a method of the task here.
 _OF_THE_TASK = {
     "custom_model_provider_function": "MegatronTask.model_provider",
     "custom_prepare_model_function": "MegatronTask.model_provider",

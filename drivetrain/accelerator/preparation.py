@@ -69,7 +69,7 @@ _ENGINE = "engine"
 
 @dataclass
 class EngineRecord:
-    """What an engine was made with, in Accelerate's names.
+    """What an engine was made with, in the names of its arguments.
 
     Attributes:
         mixed_precision: Name of the precision; full precision is `"no"`.
@@ -139,7 +139,7 @@ class AcceleratorState(PartialState):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the run is spread: by its strategy where that has a name in Accelerate, else as its processes are."""
+        """How the run is spread: by its strategy if `DistributedType` has that, else as its processes are."""
         return self.record.distributed_type or super().distributed_type
 
     @property
@@ -333,15 +333,16 @@ def make_precision(
 
     Args:
         spec: A precision or its name; None if the script names none.
-        handlers: Accelerate's holders of options.
+        handlers: Holders of options.
         launched: What the launcher was asked for.
         strategy: The strategy of the run.
     """
     if spec is None:
         asked = launched.settings.get("mixed_precision", "no")
-        spec = None if asked == "no" else asked  # which `accelerate config` writes if nothing was chosen
-    if isinstance(strategy, Configured):
-        spec = strategy.choose_precision(spec)
+        spec = None if asked == "no" else asked  # which configuration files have if nothing was chosen
+    configured = None if strategy is None else strategy.capability(ConfiguredPrecision)
+    if configured is not None:
+        spec = configured.choose(spec)
     scaling, casting = find_handler(handlers, GradScalerKwargs), find_handler(handlers, AutocastKwargs)
     recipes = find_handler(handlers, FP8Handler)
     if isinstance(spec, Precision):
@@ -367,9 +368,10 @@ def make_precision(
 
 
 def accelerate_name(precision: Precision, strategy: Strategy) -> str:
-    """Return a precision's name in Accelerate's words, where full precision is `"no"`."""
-    if isinstance(strategy, Configured):
-        return strategy.accelerate_name(precision)
+    """Return a precision's name as `mixed_precision` spells it; full precision is `"no"`."""
+    configured = strategy.capability(ConfiguredPrecision)
+    if configured is not None:
+        return configured.accelerate_name(precision)
     return "no" if precision.name == "32" else precision.name
 
 

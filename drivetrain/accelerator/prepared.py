@@ -88,7 +88,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-# `GradientState`: where an accumulation window and the loaders being iterated are, in Accelerate's words
+# `GradientState`: where an accumulation window and the loaders being iterated are
 
 
 _GRADIENTS = "gradients"
@@ -523,7 +523,7 @@ class PreparedScheduler:
         scheduler: The user's scheduler, also found under `.scheduler`.
         optimizers: The prepared optimizers; a step that one of them skipped on overflow is skipped here too.
         window: The accumulation window.
-        steps_per_call: How often the scheduler steps for one optimizer step. Scripts moved from Accelerate count
+        steps_per_call: How often the scheduler steps for one optimizer step. Scripts for raw loops count
             on one per process, since they write schedules for the loader as it was before it was sharded. One that
             watches a metric steps once whatever this is: the metric is one, and its patience counts it.
         with_optimizer: Whether to follow the optimizers at all; if not, every call steps once.

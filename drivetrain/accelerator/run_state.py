@@ -40,14 +40,14 @@ _PREPARE = "Prepare and register the same objects, in the same order, before loa
 class SavedEngine:
     """A checkpoint, opened: all but the tensors that each process reads straight into its shards.
 
-    It may be one as Accelerate's `save_state` writes it, or Lightning's Trainer.
+    It may be in the format of another tool.
 
     Args:
         run: The state that it goes into.
         state: This process among its peers.
         directory: The checkpoint's directory, or a URL.
         whole: Read all tensors at once.
-        content: What a file of Lightning's holds, where it has been read already.
+        content: What the checkpoint holds, if it has been read already.
 
     Attributes:
         directory: The checkpoint's directory, or a URL.

@@ -1,4 +1,4 @@
-"""The trackers of a raw loop, in Accelerate's words."""
+"""The trackers of a raw loop."""
 
 from __future__ import annotations
 

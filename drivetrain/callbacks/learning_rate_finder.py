@@ -82,7 +82,7 @@ class LearningRateFinder(Callback):
         early_stop_threshold: Stop where the smoothed loss exceeds so many times the smallest one; None never to stop.
         update_attr: Whether the task gets the rate; else it is only found.
         attr_name: The attribute or hyper-parameter that holds the rate; `lr` or `learning_rate` if empty.
-        weights_only: Taken for Lightning's sake: no file is written.
+        weights_only: Without effect: no file is written.
 
     Attributes:
         optimal_lr: What the last search has found.

@@ -23,12 +23,12 @@ class FoundCheckpoint:
     """A complete checkpoint in a directory of checkpoints.
 
     Attributes:
-        path: Its directory, its file in Lightning's format, or its URL.
+        path: Its directory, its file in another tool's format, or its URL.
         step: The optimizer step at which it was written, if known.
         saved_at: When, in seconds since the epoch.
         world_size: How many processes wrote it.
         finite_loss: Whether every loss since the save before was finite.
-        is_file: Whether it is a file in Lightning's format.
+        is_file: Whether it is a file in another tool's format.
     """
 
     path: str
@@ -44,7 +44,7 @@ def list_checkpoints(
 ) -> list[FoundCheckpoint]:
     """The complete checkpoints in a directory, the newest first: by step, then by time.
 
-    Files are compared by name and size; their content is not read. Those in Lightning's format count where this package
+    Files are compared by name and size; their content is not read. Those in another tool's format count if this package
     has written them.
 
     Args:
@@ -125,7 +125,7 @@ def _newest(root: str | os.PathLike[str], verify: bool, storage: Storage | None)
 
 
 def checkpoint_at(path: str | os.PathLike[str], *, storage: Storage | None = None) -> FoundCheckpoint:
-    """What is known of one checkpoint of this package, a directory or a file in Lightning's format. On one process.
+    """Return what is known of one checkpoint of this package, a directory or a file. On one process.
 
     Args:
         path: The checkpoint.
@@ -184,7 +184,7 @@ def _found(path: str, manifest: Manifest) -> FoundCheckpoint:
 
 
 def _file_at(path: str) -> FoundCheckpoint | None:
-    """The file in Lightning's format that this package has written under a path, if there is one."""
+    """Return the file that this package has written in another tool's format under a path, or None."""
     file = written_file(path)
     if file is None:
         return None

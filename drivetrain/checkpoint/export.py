@@ -82,8 +82,8 @@ def consolidate(
     `model.safetensors.index.json`, as on Hugging Face's hub. Tied weights are written once.
 
     Args:
-        checkpoint: The checkpoint's directory or URL, of any strategy and number of processes; or a `.ckpt` file in
-            Lightning's format, which is read whole.
+        checkpoint: The checkpoint's directory or URL, of any strategy and number of processes; or what
+            another tool wrote in a format of `drivetrain.checkpoint.formats`.
         output: The directory to write to.
         max_shard_size: Bytes in a file at most, as a number or such as `"5GB"`; a single larger tensor has a file of
             its own.
@@ -149,7 +149,7 @@ def consolidate_shards(
     overwrite: bool = False,
     progress: bool = False,
 ) -> list[str]:
-    """Write the weights that Accelerate's FSDP saved in shards as plain safetensors, reading one tensor at a time.
+    """Write weights that FSDP saved in torch's shards as plain safetensors, reading one tensor at a time.
 
     Args:
         directory: The folder that `torch.distributed.checkpoint` wrote, such as `pytorch_model_fsdp_0`.

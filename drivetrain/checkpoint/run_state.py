@@ -130,7 +130,7 @@ def load_run_state(
 def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
     """Whether this package has written a checkpoint: only such a one is ever removed.
 
-    A directory has a `MANIFEST.json` of ours then, whole or not, and a file in Lightning's format an entry of ours.
+    A directory has a `MANIFEST.json` of ours then, whole or not, and a file in another tool's format an entry of ours.
 
     Args:
         directory: The directory, file or URL.
@@ -144,8 +144,8 @@ def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
 def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | None = None) -> None:
     """Remove a checkpoint, on one process. Nothing is found under its name from the first moment on.
 
-    Only a directory with a `MANIFEST.json` of ours is removed, a link to one, or a file in Lightning's format with an
-    entry of ours; never anything else.
+    Only a directory with a `MANIFEST.json` of ours is removed, a link to one, or a file in another tool's format
+    with an entry of ours; never anything else.
 
     Args:
         directory: The checkpoint's directory, file or URL; nothing happens where there is none.
@@ -210,7 +210,7 @@ def read_processes(path: str | os.PathLike[str]) -> tuple[int, Callable[[int], A
     """How many processes wrote a checkpoint of this package, and a function that reads what each kept of its own.
 
     Args:
-        path: The directory, the file in Lightning's format, or the URL.
+        path: The directory, the file, or the URL.
 
     Raises:
         CheckpointError: There is no complete checkpoint of this package.
@@ -249,13 +249,13 @@ def read_shared(
 
 
 def import_checkpoint(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> str:
-    """Convert what Hugging Face Accelerate's `save_state` wrote, also in FSDP's shards, or a `.ckpt` of Lightning's.
+    """Convert the checkpoint of another tool: a folder of `save_state`, also with FSDP's shards, or a `.ckpt` file.
 
     For one process. `Accelerator.load_state` and `Trainer.fit(resume=...)` take the result. Nothing in the files is
-    executed. Of random states that of the main process is kept, for a run of one process; Lightning saves none.
+    executed. Of random states that of the main process is kept, for a run of one process; a `.ckpt` has none.
 
     Args:
-        source: The directory that Accelerate wrote, or the file of Lightning's or its folder of shards.
+        source: The directory, or the file or its folder of shards.
         output: The new checkpoint's directory, which must not be there yet.
 
     Returns:
@@ -267,7 +267,7 @@ def import_checkpoint(source: str | os.PathLike[str], output: str | os.PathLike[
 
     Example:
         ```text
-        import_checkpoint("accelerate/step_1000", "run/step_1000")
+        import_checkpoint("old/step_1000", "run/step_1000")
         ```
     """
     found = read_foreign(source)

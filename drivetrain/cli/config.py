@@ -27,7 +27,7 @@ _FILE = click.option("--config_file", "--config-file", metavar="FILE", help="The
 @_FILE
 @click.pass_context
 def config(context: click.Context, config_file: str | None) -> None:
-    """Ask how scripts are launched, and write it to a file that `drivetrain launch` and Accelerate read."""
+    """Ask how scripts are launched, and write it to a file that `drivetrain launch` reads."""
     if context.invoked_subcommand is None:
         path = _file(config_file)
         _write(path, Questionnaire(_terminal()).ask())
@@ -66,7 +66,7 @@ def default(group_file: str | None, config_file: str | None, mixed_precision: st
 @_FILE
 @click.pass_obj
 def update(group_file: str | None, config_file: str | None) -> None:
-    """Write a file again in today's keys, such as one of an older Accelerate."""
+    """Write a file again in today's keys, such as one of an older version."""
     path = _file(config_file or group_file)
     values = read_config(path)
     _write(path.with_suffix(".yaml") if path.suffix == ".json" else path, values)

@@ -11,7 +11,7 @@ from drivetrain.runtime.terminal import visible
 @click.argument("source", type=click.Path())
 @click.argument("output", type=click.Path())
 def import_checkpoint(source: str, output: str) -> None:
-    """Convert SOURCE, of Accelerate's save_state or a .ckpt of Lightning's, into the new checkpoint OUTPUT.
+    """Convert SOURCE, a folder of another tool's save_state or a .ckpt file, into the new checkpoint OUTPUT.
 
     Nothing in SOURCE is executed. `Accelerator.load_state` opens the one itself, too, and `Trainer.fit` the other.
     """

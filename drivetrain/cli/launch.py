@@ -1,4 +1,4 @@
-"""`drivetrain launch`: the launcher's flags, under Accelerate's names."""
+"""`drivetrain launch`: the launcher's flags."""
 
 from __future__ import annotations
 

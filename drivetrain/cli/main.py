@@ -60,7 +60,7 @@ _COMMANDS = {
     ),
     "import-checkpoint": (
         "drivetrain.cli.import_checkpoint:import_checkpoint",
-        "Convert a checkpoint of Accelerate into one of drivetrain.",
+        "Convert a checkpoint of another tool into one of drivetrain.",
     ),
     "to-fsdp2": (
         "drivetrain.cli.to_fsdp2:to_fsdp2",

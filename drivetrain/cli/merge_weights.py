@@ -47,7 +47,7 @@ def merge_weights(
 ) -> None:
     """Write the weights in CHECKPOINT, of any strategy and number of processes, as safetensors into OUTPUT.
 
-    CHECKPOINT may also be what Accelerate's FSDP has saved in shards (its pytorch_model_fsdp_0, or the folder that
+    CHECKPOINT may also be what FSDP has saved in torch's shards (its pytorch_model_fsdp_0, or the folder that
     this is in), or what DeepSpeed's engine has written itself. Nothing in their files is executed.
     """
     from drivetrain.checkpoint import consolidate

@@ -37,7 +37,7 @@ _WITHOUT_MEANING = {
 @click.option("--output_file", type=click.Path(dir_okay=False), help="Where to write. Default: back, with --overwrite.")
 @click.option("--overwrite", is_flag=True, help="Replace a file that is there already.")
 def to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None:
-    """Rewrite a YAML for FSDP 1 as one for FSDP 2, which Accelerate reads as well.
+    """Rewrite a YAML for FSDP 1 as one for FSDP 2.
 
     Each key that is changed or left out is listed. Comments are not kept.
     """

@@ -55,7 +55,7 @@ class TailPolicy(str, Enum):
 
 @dataclass
 class DataLoaderConfiguration:
-    """Options for how loaders are prepared; the names are Accelerate's.
+    """Options for how loaders are prepared.
 
     Args:
         split_batches: Split each batch of the user's loader over the processes, so that its batch size is that

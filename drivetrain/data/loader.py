@@ -471,7 +471,7 @@ class PreparedLoader(DataLoader[Any]):
         reached = self.current or self._reached
         return 0 if reached is None or self._exhausted else reached.index + 1
 
-    # what Accelerate's loaders have
+    # what scripts read of a prepared loader
 
     @property
     def end_of_dataloader(self) -> bool:

@@ -26,7 +26,7 @@ _STRATEGIES = ("ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspe
 
 
 class EstimateCommand(click.Command):
-    """The command, whose `--dtypes` takes several values after it, as Accelerate's does."""
+    """The command, whose `--dtypes` takes several values after it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Give each value of `--dtypes` a flag of its own."""

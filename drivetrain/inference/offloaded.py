@@ -272,7 +272,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         info = self.index[key]
         name = str(info.get("weight_name", key))
         if "safetensors_file" in info:
-            # An absolute path is that of the checkpoint's own file, as Accelerate's indices have it.
+            # An absolute path is that of the checkpoint's own file, as indices of `disk_offload` have it.
             path = str(info["safetensors_file"])
             if not os.path.isabs(path):
                 path = str(_file_within(self.save_folder or ".", path, of_links=False))

@@ -244,8 +244,8 @@ def solve(
         policy: `"sequential"` fills one device after the other; `"balanced"` lets the largest share be as small as
             it can, and then the number of boundaries; `"balanced_low_0"` balances all but the first device, which gets
             what the others have no room for.
-        reserve_largest: Leave room for the largest block on the first device where it can be spared, as
-            Accelerate does, unless everything fits there.
+        reserve_largest: Leave room for the largest block on the first device where it can be spared,
+            unless everything fits there.
         fill_gaps: Put single blocks on accelerators that have room for them, out of order.
         on_host: Let the host compute what is kept on it, also where there are accelerators.
 

@@ -691,13 +691,13 @@ def notebook_launcher(
         master_addr: Address of machine 0.
         node_rank: Which machine this is, from 0.
         num_nodes: Machines that take part; the same call runs on each.
-        rdzv_backend: Accepted for Accelerate's sake: machines meet at `master_addr`, and `node_rank` orders them.
+        rdzv_backend: Without effect: machines meet at `master_addr`, and `node_rank` orders them.
         rdzv_endpoint: That address and port in one, as in `"10.0.0.1:29500"`.
-        rdzv_conf: Accepted for Accelerate's sake.
-        rdzv_id: Accepted for Accelerate's sake.
+        rdzv_conf: Without effect.
+        rdzv_id: Without effect.
         max_restarts: How often all processes are started again after a failure; on one machine.
-        monitor_interval: Accepted for Accelerate's sake: a process's end is seen at once.
-        log_line_prefix_template: Accepted for Accelerate's sake.
+        monitor_interval: Without effect: a process's end is seen at once.
+        log_line_prefix_template: Without effect.
         start_method: `"fork"`, or `"spawn"` for new interpreters, also where a device is in use here
             already. What is spawned gets the function and its arguments by pickle, and sees no other variable.
         cpu: Run on the CPU, also where there are accelerators.

@@ -1,7 +1,7 @@
 """The settings of a launch, each described once, and what a launch is asked to do.
 
 A field of `LaunchOptions`, or an entry of a group, gives a flag of `drivetrain launch` and its help, a key of its file,
-and a variable of its processes. The names are those of Accelerate's launcher.
+and a variable of its processes.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def parse_bytes(size: int | str) -> int:
     units = _DECIMAL | _BINARY
     if match is None or match[2].upper() not in units:
         raise ConfigurationError(f"{size!r} is no size; give bytes, or text such as '5GB' or '500MiB'.", code="DT-007")
-    bits = re.search(r"[KMGT]i?b\s*$", str(size)) is not None  # as Accelerate reads "5Gb"
+    bits = re.search(r"[KMGT]i?b\s*$", str(size)) is not None  # "5Gb" means bits
     return int(float(match[1]) * units[match[2].upper()]) // (8 if bits else 1)
 
 

@@ -46,7 +46,7 @@ _OF_THE_GROUP = ("store", "leaving", "heartbeat")
 
 
 class DistributedType(str, Enum):
-    """How the processes of a run are spread, in Accelerate's words."""
+    """How the processes of a run are spread."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"

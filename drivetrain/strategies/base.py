@@ -971,7 +971,7 @@ class Configured(Strategy):
         raise NotImplementedError
 
     def accelerate_name(self, precision: Precision) -> str:
-        """Return what Accelerate calls a precision under this strategy."""
+        """Return the name of a precision under this strategy, as `mixed_precision` spells it."""
         raise NotImplementedError
 
 

@@ -252,7 +252,7 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
     return DDP(**options) if environment.is_distributed else resolve_strategy("auto", environment)
 
 
-# What Accelerate calls a strategy, for scripts that ask
+# A strategy as a `DistributedType`, for scripts that ask
 
 
 _TYPES = {
@@ -264,7 +264,7 @@ _TYPES = {
 
 
 def distributed_type_of(strategy: Strategy, processes: DistributedType) -> DistributedType:
-    """How a run is spread, in Accelerate's words.
+    """Return how a run is spread.
 
     Args:
         strategy: What places its models; one that derives from another is called as that one.

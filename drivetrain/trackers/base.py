@@ -29,15 +29,15 @@ logger = get_logger(__name__)
 
 COMPLETED = "completed"
 STATUS_WORDS = {"success": COMPLETED, "finished": COMPLETED}
-"""Other words for how a run ends; Lightning's."""
+"""Other words for how a run ends."""
 
 
 class Tracker(ABC):
     """Writes the hyper-parameters and the values of one run to one place.
 
     Trackers may be made on every process, but only the main process may call them. A run is opened by the
-    first call that needs it, and a call after `finish` opens it again. The methods carry Accelerate's names;
-    Lightning's (`log_metrics`, `log_hyperparams`, `experiment`) lead to them. What a tracker cannot show, such as
+    first call that needs it, and a call after `finish` opens it again. Other names
+    (`log_metrics`, `log_hyperparams`, `experiment`) lead to the same methods. What a tracker cannot show, such as
     images in a table, it leaves out with one warning.
 
     Attributes:
@@ -229,7 +229,7 @@ class Tracker(ABC):
         """The directory in which this run is written, or None where there is no such directory."""
         return None
 
-    # Lightning's words for the same things
+    # Other words for the same things
 
     def log_metrics(self, metrics: Mapping[str, float | int | str], step: int | None = None) -> None:
         """The same as `log`."""
@@ -257,7 +257,7 @@ class Tracker(ABC):
         """Record how the run ended, write what is left, and close it. Without a place for that the same as `finish`.
 
         Args:
-            status: `"completed"` (or Lightning's `"success"`), `"failed"`, `"interrupted"` or `"preempted"`.
+            status: `"completed"` (or `"success"`), `"failed"`, `"interrupted"` or `"preempted"`.
             message: The first line of the error that ended it.
         """
         self.finish()
@@ -356,7 +356,7 @@ def flatten(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
     return flat
 
 
-# Accelerate's base of custom trackers
+# The base of custom trackers for raw loops
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -382,7 +382,7 @@ def on_main_process(function: Method) -> Method:
 
 
 class GeneralTracker(Tracker):
-    """A tracker of the user's own, as Accelerate's scripts write them: it works in both drivers.
+    """A tracker of the user's own for raw loops, which also works in a Trainer.
 
     A subclass has `name`, `requires_logging_directory` and the property `tracker`, and overrides the methods that it
     needs. With `main_process_only = True` it is called on the main process, on a thread of its own; with False on every
@@ -432,7 +432,7 @@ class GeneralTracker(Tracker):
 
     @classmethod
     def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> GeneralTracker:
-        """Make the tracker as Accelerate does: of the project's name and, where it needs one, a directory.
+        """Make the tracker of the project's name and, if it needs one, a directory.
 
         Args:
             save_dir: Where the run writes.

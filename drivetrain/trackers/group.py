@@ -482,7 +482,7 @@ def _is_main() -> bool:
 
 
 ALIASES = {"comet_ml": "comet"}
-"""Accelerate's names of trackers that have another one here."""
+"""Other names of trackers."""
 _RECORDED = "recorded"  # the entry of a checkpoint that has the state of `recorder`
 
 
@@ -680,7 +680,7 @@ class TrackerGroup:
         """The tracker with a name; one that does nothing, on a process that does not call it.
 
         Args:
-            name: The name of its class, such as `"csv"`, or Accelerate's.
+            name: The name of its class, such as `"csv"`, or one of `ALIASES`.
 
         Raises:
             ConfigurationError: There is none with this name.

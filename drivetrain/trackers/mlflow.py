@@ -48,7 +48,7 @@ class MLFlowLogger(PackageLogger):
         synchronous: Whether MLflow's own calls wait until they are done; True if None.
         description: The description of the run.
         nested_run: Whether the run is a child of the one that the script has open.
-        logging_dir: The same as `artifact_location`; Accelerate's name.
+        logging_dir: Another name of `artifact_location`.
 
     Raises:
         ConfigurationError: If `mlflow` is not installed.

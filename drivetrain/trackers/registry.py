@@ -69,7 +69,7 @@ def _registered(name: str) -> type[Tracker] | None:
 
 
 def find_tracker(name: str) -> type[Tracker]:
-    """Return the class of the trackers of a name, also one of Accelerate's names.
+    """Return the class of the trackers of a name, also one of `ALIASES`.
 
     Raises:
         ConfigurationError: If no class has the name.
@@ -102,8 +102,8 @@ def resolve_trackers(
     of a run lie together.
 
     Args:
-        spec: Names (also Accelerate's), tracker objects or several of them. `"all"` means each one that is installed,
-            True the CSV table, None and False none.
+        spec: Names (also those of `ALIASES`), tracker objects or several of them. `"all"` means each one that is
+            installed, True the CSV table, None and False none.
         save_dir: The directory of all runs, for trackers given by name.
         name: The name of the project or experiment, for trackers given by name; their own default if None.
         init_kwargs: Further arguments for trackers given by name: `{"tensorboard": {"flush_secs": 30}}`.
@@ -119,7 +119,7 @@ def resolve_trackers(
     trackers: list[Tracker] = []
     made: set[str] = set()
     for item in wanted:
-        item = getattr(item, "value", item)  # an enumeration of names, as Accelerate has
+        item = getattr(item, "value", item)  # a member of an enumeration of names
         if isinstance(item, str):
             names = available_trackers() if item == "all" else [ALIASES.get(item, item)]
             trackers += [_make(each, save_dir, name, init_kwargs) for each in names if each not in made]

@@ -100,7 +100,7 @@ class TensorBoardLogger(DirectoryTracker):
 
     @property
     def writer(self) -> SummaryWriter:
-        """The same as `tracker`, under Accelerate's name."""
+        """Return the same as `tracker`."""
         return self.tracker
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from drivetrain.trackers.service import PackageLogger, PackageRun, check_reachab
 
 _OFFLINE_ADVICE = "WandbLogger(offline=True) writes the run to disk, which `wandb sync` sends later."
 STEP = "trainer/global_step"
-"""The value that is the axis of all others, as with Lightning."""
+"""The value that is the axis of all others."""
 
 _OFFLINE_MODES = ("offline", "dryrun")
 _POLICIES = ("mutable", "immutable")
@@ -35,7 +35,7 @@ class WandbLogger(PackageLogger):
         offline: Whether the run is written to disk only. If False, as `mode` or `WANDB_MODE` asks.
         dir: The same as `save_dir`.
         id: The same as `version`.
-        anonymous: Accepted for Lightning's sake; Weights & Biases has no anonymous runs any more.
+        anonymous: Without effect: Weights & Biases has no anonymous runs any more.
         project: The project; that of `WANDB_PROJECT` if None, else `"drivetrain"`.
         log_model: Whether the best checkpoint is kept as an artifact when a `fit` ends.
         experiment: A run that is open, which stays open.

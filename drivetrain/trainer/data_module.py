@@ -73,7 +73,7 @@ def _undefined(name: str) -> ConfigurationError:
     return ConfigurationError(f"`{name}` must be implemented to be used with the Trainer.", code="DT-081")
 
 
-# A checkpoint as the hooks of tasks and callbacks see it, in Lightning's names, and back
+# A checkpoint as the hooks of tasks and callbacks see it, and back
 
 
 # what hooks see of the engine's part, by the name that they use -> the engine's name
@@ -106,7 +106,7 @@ ENTRIES = (
 
 
 def for_hooks(engine: Mapping[str, Any], number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint as `on_save_checkpoint` and `on_load_checkpoint` see it, in Lightning's names.
+    """Return a checkpoint as `on_save_checkpoint` and `on_load_checkpoint` see it.
 
     Args:
         engine: The engine's part of the shared state.
@@ -138,7 +138,7 @@ def take_back(state: dict[str, Any], engine: dict[str, Any], number: int) -> dic
 
 
 def state_of(kind: type, entries: Mapping[str, Any]) -> Any:
-    """The state of a data module in a checkpoint; a file of Lightning's has it under the name of its class.
+    """Return the state of a data module in a checkpoint; a `.ckpt` has it under the name of its class.
 
     Args:
         kind: The data module's class.
@@ -224,10 +224,10 @@ class DataModule(HoldsHyperParameters, DataHooks):
         """Build a data module from the hyper-parameters and the state that a checkpoint has of it.
 
         Args:
-            checkpoint_path: The checkpoint's directory, or a `.ckpt` file of Lightning's.
-            map_location: Taken for Lightning's sake: there is nothing on a device.
+            checkpoint_path: The checkpoint's directory, or a `.ckpt` file.
+            map_location: Without effect: there is nothing on a device.
             hparams_file: A YAML or CSV file of hyper-parameters to take instead of the saved ones.
-            weights_only: Taken for Lightning's sake: nothing in a checkpoint is ever unpickled into objects.
+            weights_only: Without effect: nothing in a checkpoint is ever unpickled into objects.
             instantiate: Whether classes that the hyper-parameters name, as a command line leaves them, are imported
                 and called; only for files that you trust. Else a checkpoint that names one is refused.
             **kwargs: Arguments of the constructor that win over the saved ones.

@@ -57,11 +57,11 @@ class TaskFiles(nn.Module):
         """Build a task from a checkpoint: its hyper-parameters and its weights.
 
         Args:
-            checkpoint_path: The checkpoint's directory, or a `.ckpt` file of Lightning's.
+            checkpoint_path: The checkpoint's directory, or a `.ckpt` file.
             map_location: The device to put it on; the CPU if None.
             hparams_file: A YAML or CSV file of hyper-parameters to take instead of the saved ones.
             strict: Whether missing and left-over weights are an error; `strict_loading` of the task if None.
-            weights_only: Taken for Lightning's sake: nothing in a checkpoint is ever unpickled into objects.
+            weights_only: Without effect: nothing in a checkpoint is ever unpickled into objects.
             instantiate: Whether classes that the hyper-parameters name, as a command line leaves them, are imported
                 and called; only for files that you trust. Else a checkpoint that names one is refused.
             **kwargs: Arguments of the constructor that win over the saved ones.
@@ -102,7 +102,7 @@ class TaskFiles(nn.Module):
         """The hyper-parameters in a checkpoint.
 
         Args:
-            checkpoint_path: The checkpoint's directory, or a `.ckpt` file of Lightning's.
+            checkpoint_path: The checkpoint's directory, or a `.ckpt` file.
 
         Raises:
             CheckpointError: There is no complete checkpoint.

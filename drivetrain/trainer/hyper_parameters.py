@@ -221,7 +221,7 @@ def made_of(
     return make_again(kind, saved, overrides, instantiate)
 
 
-# Nothing else that a checkpoint names is called: Lightning's is what its own command line leaves.
+# Nothing else that a checkpoint names is called. The others are what another command line leaves.
 _INSTANTIATORS = (
     "drivetrain.trainer.cli.instantiate_module",
     "lightning.pytorch.cli.instantiate_module",

@@ -138,7 +138,7 @@ def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
         data: The data module, if there is one.
 
     Raises:
-        ConfigurationError: A hook of Lightning 1.x is defined; the message names what replaces it.
+        ConfigurationError: A hook that is never called is defined; the message names what replaces it.
     """
     owners: list[tuple[Any, type]] = [(task, Task), *((callback, Callback) for callback in trainer.callbacks)]
     if data is not None:

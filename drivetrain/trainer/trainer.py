@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
 
 class TrainerStatus:
-    """What can be read from a `Trainer`, in Lightning's words: properties over its parts, which hold all state."""
+    """What can be read from a `Trainer`: properties over its parts, which hold all state."""
 
     accelerator: Accelerator
     callbacks: list[Callback]
@@ -457,7 +457,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             `"0,1"`). Where the script was started without a launcher and more than one is asked for, it is started
             again under one.
         num_nodes: Number of machines; the launcher decides, this is checked.
-        precision: `"32"`, `"bf16"`, `"fp16"`, …, Lightning's spellings, or a `Precision`.
+        precision: `"32"`, `"bf16"`, `"fp16"`, …, other spellings of these, or a `Precision`.
         logger: Trackers: names, objects or several of them; True for a `CSVLogger`, False for none. If None, those of
             the given `Accelerator`, else a `CSVLogger`.
         callbacks: One or several callbacks.
@@ -637,11 +637,11 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             train_dataloaders: A loader; several, as a list or dict, are combined; or a `DataModule`.
             val_dataloaders: One loader or several, each validated on its own.
             datamodule: Where loaders come from instead.
-            ckpt_path: Lightning's name for `resume`.
+            ckpt_path: Another name of `resume`.
             resume: A checkpoint to resume, exactly: the same batches, random numbers and values as without the
-                break; or a `.ckpt` of Lightning's, which has no random state. `"auto"` takes the newest complete one
+                break; or a `.ckpt` of another tool, which has no random state. `"auto"` takes the newest complete one
                 and starts from the beginning where there is none; `"last"` or `"best"` takes the checkpoint callback's.
-            weights_only: Taken for Lightning's sake: nothing in a checkpoint is ever unpickled into objects.
+            weights_only: Without effect: nothing in a checkpoint is ever unpickled into objects.
 
         Raises:
             SystemExit: The run was preempted (SIGTERM, SIGUSR1), has saved a checkpoint, and should be started again.
@@ -761,7 +761,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
                 and the model are None, the best checkpoint of the last `fit`, if it has saved one.
             verbose: Whether to print the results.
             datamodule: Where loaders come from instead.
-            weights_only: Taken for Lightning's sake.
+            weights_only: Without effect.
 
         Returns:
             For each loader, its logged values by name.
@@ -806,7 +806,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             datamodule: Where loaders come from instead.
             return_predictions: Whether to return them; with False they are gone once callbacks have seen them.
             ckpt_path: A checkpoint whose weights to use.
-            weights_only: Taken for Lightning's sake.
+            weights_only: Without effect.
             gather: Whether each process returns the predictions of all; else those of its own batches.
 
         Returns:
@@ -907,7 +907,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             block: Whether to return only when it is durable. Else training continues while a copy is written; an error
                 is raised at the next step, by several processes at the one that they agree on within about a second;
                 `fit` waits for it at its end.
-            format: `"drivetrain"` writes a directory, and `"lightning"` a `.ckpt` file that Lightning opens, also
+            format: `"drivetrain"` writes a directory, and `"lightning"` a `.ckpt` file of that format, also
                 if the weights are sharded; `checkpoint_format` decides if None.
 
         Returns:

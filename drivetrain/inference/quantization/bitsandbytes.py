@@ -203,7 +203,7 @@ class BitsAndBytes(Quantizer):
 
 @dataclass
 class BnbQuantizationConfig:
-    """How `load_and_quantize_model` quantises, with Accelerate's names.
+    """How `load_and_quantize_model` quantises.
 
     Args:
         load_in_8bit: Whether linear layers are stored in 8 bits.

@@ -59,7 +59,7 @@ def load_and_quantize_model(
 
     Args:
         model: The model, which is changed; with weights, or built by `init_empty_weights`.
-        bnb_quantization_config: How, as Accelerate's configuration, as a quantizer, or the name of one.
+        bnb_quantization_config: How, as a `BnbQuantizationConfig`, as a quantizer, or the name of one.
         weights_location: What `load_checkpoint_in_model` takes as a checkpoint; None for a model that has weights.
         device_map: As for `load_checkpoint_and_dispatch`; None leaves weights where they are, and puts those that are
             read on the first accelerator, or else on the CPU.

@@ -30,7 +30,7 @@ class Setting:
         least: The smallest number allowed.
         auto: Whether `"auto"` stands for not given.
         variable: Environment variable through which it reaches the processes; None where it concerns the launcher.
-        theirs: Variable through which Accelerate's launcher passes it.
+        theirs: `ACCELERATE_*` variable through which another launcher passes it.
         inert: Why it changes nothing here; such a setting is accepted and not passed on.
         refused: Why a value that asks for something cannot be, and what to do.
         of_launcher: Whether the variable is one of the launcher's own, which the processes do not read.
@@ -181,7 +181,7 @@ class Group:
         prefix: What the names of its settings begin with, which a file may leave out.
         section: Heading in the help.
         settings: Its settings.
-        variables: What the names of their variables begin with, ours and Accelerate's; empty if they have none.
+        variables: What the names of their variables begin with, ours and another launcher's; empty if they have none.
         switch: The switch at the top without which they have no effect; empty where there is none.
         also: Settings of the top that a file may give here.
     """

@@ -11,7 +11,7 @@ from drivetrain.launch.options import GROUPS, SETTINGS, TOP, Given, merge
 from drivetrain.launch.settings.setting import FP8_SETTINGS_OF, Setting, check_grid
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
-# Settings as environment variables: how a launcher passes them to the processes, drivetrain's or Accelerate's
+# Settings as environment variables: how a launcher passes them to the processes, ours or another
 
 
 _SWITCHES = tuple(group.switch for group in GROUPS.values() if group.switch)
@@ -25,7 +25,7 @@ _VARIABLES = frozenset(
 
 
 def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What the environment asks of this process: drivetrain's variables, then those of Accelerate's launcher.
+    """What the environment asks of this process: drivetrain's variables, then `ACCELERATE_*`.
 
     Args:
         environ: The variables; `os.environ` if None.
@@ -62,7 +62,7 @@ def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[st
 
 
 def _theirs(variables: Mapping[str, str]) -> dict[str, Any]:
-    """What Accelerate's launcher has set, without the defaults that it sets beside what was asked for."""
+    """Return what another launcher has set, without the defaults that it sets beside what was asked for."""
     found: dict[str, Any] = {}
     for setting in SETTINGS.values():
         given = variables.get(setting.theirs, "") if setting.theirs and not setting.inert else ""
@@ -80,7 +80,7 @@ def _theirs(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _settle_sharding(found: dict[str, Any], version: str) -> None:
-    """Of the two ways to name how FSDP shards, both of which Accelerate always sets, keep the one that was chosen."""
+    """Of the two ways to name how FSDP shards, both of which are always set, keep the one that was chosen."""
     resharding = found.get("fsdp_reshard_after_forward")
     if resharding not in (None, "true", "false") or version.strip() == "2":
         found.pop("fsdp_sharding_strategy", None)
@@ -98,7 +98,7 @@ def _settle_fp8(found: dict[str, Any]) -> None:
             del found[name]
 
 
-# Configuration files: YAML or JSON as `accelerate config` writes it, of any version, and what is written for both
+# Configuration files: YAML or JSON in the keys of a launcher, of any version, and what is written
 
 
 CONFIG_FILE_VARIABLE = "DRIVETRAIN_CONFIG_FILE"
@@ -205,7 +205,7 @@ class _Reader:
             self._take(SETTINGS[key], value, self._place(key))
         elif isinstance(key, str) and key in _TOP_KEYS:
             if key == "num_processes" and value in (-1, "-1"):
-                value = None  # what Accelerate writes where the number was not given
+                value = None  # what files have if the number was not given
             self._take(_TOP_KEYS[key], value, self._place(key))
         else:
             self._refuse_key(key)
@@ -283,7 +283,7 @@ class _Reader:
 
 
 def config_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping that a configuration file holds, for drivetrain and for Accelerate.
+    """Return the mapping that a configuration file holds.
 
     Args:
         values: Values by name of setting.
@@ -340,7 +340,7 @@ def write_config(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _written(setting: Setting, value: Any) -> Any:
-    """A value as Accelerate expects it in a file."""
+    """Return a value as it is written to a file."""
     if setting.kind == "words":
         return ",".join(value)
     if setting.name in ("fp8_backend", "dynamo_backend"):

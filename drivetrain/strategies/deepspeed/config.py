@@ -22,7 +22,7 @@ from drivetrain.runtime.logging import get_logger
 from drivetrain.strategies.base import Given
 from drivetrain.strategies.precision import Precision
 
-# Accelerate's `deepspeed_config`: its keys, as `accelerate config` writes them, as arguments of `DeepSpeed`
+# The keys of a `deepspeed_config` in a launcher's file, as arguments of `DeepSpeed`
 
 
 _log = get_logger(__name__)
@@ -54,7 +54,7 @@ _LAUNCHER = (
 
 
 def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `DeepSpeed` that keys of Accelerate's `deepspeed_config` mean.
+    """Return the arguments of `DeepSpeed` that keys of a `deepspeed_config` mean.
 
     Raises:
         ConfigurationError: There is no such key.
@@ -355,6 +355,31 @@ def precision_of(config: Mapping[str, Any]) -> str | None:
     """Return the name of the precision that a configuration switches on; None if it decides none, or several."""
     switched = [meaning for section, meaning in _PRECISIONS.items() if config.get(section, {}).get("enabled") is True]
     return switched[0] if len(switched) == 1 else None
+
+
+class OwnPrecision(ConfiguredPrecision):
+    """The precision of a configuration.
+
+    Args:
+        config: The configuration.
+    """
+
+    # Of weights in low precision beside 32-bit ones.
+    _NAMES: ClassVar[dict[str, str]] = {"32": "no", "bf16-true": "bf16", "fp16-true": "fp16"}
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def choose(self, given: str | Precision | None) -> str | Precision | None:
+        """Return the configuration's precision if none was given, or the same one by its other name."""
+        own = precision_of(self._config)
+        if own is None or given is None:
+            return own or given
+        return own if self._NAMES.get(own) == resolve_precision(given).name else given
+
+    def accelerate_name(self, precision: Precision) -> str:
+        """Return DeepSpeed's name of a precision."""
+        return self._NAMES.get(precision.name, precision.name)
 
 
 def clipping_of(config: Mapping[str, Any]) -> float | None:

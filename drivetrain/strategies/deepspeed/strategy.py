@@ -114,10 +114,10 @@ class DeepSpeed(Configured):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DeepSpeed:
-        """Make the strategy that Accelerate's `deepspeed_config` describes.
+        """Make the strategy that a `deepspeed_config` describes.
 
         Args:
-            config: Its keys and values, as `accelerate config` writes them.
+            config: Its keys and values, as in a launcher's YAML.
 
         Raises:
             ConfigurationError: A key is unknown; the nearest one is named.

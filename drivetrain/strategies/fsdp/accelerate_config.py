@@ -1,4 +1,4 @@
-"""Accelerate's `fsdp_config`, of both versions, in the words of `FSDP`."""
+"""The keys of an `fsdp_config`, of both versions, in the words of `FSDP`."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _the_rest(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(key: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """One of some names, or its number from 1, as Accelerate's command line asks for it."""
+    """One of some names, or its number from 1, as a launcher's command line asks for it."""
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= len(allowed):
         return allowed[value - 1]
     name = str(value).upper()

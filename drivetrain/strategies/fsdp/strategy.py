@@ -353,10 +353,10 @@ class FSDP(Strategy):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FSDP:
-        """Make one from Accelerate's `fsdp_config`, of either version.
+        """Make one from an `fsdp_config`, of either version.
 
         Args:
-            config: Its keys, with or without their `fsdp_`, as in the YAML that `accelerate config` writes.
+            config: Its keys, with or without their `fsdp_`, as in a launcher's YAML.
 
         Raises:
             ConfigurationError: A key is unknown, or its value cannot be.

@@ -412,7 +412,7 @@ def explained() -> Iterator[None]:
         ) from error
 
 
-# Accelerate's `megatron_lm_config`: its keys, as `accelerate config` writes them, as arguments of `Megatron`
+# The keys of a `megatron_lm_config` in a launcher's file, as arguments of `Megatron`
 
 
 _log = get_logger(__name__)
@@ -456,7 +456,7 @@ KEYS = (*_ARGUMENTS, *_TRANSFORMER, *_OPTIMIZER, *_ELSEWHERE, _RECOMPUTE)
 
 
 def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `Megatron` that keys of Accelerate's `megatron_lm_config` mean.
+    """Return the arguments of `Megatron` that keys of a `megatron_lm_config` mean.
 
     Args:
         given: The keys, with or without `megatron_lm_` before them; None is what was not asked for.
@@ -487,7 +487,7 @@ def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
         else:
             _log.warning_once(f"{spelled}={value!r} changes nothing here: that is decided by {_ELSEWHERE[key]}.")
     if not arguments.get("gradient_clipping"):
-        arguments.pop("gradient_clipping", None)  # Accelerate's 0 is no clipping
+        arguments.pop("gradient_clipping", None)  # 0 is no clipping
     return arguments | {name: options for name, options in nested.items() if options}
 
 

@@ -131,10 +131,10 @@ class Megatron(Strategy):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Megatron:
-        """Make the strategy that Accelerate's `megatron_lm_config` describes.
+        """Make the strategy that a `megatron_lm_config` describes.
 
         Args:
-            config: Its keys and values, as `accelerate config` writes them.
+            config: Its keys and values, as in a launcher's YAML.
 
         Raises:
             ConfigurationError: A key is unknown; the nearest one is named.

@@ -84,10 +84,10 @@ class MeshSizes:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MeshSizes:
-        """Read Accelerate's names, such as `tp_size`, or ours.
+        """Read names such as `tp_size`, or `tp`.
 
         Args:
-            config: Sizes by name; None, as Accelerate writes what is not asked for, is 1.
+            config: Sizes by name; None, as files have what is not asked for, is 1.
 
         Raises:
             ConfigurationError: A name is not a size.

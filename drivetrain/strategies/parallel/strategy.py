@@ -109,7 +109,7 @@ class Parallel(Strategy):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **options: Any) -> Parallel:
-        """Make one from Accelerate's `ParallelismConfig` names.
+        """Make one from the names of a `ParallelismConfig`.
 
         Args:
             config: `dp_replicate_size`, `dp_shard_size`, `tp_size`, `cp_size`, `pp_size`; those left out are 1.

@@ -1034,7 +1034,7 @@ def _computed(name: str, metric: Any, select: Callable[[list[Any]], list[Any]], 
         name: What it is logged as.
         metric: The torchmetrics object.
         select: Takes the states that count from those of all processes.
-        lenient: Whether anything but tensors and numbers is left out, as in Lightning, rather than refused.
+        lenient: Whether anything but tensors and numbers is left out, rather than refused.
     """
     value = compute_over_processes(metric, select)
     if isinstance(value, Tensor) and value.numel() == 1:

@@ -517,7 +517,7 @@ class SavedRun:
         if self._is_ours:
             if own is None:
                 own = taken_over(self._directory, trainer.strategy, trainer.task)
-            if "logged" not in own:  # a file of Lightning's, also one that was imported
+            if "logged" not in own:  # a file of another tool, also one that was imported
                 trainer.print(
                     f"{self._directory} is of Lightning, which saves no random state and no open means: "
                     "shuffling, dropout and the values of an epoch under way begin here."
@@ -564,7 +564,7 @@ def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
 
 
 def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> None:
-    """Begin a loader's next iteration after so many batches of each process, which is all that Lightning's files have.
+    """Begin a loader's next iteration after so many batches of each process, which is all that some formats have.
 
     Args:
         loader: The prepared training loader.

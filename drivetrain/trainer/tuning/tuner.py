@@ -81,7 +81,7 @@ class Tuner:
                 stop.
             update_attr: Whether the task gets the rate.
             attr_name: The attribute or hyper-parameter that holds the rate; `lr` or `learning_rate` if empty.
-            weights_only: Taken for Lightning's sake: no file is written.
+            weights_only: Without effect: no file is written.
 
         Returns:
             What was found; None with `fast_dev_run`.

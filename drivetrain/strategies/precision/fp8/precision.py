@@ -90,10 +90,10 @@ class FP8(MixedPrecision):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FP8:
-        """Make one from Accelerate's `fp8_config`, in either spelling of its keys.
+        """Make one from an `fp8_config`, in either spelling of its keys.
 
         Args:
-            config: Its keys, with or without their `fp8_`, as in the YAML that `accelerate config` writes.
+            config: Its keys, with or without their `fp8_`, as in a launcher's YAML.
 
         Raises:
             ConfigurationError: A key is unknown, or its value cannot be.
@@ -218,7 +218,7 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
         yield
 
 
-# Accelerate's `fp8_config`, in both spellings of its keys, in the words of `FP8`
+# An `fp8_config`, in both spellings of its keys, in the words of `FP8`
 
 
 # The questionnaire writes the longer names, the launcher's flags and the handlers have the shorter ones.
@@ -248,7 +248,7 @@ _KNOWN = {"backend", *(key for keys in _KEYS.values() for key in keys)}
 def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `FP8` for an `fp8_config`.
 
-    What the config leaves out is as in Accelerate, so a run that moves over computes the same layers.
+    Defaults are those of the files' own launcher, so a run that moves over computes the same layers.
 
     Args:
         config: Its keys, with or without their `fp8_`.
