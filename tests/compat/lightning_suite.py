@@ -34,7 +34,7 @@ import pytest
 import drivetrain.compat
 from drivetrain.compat.aliases import STAND_INS
 from drivetrain.compat.lightning.pytorch.trainer import added_callbacks
-from drivetrain.compat.lightning.pytorch.trainer.loop_views import EpochLoopView, FitLoopView
+from drivetrain.compat.lightning.pytorch.trainer.views import EpochLoopView, FitLoopView
 from drivetrain.runtime.errors import LaunchError
 from drivetrain.trainer import Trainer as CoreTrainer
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from drivetrain.compat.lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
+from drivetrain.compat.lightning.pytorch.trainer.conventions import interleaved
 from drivetrain.data import DataShard
 from tests.pool import run_in_processes
 

@@ -3,30 +3,537 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
-from drivetrain.accelerator import Accelerator
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from drivetrain.accelerator import Accelerator, PreparedOptimizer
+from drivetrain.accelerator.prepared import unwrap_optimizer
 from drivetrain.compat.lightning.accelerators import Accelerator as Kind
-from drivetrain.compat.lightning.fabric.files import StateFiles
 from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment
-from drivetrain.compat.lightning.fabric.preparing import Preparing
-from drivetrain.compat.lightning.fabric.processes import Processes
-from drivetrain.compat.lightning.fabric.stepping import Stepping
 from drivetrain.compat.lightning.fabric.strategy import FabricStrategy
+from drivetrain.compat.lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation, rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.seed import seed_everything
-from drivetrain.compat.lightning.fabric.wrappers import BackwardGuard
+from drivetrain.compat.lightning.fabric.wrappers import (
+    BackwardGuard,
+    FabricDataLoader,
+    FabricModule,
+    attach,
+    is_wrapped,
+)
 from drivetrain.compat.lightning.plugins import Precision, usable_on
 from drivetrain.compat.lightning.reasons import PLUGIN
 from drivetrain.compat.lightning.registry import STRATEGIES
 from drivetrain.compat.lightning.spawning import call_spawned
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
+from drivetrain.data import DataShard
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
+from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.strategies import Strategy, started_by_verbs
 from drivetrain.strategies.base import StartsProcesses
 from drivetrain.strategies.precision.mixed import MixedPrecision
 from drivetrain.trackers import Tracker
+from drivetrain.trainer import Task
 from drivetrain.trainer.setup import make_accelerator
+
+# The part of Fabric that lets processes work together.
+
+
+class Processes:
+    """What a loop asks of all processes."""
+
+    accelerator: Accelerator
+    _strategy: Any
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main process."""
+        self.accelerator.print(*args, **kwargs)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes."""
+        self._strategy.barrier(name=name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Give all processes one process's object.
+
+        Args:
+            obj: Tensors, or anything that can be pickled.
+            src: Whose.
+        """
+        return self._strategy.broadcast(obj, src=src)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Stack tensors of all processes along a new first dimension; the tensors themselves in a world of one.
+
+        Args:
+            data: Nested structure of tensors of equal shapes.
+            group: Taken for Lightning's sake; all processes take part.
+            sync_grads: Whether gradients flow back to each process's tensors.
+        """
+        gather = partial(self._strategy.all_gather, group=group, sync_grads=sync_grads)
+        return recursively_apply(gather, self._on_device(data))
+
+    def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce tensors over all processes.
+
+        Args:
+            data: Nested structure of tensors of equal shapes.
+            group: Taken for Lightning's sake; all processes take part.
+            reduce_op: `"mean"`, `"sum"`, `"max"`, `"min"`, or torch's `ReduceOp`.
+        """
+        reduce = partial(self._strategy.all_reduce, group=group, reduce_op=reduce_op)
+        return recursively_apply(reduce, self._on_device(data))
+
+    @contextmanager
+    def rank_zero_first(self, local: bool = False) -> Iterator[None]:
+        """Let the first process run the body before the others.
+
+        Args:
+            local: The first of each machine.
+        """
+        engine = self.accelerator
+        first = engine.local_main_process_first() if local else engine.main_process_first()
+        with first:
+            yield
+
+    def _on_device(self, data: Any) -> Any:
+        return send_to_device(data, self._strategy.root_device)
+
+
+# The part of Fabric that runs the parts of a step.
+
+
+class Stepping:
+    """What a loop does with a loss and its gradients."""
+
+    accelerator: Accelerator
+    _guard: BackwardGuard
+    _strategy: Any
+
+    def backward(self, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        """Compute gradients of a loss, in place of `loss.backward()`.
+
+        Args:
+            tensor: The loss.
+            *args: As for `torch.Tensor.backward`.
+            model: The model, which strategies need that run several with an engine each.
+            **kwargs: As for `torch.Tensor.backward`.
+        """
+        self._guard.is_inside = True
+        try:
+            self._strategy.backward(tensor, model and forward_module(model), *args, **kwargs)
+        finally:
+            self._guard.is_inside = False
+
+    def clip_gradients(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float | str = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor | None:
+        """Clip gradients, by value or by norm.
+
+        Args:
+            module: Whose gradients.
+            optimizer: Taken for Lightning's sake.
+            clip_val: The bound of each element.
+            max_norm: The bound of the norm.
+            norm_type: The order of the norm.
+            error_if_nonfinite: Whether a norm that is not finite is an error.
+
+        Returns:
+            The norm before, where it was clipped by norm.
+
+        Raises:
+            ConfigurationError: None or both of the bounds were given.
+            RuntimeError: The norm is not finite.
+        """
+        if (clip_val is None) is (max_norm is None):
+            raise ConfigurationError("clip_gradients takes one of clip_val and max_norm.", code="DT-004")
+        bare = forward_module(module), unwrap_optimizer(optimizer)
+        if clip_val is not None:
+            self._strategy.clip_gradients_value(*bare, clip_val=clip_val)
+            return None
+        norm: Tensor = self._strategy.clip_gradients_norm(
+            *bare, max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+        return norm
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Compute in the number format in the body."""
+        return self.accelerator.autocast()
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Let backwards in the body exchange nothing, to accumulate gradients.
+
+        Args:
+            module: The module, as `setup` returned it.
+            enabled: Whether to.
+
+        Raises:
+            ConfigurationError: The module has not been set up.
+        """
+        bare = getattr(module, "_orig_mod", module)
+        if not isinstance(bare, FabricModule):
+            raise ArgumentTypeError(
+                "You need to set up the model first before you can call `fabric.no_backward_sync()`: "
+                "model = fabric.setup(model).",
+                code="DT-017",
+            )
+        return self.accelerator.no_sync(forward_module(bare)) if enabled else nullcontext()
+
+
+def forward_module(module: nn.Module) -> nn.Module:
+    """What the strategy made of a module that `Fabric.setup` returned; any other module as it is.
+
+    Args:
+        module: The module, compiled or not.
+    """
+    bare = getattr(module, "_orig_mod", module)
+    return bare.get_submodule("_forward_module") if isinstance(bare, FabricModule) else module
+
+
+# The part of Fabric that writes and reads states.
+
+
+class StateFiles:
+    """What a loop keeps."""
+
+    _strategy: Any
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write a state: modules and optimizers as their states, anything else as it is; call it on all processes.
+
+        Args:
+            path: The file.
+            state: What to write, by name.
+            filter: For each name, a function `(key, value) -> bool` that chooses entries of its state.
+
+        Raises:
+            ConfigurationError: A filter is no function, or for a name that is not in the state.
+        """
+        _check_filter(filter, state)
+        self._strategy.save_checkpoint(path=path, state=_unwrapped(state), filter=filter)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any] | None = None,
+        strict: bool = True,
+        *,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a state that `save` wrote, into modules and optimizers.
+
+        Args:
+            path: The file.
+            state: What to fill, by name; values that are neither modules nor optimizers are replaced.
+            strict: Whether a name that the file does not have is an error.
+            weights_only: False unpickles objects too: only for files of those whom you trust.
+
+        Returns:
+            What was left over; everything without `state`.
+
+        Raises:
+            KeyError: The file has no such name.
+        """
+        bare = None if state is None else _unwrapped(state)
+        rest: dict[str, Any] = self._strategy.load_checkpoint(
+            path=path, state=bare, strict=strict, weights_only=weights_only
+        )
+        if state is not None and bare is not None:
+            for name, value in bare.items():
+                if value is not _bare(state[name]):
+                    state[name] = value
+        return rest
+
+    def load_raw(
+        self,
+        path: str | os.PathLike[str],
+        obj: nn.Module | Optimizer,
+        strict: bool = True,
+        *,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Read the state of one module or optimizer.
+
+        Args:
+            path: The file.
+            obj: What to fill.
+            strict: Whether other names of weights are an error.
+            weights_only: False unpickles objects too.
+        """
+        self._strategy.load_checkpoint(path=path, state=_bare(obj), strict=strict, weights_only=weights_only)
+
+
+def _unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _bare(value) for name, value in state.items()}
+
+
+def _bare(value: Any) -> Any:
+    """What the strategy made of a module, and an optimizer as it was, in the place of what Fabric made of them."""
+    if isinstance(value, nn.Module):
+        return forward_module(value)
+    return value.optimizer if isinstance(value, PreparedOptimizer) else value
+
+
+def _check_filter(given: Any, state: Mapping[str, Any]) -> None:
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        raise ArgumentTypeError(f"save(filter=...) should be a dict of functions by name, given {given!r}.")
+    unknown = {name for name in given if name not in state}
+    if unknown:
+        raise ConfigurationError(
+            f"save(filter=...): the keys {unknown} are not present in the state keys {set(state)}.", code="DT-006"
+        )
+    for name, keeps in given.items():
+        if not callable(keeps):
+            raise ArgumentTypeError(
+                f"save(filter=...): the value for {name!r} should be a callable, given {keeps!r}. Give a function "
+                "(key, value) -> bool."
+            )
+
+
+# The part of Fabric that writes values and calls callbacks.
+
+
+class Reporting:
+    """What a loop reports, and to whom."""
+
+    accelerator: Accelerator
+    _callbacks: list[Any]
+    _loggers: list[Any]
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Write one value.
+
+        Args:
+            name: Its name.
+            value: A number, or a tensor of one element.
+            step: The step that it belongs to.
+        """
+        self.log_dict({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write values, on the main process.
+
+        Args:
+            metrics: Names and values.
+            step: The step that they belong to.
+
+        Raises:
+            ConfigurationError: A tensor has more than one element.
+        """
+        numbers = convert_tensors_to_scalars(dict(metrics))
+        if self.accelerator.is_main_process:
+            for logger in self._loggers:
+                logger.log_metrics(metrics=numbers, step=step)
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of every callback that has it, with those of the keywords that it takes.
+
+        Args:
+            hook_name: The method.
+            *args: Its arguments.
+            **kwargs: The same.
+        """
+        for callback in self._callbacks:
+            method = getattr(callback, hook_name, None)
+            if method is None:
+                continue
+            if callable(method):
+                method(*args, **_taken(method, kwargs))
+            else:
+                rank_zero_warn(
+                    f"Skipping the callback `{type(callback).__name__}.{hook_name}`: it is a "
+                    f"{type(method).__name__}, which cannot be called."
+                )
+
+
+def _taken(method: Callable[..., Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those keywords that a method takes; all where this cannot be found out."""
+    try:
+        parameters = inspect.signature(method).parameters
+    except (TypeError, ValueError):
+        return given
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return given
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+# The part of Fabric that prepares modules, optimizers and loaders.
+
+
+class Preparing(Reporting):
+    """What a loop sets up before it runs."""
+
+    _guard: BackwardGuard
+    _strategy: Any
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+        return self.accelerator.device
+
+    def setup(
+        self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
+    ) -> Any:
+        """Prepare a module and its optimizers.
+
+        Args:
+            module: The module.
+            *optimizers: Its optimizers.
+            scheduler: Taken for Lightning's sake: it steps the optimizer that it was made of.
+            move_to_device: Whether to move the module.
+
+        Returns:
+            The module alone, or a tuple of it and the optimizers (and the scheduler).
+
+        Raises:
+            ConfigurationError: One of them has been prepared before.
+        """
+        _refuse_prepared("model", "setup", [module])
+        _refuse_prepared("optimizer", "setup", optimizers)
+        engine = self.accelerator
+        placement = [move_to_device, *([None] * len(optimizers))]
+        prepared = engine.prepare(module, *optimizers, device_placement=placement)
+        forward_module, *stepped = prepared if optimizers else [prepared]
+        original = getattr(module, "_orig_mod", module)
+        place = self.device if move_to_device else None
+        wrapped = FabricModule(forward_module, engine.strategy, original, engine.precision, place, self._guard)
+        self._announce_steps(stepped)
+        if isinstance(original, Task):
+            attach(self, original, wrapped, stepped)
+        self.call("on_after_setup", fabric=self, module=wrapped)
+        parts = [wrapped, *stepped] if scheduler is None else [wrapped, *stepped, scheduler]
+        return tuple(parts) if len(parts) > 1 else wrapped
+
+    def setup_module(self, module: nn.Module, move_to_device: bool = True) -> Any:
+        """Prepare a module alone.
+
+        Args:
+            module: The module.
+            move_to_device: Whether to move it.
+        """
+        _refuse_prepared("model", "setup_module", [module])
+        return self.setup(module, move_to_device=move_to_device)
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        """Prepare optimizers of a module that was prepared before.
+
+        Args:
+            *optimizers: The optimizers.
+        """
+        _refuse_prepared("optimizer", "setup_optimizers", optimizers)
+        prepared = tuple(self.accelerator.prepare_optimizer(each) for each in optimizers)
+        self._announce_steps(prepared)
+        return prepared if len(prepared) > 1 else prepared[0]
+
+    def setup_dataloaders(
+        self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
+    ) -> Any:
+        """Prepare loaders.
+
+        Args:
+            *dataloaders: The loaders.
+            use_distributed_sampler: Whether each process gets its share; else each gets all.
+            move_to_device: Whether batches are moved to the device.
+
+        Raises:
+            ConfigurationError: There is none, or one that cannot be prepared, or that has been.
+        """
+        if not dataloaders:
+            raise ConfigurationError("`setup_dataloaders` requires at least one dataloader as input.", code="DT-097")
+        _refuse_prepared("dataloader", "setup_dataloaders", dataloaders)
+        for loader in dataloaders:
+            if not isinstance(loader, DataLoader):
+                raise ArgumentTypeError(
+                    f"Only PyTorch DataLoader are currently supported in `setup_dataloaders`, got a "
+                    f"{type(loader).__name__}. Iterate anything else as it is, and move batches with fabric.to_device.",
+                    code="DT-100",
+                )
+        shard = None if use_distributed_sampler else DataShard(0, 1)
+        place = None if move_to_device else _as_it_is
+        device = self.device if move_to_device else None
+        prepared = [
+            FabricDataLoader(self.accelerator.prepare_data_loader(each, shard=shard, place=place), device)
+            for each in dataloaders
+        ]
+        return prepared if len(prepared) > 1 else prepared[0]
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Make modules in the body on the device, in the number format, or as the strategy wants them.
+
+        Args:
+            empty_init: Whether parameters stay without initial values, where a checkpoint follows that has them.
+        """
+        context: AbstractContextManager[Any] = self._strategy.module_init_context(empty_init=empty_init)
+        return context
+
+    def sharded_model(self) -> AbstractContextManager[Any]:
+        """The same, under the name that it had before."""
+        rank_zero_deprecation("`Fabric.sharded_model()` is deprecated. Use `Fabric.init_module()`.")
+        return self.init_module()
+
+    def init_tensor(self) -> AbstractContextManager[Any]:
+        """Make tensors in the body on the device, in the number format."""
+        context: AbstractContextManager[Any] = self._strategy.tensor_init_context()
+        return context
+
+    def to_device(self, obj: Any) -> Any:
+        """Move a module, a tensor or nested data to the device.
+
+        Args:
+            obj: What to move.
+        """
+        return obj.to(self.device) if isinstance(obj, nn.Module) else send_to_device(obj, self.device)
+
+    def _announce_steps(self, optimizers: Any) -> None:
+        """Let callbacks that have `on_after_optimizer_step` see each step."""
+        if not any(hasattr(each, "on_after_optimizer_step") for each in self._callbacks):
+            return
+        for prepared in optimizers:
+
+            def announce(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+                self.call("on_after_optimizer_step", strategy=self.accelerator.strategy, optimizer=optimizer)
+
+            (prepared.optimizer if isinstance(prepared, PreparedOptimizer) else prepared).register_step_post_hook(
+                announce
+            )
+
+
+def _refuse_prepared(kind: str, method: str, objects: Any) -> None:
+    for each in objects:
+        if is_wrapped(each):
+            article = "An" if kind == "optimizer" else "A"
+            raise ConfigurationError(
+                f"{article} {kind} should be passed only once to the `{method}` method; this one is what it returned.",
+                code="DT-045",
+            )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+# `Fabric`: the Accelerator, as a raw loop written for Fabric calls it.
 
 
 def _nothing(fabric: Fabric) -> None:

@@ -11,7 +11,7 @@ from drivetrain.compat.lightning.fabric.utilities.seed import seed_everything
 from drivetrain.compat.lightning.pytorch.class_paths import as_lightning, as_lightning_text
 from drivetrain.compat.lightning.pytorch.core import LightningDataModule, LightningModule
 from drivetrain.compat.lightning.pytorch.trainer import Trainer
-from drivetrain.compat.lightning.pytorch.trainer.signature import ONLY_HERE, show_all_arguments
+from drivetrain.compat.lightning.pytorch.trainer.arguments import ONLY_HERE, show_all_arguments
 from drivetrain.compat.lightning.version import VERSION
 from drivetrain.trainer.cli import (
     ArgsType,

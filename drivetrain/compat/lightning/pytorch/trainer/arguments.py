@@ -1,17 +1,334 @@
-"""What Lightning's Trainer does with its arguments before it uses them."""
+"""What the mirror's constructor takes: its arguments, the hardware and the plugins that they name, and callbacks."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, get_type_hints
 
+from drivetrain.callbacks import Callback, ModelSummary, RichModelSummary
+from drivetrain.callbacks import ModelCheckpoint as CoreModelCheckpoint
+from drivetrain.callbacks import TQDMProgressBar as CoreProgressBar
+from drivetrain.callbacks.rich_progress_bar import require_rich
+from drivetrain.compat.lightning.accelerators import (
+    Accelerator,
+    CPUAccelerator,
+    CUDAAccelerator,
+    MPSAccelerator,
+    XLAAccelerator,
+)
+from drivetrain.compat.lightning.checkpoint_io import CheckpointIO
+from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from drivetrain.compat.lightning.fabric.utilities.registry import made_by_entry_points
+from drivetrain.compat.lightning.plugins import Precision, TorchSyncBatchNorm
+from drivetrain.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
+from drivetrain.compat.lightning.pytorch.callbacks.progress.tqdm_progress import TQDMProgressBar
+from drivetrain.compat.lightning.pytorch.profilers import Profiler
+from drivetrain.compat.lightning.reasons import PLUGIN
+from drivetrain.compat.lightning.registry import STRATEGIES
+from drivetrain.compat.lightning.strategy_members import StrategyMembers
+from drivetrain.runtime.devices import get_device_kind
+from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError
+from drivetrain.strategies.precision import resolve_precision
+from drivetrain.trackers import Tracker
 from drivetrain.trainer import Trainer as CoreTrainer
+from drivetrain.trainer.cli.parser import subclasses
 from drivetrain.trainer.options import Option
+
+# The arguments of Lightning's `Trainer` with their types, for what makes options of signatures.
+
+
+class AnyOf(type):
+    """The metaclass of a type whose subclasses are another class's, one for each name: the mirror's before the core's.
+
+    jsonargparse refuses a name that several classes have, and what the mirror has is often over a class of that name.
+    """
+
+    of: type
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, cls.of)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, cls.of)
+
+    def __subclasses__(cls) -> list[Any]:
+        every = list(subclasses(cls.of))
+        mirrored = {each.__name__ for each in every if each.__module__.startswith(_MIRROR)}
+        hidden = {each for each in every if each.__name__ in mirrored and not each.__module__.startswith(_MIRROR)}
+        return [each for each in every if each not in hidden and not hidden & set(subclasses(each))]
+
+
+_MIRROR = "drivetrain.compat.lightning."
+
+
+def any_of(kind: type) -> Any:
+    """A type for annotations that stands for a class; see `AnyOf`.
+
+    Args:
+        kind: The class.
+    """
+    return AnyOf(kind.__name__, (), {"of": kind, "__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+_PLUGIN = Precision | TorchSyncBatchNorm | str
+_CALLBACK, _LOGGER, _PROFILER = any_of(Callback), any_of(Tracker), any_of(Profiler)
+_TYPES: dict[str, Any] = {
+    "accelerator": str | Accelerator,
+    "callbacks": list[_CALLBACK] | _CALLBACK | None,  # type: ignore[valid-type]
+    "logger": _LOGGER | Iterable[_LOGGER] | bool | None,  # type: ignore[valid-type]
+    "plugins": _PLUGIN | list[_PLUGIN] | None,
+    "precision": str | int | None,
+    "profiler": _PROFILER | str | None,
+}
+"""The types of what the mirror takes beside, or in the place of, what the core does."""
+
+_DEFAULTS: dict[str, Any] = {"accumulate_grad_batches": 1}
+"""What Lightning's command line expects where the core leaves a value open."""
+
+ONLY_HERE = (
+    *("max_duration", "enable_run_report", "num_workers", "auto_micro_batch", "optimizer_in_backward"),
+    *("fused_optimizer", "compile", "on_interrupt", "seed", "advise", "suggest_integrations"),
+)
+"""Arguments that Lightning's `Trainer` does not take, and its command line refuses in a file."""
+
+
+def show_all_arguments(kind: type) -> None:
+    """Show the core's arguments in the signature of a constructor, and types rather than their names in those of verbs.
+
+    Args:
+        kind: The class.
+    """
+    init: Any = kind.__init__  # type: ignore[misc]
+    own = inspect.signature(inspect.unwrap(init)).parameters
+    core = inspect.signature(CoreTrainer.__init__).parameters
+    types = {**get_type_hints(CoreTrainer.__init__), **get_type_hints(inspect.unwrap(init)), **_TYPES}
+    ordered = {**core, **own}  # in the core's order, and then what is only here
+    named = [
+        each.replace(default=_DEFAULTS.get(each.name, each.default))
+        for each in ordered.values()
+        if each.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    init.__doc__ = CoreTrainer.__doc__  # which describes the arguments that are not described here
+    init.__signature__ = inspect.Signature([each.replace(annotation=types.get(each.name, Any)) for each in named])
+    for verb in ("fit", "validate", "test", "predict"):
+        function = getattr(kind, verb)
+        function.__signature__ = inspect.signature(function, eval_str=True)
+
+
+# What a Trainer is asked to run on, checked in Lightning's words.
+
+_CLASSES = {kind.kind: kind.__name__ for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator)}
+
+
+class AcceleratorNotAvailableError(ConfigurationError, DeviceNotAvailableError):
+    """This machine has no device of the kind that was asked for."""
+
+    code = "DT-020"
+
+
+def kind_of(accelerator: Any) -> Any:
+    """The name of a kind of device that one of Lightning's objects stands for; anything else as it is.
+
+    Args:
+        accelerator: What was given. `"gpu"` is Apple's where there is no other.
+    """
+    if issubclass(type(accelerator), Accelerator):  # not isinstance: an engine is one of the kind that it runs on
+        return accelerator.kind
+    if accelerator == "gpu" and MPSAccelerator.is_available() and not CUDAAccelerator.is_available():
+        return MPSAccelerator.kind
+    return accelerator
+
+
+def check_hardware(accelerator: Any, devices: Any) -> None:
+    """Refuse a kind of device that is not here, and a run on no device.
+
+    Args:
+        accelerator: The name of a kind of device; anything else is taken.
+        devices: Which of them, or how many.
+
+    Raises:
+        ConfigurationError: No kind has this name, or no device was asked for.
+        AcceleratorNotAvailableError: This machine has none of that kind.
+    """
+    if not isinstance(accelerator, str):
+        return
+    if devices in (0, "0") or (isinstance(devices, list | tuple) and not devices):
+        raise ConfigurationError(
+            f"`Trainer(devices={devices!r})` value is not a valid input using the accelerator {accelerator!r}: a run "
+            "needs one device at least. Give a number from 1 on, the numbers of devices such as [0], or 'auto'.",
+            code="DT-002",
+        )
+    if accelerator == "auto":
+        return
+    try:
+        get_device_kind(accelerator)
+    except DeviceNotAvailableError as error:
+        missing = (
+            "No supported gpu backend found!"
+            if accelerator == "gpu"
+            else f"`{_CLASSES.get(accelerator, accelerator)}` can not run on your system since the accelerator is not "
+            "available."
+        )
+        raise AcceleratorNotAvailableError(f"{missing} {error}") from None
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"You selected an invalid accelerator name: `accelerator={accelerator!r}`. {error.message}", code="DT-001"
+        ) from None
+
+
+def check_precision(precision: Any) -> None:
+    """Refuse a number format that there is not.
+
+    Args:
+        precision: Its name, or the format itself.
+
+    Raises:
+        ConfigurationError: No number format has this name.
+    """
+    try:
+        resolve_precision(precision)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"Precision {precision!r} is invalid. {error.message}", code="DT-001") from None
+
+
+# What a Trainer's plugins and its strategy stand for among its other arguments.
+
+
+def spell(options: dict[str, Any]) -> None:
+    """Spell options as the core does.
+
+    Args:
+        options: The arguments by name, which are changed.
+    """
+    if options.get("fast_dev_run") == 1:
+        options["fast_dev_run"] = True
+    strategy = STRATEGIES.made(options.get("strategy", "auto"))
+    if isinstance(strategy, str):
+        strategy = "single" if strategy.lower() == "single_device" else strategy.lower()
+    options["strategy"] = strategy
+
+
+def taken_from(plugins: Any, precision: Any, options: dict[str, Any]) -> Any:
+    """The precision that plugins stand for, or the given one; what else they stand for is written into the options.
+
+    Args:
+        plugins: The plugins of a Trainer.
+        precision: Its precision.
+        options: Its other arguments by name.
+
+    Raises:
+        ConfigurationError: One of them replaces what has one implementation, or there are two of a kind.
+    """
+    given = _several(plugins)
+    _refuse_two_of_a_kind(given)
+    for plugin in given:
+        if isinstance(plugin, TorchSyncBatchNorm):
+            options["sync_batchnorm"] = True
+        elif isinstance(plugin, Precision):
+            precision = plugin.precision
+        elif isinstance(plugin, ClusterEnvironment):
+            plugin.publish(options.get("devices"), options.get("num_nodes", 1))
+        elif not isinstance(plugin, CheckpointIO):
+            raise ConfigurationError(
+                f"Trainer(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}", code="DT-008"
+            )
+    strategy = options.get("strategy")
+    if isinstance(strategy, StrategyMembers):
+        if strategy.cluster_environment is not None:
+            strategy.cluster_environment.publish(options.get("devices"), options.get("num_nodes", 1))
+        precision = strategy.given_precision if precision is None else precision
+    return precision
+
+
+def give_checkpoint_io(plugins: Any, strategy: Any) -> None:
+    """Let a strategy keep what writes checkpoints, where it is among the plugins.
+
+    Args:
+        plugins: The plugins of a Trainer.
+        strategy: Its strategy, with Lightning's members.
+
+    Raises:
+        ConfigurationError: The strategy has one of its own.
+    """
+    found = next((plugin for plugin in _several(plugins) if isinstance(plugin, CheckpointIO)), None)
+    given = strategy.given_checkpoint_io
+    if found is None or given is found:
+        return
+    if given is not None:
+        raise ConfigurationError(
+            "checkpoint_io set through both strategy class and plugins, choose one: "
+            f"{type(strategy).__name__}(checkpoint_io={type(given).__name__}()) and plugins={type(found).__name__}().",
+            code="DT-004",
+        )
+    strategy.take_checkpoint_io(found)
+
+
+def _several(plugins: Any) -> list[Any]:
+    """The plugins as a list."""
+    given = list(plugins) if isinstance(plugins, Sequence) and not isinstance(plugins, str) else [plugins]
+    return [plugin for plugin in given if plugin is not None]
+
+
+def _refuse_two_of_a_kind(plugins: list[Any]) -> None:
+    kinds = (Precision, CheckpointIO, ClusterEnvironment)
+    doubled = [kind.__name__ for kind in kinds if sum(isinstance(plugin, kind) for plugin in plugins) > 1]
+    if doubled:
+        raise ConfigurationError(
+            f"Received multiple values for {', '.join(doubled)} flags in `plugins`. Give one of each at most.",
+            code="DT-004",
+        )
+
+
+# The callbacks that Lightning's Trainer has without being given them.
+
+ENTRY_POINTS = "lightning.pytorch.callbacks_factory"
+"""The group of entry points by which packages add callbacks to every Trainer."""
+
+
+def with_external(given: Any) -> list[Callback]:
+    """The callbacks that a script gives, and those of installed packages.
+
+    Args:
+        given: One callback, several, or None.
+    """
+    own = [given] if isinstance(given, Callback) else list(given or [])
+    return [*own, *made_by_entry_points(ENTRY_POINTS)]
+
+
+def as_there(callbacks: Sequence[Callback], given: Sequence[Callback]) -> list[Callback]:
+    """The callbacks with Lightning's in the place of those that the core's Trainer has added by itself.
+
+    That is the callback for checkpoints, the progress bar, and where rich is installed the model summary.
+
+    Args:
+        callbacks: All of them.
+        given: Those that were given.
+    """
+    has_rich = find_spec("rich") is not None
+    return [each if any(each is own for own in given) else _replaced(each, has_rich) for each in callbacks]
+
+
+def _replaced(added: Callback, has_rich: bool) -> Callback:
+    if type(added) is CoreModelCheckpoint:
+        return ModelCheckpoint()
+    if type(added) is CoreProgressBar and not has_rich:
+        return TQDMProgressBar.by_default()
+    if type(added) is CoreProgressBar:
+        require_rich("RichProgressBar")
+        # Imports rich, which is installed on wish.
+        from drivetrain.compat.lightning.pytorch.callbacks.progress.rich_progress import RichProgressBar
+
+        return RichProgressBar()
+    return RichModelSummary() if has_rich and type(added) is ModelSummary else added
+
+
+# What Lightning's Trainer does with its arguments before it uses them.
 
 _NOTHING_AROUND = {
     "enable_checkpointing": (None, False),

@@ -2,14 +2,88 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from typing import Any
 
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
 from drivetrain.callbacks.base import Stage
+from drivetrain.compat.lightning.fabric.utilities import data
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
+from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning
+from drivetrain.data import DataShard, InterleavingSampler, rebuilt
 from drivetrain.data.combined import is_structure
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer import Task
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.progress import Phase
+
+# What Lightning warns of in a loader.
+
+
+def warn_of_loader(loader: object, stage: Stage, num_devices: int, spawns: bool) -> None:
+    """Warn of a loader that is slow, or evaluates in a random order.
+
+    Args:
+        loader: The loader.
+        stage: What it is for.
+        num_devices: Processes on this machine.
+        spawns: Whether processes are started from nothing rather than forked.
+    """
+    if not isinstance(loader, DataLoader):
+        return
+    name = stage.loader_name
+    most = data.suggested_max_num_workers(num_devices)
+    if loader.num_workers and not loader.persistent_workers and _starts_from_nothing(spawns):
+        rank_zero_warn(
+            f"The workers of '{name}' are started again for each epoch, from nothing. Consider setting "
+            "`persistent_workers=True` in its `DataLoader`."
+        )
+    elif loader.num_workers < 2 <= most:
+        rank_zero_warn(
+            f"The '{name}' does not have many workers, so the model may wait for data. Consider increasing the value "
+            f"of the `num_workers` argument to `num_workers={most}` in its `DataLoader`.",
+            category=PossibleUserWarning,
+        )
+    if stage is not Stage.TRAIN and isinstance(loader.sampler, RandomSampler):
+        rank_zero_warn(
+            f"The '{name}' draws its samples in a random order. It is recommended that you turn shuffling off for "
+            "val/test/predict dataloaders.",
+            category=PossibleUserWarning,
+        )
+
+
+def _starts_from_nothing(spawns: bool) -> bool:
+    return spawns or multiprocessing.get_start_method(allow_none=True) == "spawn"
+
+
+# The order in which Lightning's processes read training data.
+
+
+def interleaved(loader: Any, shard: DataShard, shuffle: bool) -> Any:
+    """A loader whose processes take every n-th sample.
+
+    The order of one process, which drivetrain itself keeps on several, would give other losses than Lightning there.
+    That shuffles training data on several processes by the seed and the epoch, also where the loader does not.
+
+    Args:
+        loader: The script's; one with a sampler, a batch sampler or an iteration of its own keeps it.
+        shard: This process's share.
+        shuffle: Whether in a random order.
+    """
+    if shard.count == 1 or not isinstance(loader, DataLoader) or loader.batch_size is None:
+        return loader
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return loader
+    if type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        return loader
+    seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    sampler = InterleavingSampler(loader.dataset, shard, shuffle, seed)
+    return rebuilt(loader, loader.dataset, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last)
+
+
+# What a run takes for loaders, shows to hooks and begins with, as Lightning's does.
 
 
 class LightningConventions(CoreTrainer):

@@ -18,28 +18,34 @@ from drivetrain.compat.lightning.pytorch.loggers.duck import as_loggers, given_a
 from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
 from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger
 from drivetrain.compat.lightning.pytorch.profilers.pytorch import PyTorchProfiler
-from drivetrain.compat.lightning.pytorch.trainer.added_callbacks import as_there, with_external
 from drivetrain.compat.lightning.pytorch.trainer.arguments import (
     Shown,
+    as_there,
     check_barebones,
+    check_hardware,
+    check_precision,
     explain_ones,
     from_environment,
+    give_checkpoint_io,
+    kind_of,
     log_nothing,
+    spell,
+    taken_from,
+    with_external,
 )
-from drivetrain.compat.lightning.pytorch.trainer.hardware import check_hardware, check_precision, kind_of
-from drivetrain.compat.lightning.pytorch.trainer.loader_checks import warn_of_loader
-from drivetrain.compat.lightning.pytorch.trainer.loop_views import (
-    ConnectorView,
-    EvaluationLoopView,
-    FitLoopView,
-    is_logging_due,
-)
-from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
-from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
-from drivetrain.compat.lightning.pytorch.trainer.plugins import give_checkpoint_io, spell, taken_from
+from drivetrain.compat.lightning.pytorch.trainer.conventions import interleaved, warn_of_loader
 from drivetrain.compat.lightning.pytorch.trainer.saving import LightningSaving
 from drivetrain.compat.lightning.pytorch.trainer.states import TrainerState, state_of
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
+from drivetrain.compat.lightning.pytorch.trainer.views import (
+    CallbackMetrics,
+    ConnectorView,
+    EvaluationLoopView,
+    FitLoopView,
+    LightningTrackerLog,
+    as_tensor,
+    is_logging_due,
+)
 from drivetrain.compat.lightning.strategy_members import record_driver, with_members
 from drivetrain.data import CombinedLoader, DataShard
 from drivetrain.runtime.errors import ConfigurationError
