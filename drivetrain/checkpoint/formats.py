@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 from drivetrain.checkpoint.manifest import has_manifest
 from drivetrain.checkpoint.storage import LocalStorage, storage_of
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
     import torch
@@ -204,8 +204,7 @@ def find_format(name: str) -> CheckpointFormat:
     """
     if name not in _FORMATS:
         raise ConfigurationError(
-            f"There is no checkpoint format {name!r}.{nearest(name, _FORMATS)} Known are {', '.join(_FORMATS)}.",
-            code="DT-001",
+            f"save_checkpoint(format={name!r}): give 'lightning' or 'drivetrain', or leave it out.", code="DT-001"
         )
     module, _, attribute = _FORMATS[name].partition(":")
     if not _is_there(module):

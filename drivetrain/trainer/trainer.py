@@ -927,7 +927,8 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         with self.timing.span(CHECKPOINT), self.logged.forbidden(SAVING):
             if not block:
                 self.saves = self.accelerator.save_queue
-            chosen = next((each for each in (self.checkpoint_format, DIRECTORIES) if format in (None, each.name)), None)
+            known = (self.checkpoint_format, DIRECTORIES)
+            chosen = next((each for each in known if format in (None, each.name)), None)
             save = (chosen or checkpoint.find_format(str(format))).save
             return self.actions.watch(SAVE, save)(self, filepath, weights_only, block)
 

@@ -284,7 +284,7 @@ class ScheduledStep(PlainStep):
         if self._engine.window.size > 1:
             self._engine.window.advance_planned()
         share = 1.0 if self._shards == 1 else info.share(self._shards)
-        timing, step = self._timing, self._training_step
+        timing, step = self._timing, self._no_step if batch is None else self._training_step
         with nullcontext() if share else muted_logging(self._logged, self._task):
             output = timing.call(FORWARD, step, batch, index) if timing.on else step(batch, index)
         loss = self._output.loss_of(output)
@@ -462,7 +462,7 @@ class SplitStep(PlainStep):
             self._engine.window.advance_planned()
         timing, given = self._timing, (taken.batch, taken.batch_idx)
         with nullcontext() if share else untouched_metrics(self._task):
-            step = self._training_step
+            step = self._no_step if taken.batch is None else self._training_step
             output = timing.call(FORWARD, step, *given) if timing.on else step(*given)
         loss = output if isinstance(output, Tensor) else self._output.loss_of(output)
         if loss is not None:

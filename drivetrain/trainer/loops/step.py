@@ -252,21 +252,10 @@ def as_taken(task: Task, name: str, following: Following = lambda: None) -> Call
     return step if takes_more or len(parameters) != 1 else partial(_call_with_batch, step)
 
 
-def without_missing(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A training step that leaves out a batch that is None, such as one in which a `collate_fn` found nothing.
-
-    Args:
-        step: The step.
-    """
-
-    def run(batch: Any, *args: Any) -> Any:
-        if batch is not None:
-            return step(batch, *args)
-        words = "train_dataloader yielded None. If this was on purpose, ignore this warning: the batch is left out."
-        warnings.warn(words, stacklevel=2)
-        return None
-
-    return run
+def _leave_out(*_: Any) -> None:
+    """Take the place of a training step for a batch that is None, of which a `collate_fn` found nothing."""
+    words = "train_dataloader yielded None. If this was on purpose, ignore this warning: the batch is left out."
+    warnings.warn(words, stacklevel=2)
 
 
 def _call_with_batch(step: Callable[..., Any], batch: Any, *_: Any) -> Any:
@@ -428,9 +417,7 @@ class PlainStep:
         self._stand_in = self._choose_stand_in(model)
         self._taken: list[PendingBatch] = []  # by the step itself, out of an iterator
         step = as_taken(task, "training_step", self._take_following)
-        step = without_missing(step)
-        step = step if self._stand_in is None else self._stand_in.replacing(step)
-        bound = bind_step(model, step, accelerator.precision)
+        bound, self._no_step = map(self._bind, (step, _leave_out))
         self._training_step = actions.watch(actions.of_strategy("training_step"), bound)
         self._output = StepOutput(type(task).__name__)
         self._zero_grad, self._clears_first = choose_zero_grad(trainer, task, self._optimizers, hooks)
@@ -460,6 +447,10 @@ class PlainStep:
             before_step=hooks.find("on_before_optimizer_step"),
             clip=self._clipping() if clips else None,
         )
+
+    def _bind(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        replacing = step if self._stand_in is None else self._stand_in.replacing(step)
+        return bind_step(self._model, replacing, self._trainer.accelerator.precision)
 
     def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
         return StandIn(self._trainer.strategy, self._task, model) if self._trainer.world_size > 1 else None
@@ -531,11 +522,12 @@ class PlainStep:
         if self._engine.window.size > 1:
             self._engine.window.advance_planned()
         outer = timing.enter(FORWARD) if timing.on else None  # not by `call`: tracebacks of the step pass here
+        step = self._no_step if batch is None else self._training_step
         if share:
-            output = self._training_step(batch, micro_batch.batch_idx)
+            output = step(batch, micro_batch.batch_idx)
         else:
             with untouched_metrics(self._task):
-                output = self._training_step(batch, micro_batch.batch_idx)
+                output = step(batch, micro_batch.batch_idx)
         if outer is not None:
             timing.enter(outer)
         loss = output if isinstance(output, Tensor) else self._loss_of(output)
