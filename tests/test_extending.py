@@ -9,7 +9,7 @@ import pytest
 from tests.pool import ROOT, run_in_processes
 
 PAGE = ROOT / "docs" / "extending.md"
-KINDS = {"A strategy", "A precision", "A callback", "A tracker", "A command"}
+KINDS = {"A strategy", "A precision", "A callback", "A tracker", "A checkpoint format", "A command"}
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
 
 

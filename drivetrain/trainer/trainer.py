@@ -723,7 +723,6 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             saved.restore_training()
         self.tracker_log.begin_run(task)
         print_first_line(self, task)
-        self.on_task_placed(task)
         training_model = self.strategy.view(model, "train" if task.automatic_optimization else "manual")
         step = choose_step(self, task, training_model)
         sources = self.task_run.sources
@@ -827,13 +826,6 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
         names = tuple(inspect.signature(getattr(Trainer, stage.verb)).parameters)[2:]
         return run_spawned(self, stage, model, dict(zip(names, given, strict=False)))
-
-    def on_task_placed(self, task: Task) -> None:
-        """Called when a verb has placed its task, before any of its batches; override it to change the task.
-
-        Args:
-            task: The task.
-        """
 
     def adapt_loader(self, loader: Any, stage: Stage) -> Any:
         """Return the loader to prepare; override it to warn of loaders, or to give all of them another order.

@@ -33,7 +33,7 @@ import pytest
 
 import drivetrain.compat
 from drivetrain.compat.aliases import STAND_INS
-from drivetrain.compat.lightning.pytorch.trainer import added_callbacks
+from drivetrain.compat.lightning.pytorch.trainer import arguments
 from drivetrain.compat.lightning.pytorch.trainer.views import EpochLoopView, FitLoopView
 from drivetrain.runtime.errors import LaunchError
 from drivetrain.trainer import Trainer as CoreTrainer
@@ -516,7 +516,7 @@ class Connector(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "_RICH_AVAILABLE":
-            vars(added_callbacks)["find_spec"] = importlib.util.find_spec if value else lambda package: None
+            vars(arguments)["find_spec"] = importlib.util.find_spec if value else lambda package: None
         super().__setattr__(name, value)
 
 

@@ -30,7 +30,7 @@ from drivetrain.compat.lightning.pytorch.callbacks.progress.tqdm_progress import
 from drivetrain.compat.lightning.pytorch.demos import BoringModel, Transformer
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import RandomDataset, RandomIterableDataset
 from drivetrain.compat.lightning.pytorch.demos.transformer import sinusoids
-from drivetrain.compat.lightning.pytorch.trainer import added_callbacks
+from drivetrain.compat.lightning.pytorch.trainer import arguments
 
 
 def fitted(bar: Any, **options: Any) -> Any:
@@ -130,7 +130,7 @@ def test_a_bar_of_rich_has_its_rows_and_columns(capsys: pytest.CaptureFixture[st
 
 
 def test_what_the_trainer_shows_by_itself_without_rich_counts_as_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(added_callbacks, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     bar = Trainer(accelerator="cpu", logger=False).progress_bar_callback
     assert isinstance(bar, ProgressBar)
     assert isinstance(bar, TQDMProgressBar)
@@ -141,7 +141,7 @@ def test_what_the_trainer_shows_by_itself_without_rich_counts_as_a_bar(monkeypat
 def test_the_usual_bar_can_be_read_and_draws_once_a_pass_where_no_one_looks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(added_callbacks, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     trainer = fitted([])
     bar = trainer.progress_bar_callback
     assert (bar.train_progress_bar.n, bar.train_progress_bar.total) == (5, 5)

@@ -363,7 +363,6 @@ def evaluate(
             saved = SavedRun(trainer, path)
             saved.restore_for_evaluation()
             trainer.tracker_log.evaluated_step = saved.step
-        trainer.on_task_placed(task)
         trainer.current.stage = stage
         return run(task, placed, source)
     except BaseException as error:

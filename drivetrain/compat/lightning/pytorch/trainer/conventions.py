@@ -89,10 +89,10 @@ def interleaved(loader: Any, shard: DataShard, shuffle: bool) -> Any:
 class LightningConventions(CoreTrainer):
     """`drivetrain.Trainer` with Lightning's conventions, which the mirror's Trainer is made of."""
 
-    def on_task_placed(self, task: Task) -> None:
-        """Let a verb begin without gradients, and refuse a checkpoint from after the last epoch that was asked for."""
+    def begin_training(self, task: Task) -> None:
+        """Begin without gradients, and refuse a checkpoint from after the last epoch that was asked for."""
         task.zero_grad()
-        if self.task_run.stage is not Stage.TRAIN or self.task_run.checkpoint_path is None:
+        if self.task_run.checkpoint_path is None:
             return
         epochs, most = self.progress.epoch + (self.progress.phase is Phase.CLOSING), self.options.max_epochs
         if 0 <= most < epochs:

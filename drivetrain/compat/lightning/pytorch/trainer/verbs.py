@@ -66,6 +66,9 @@ def lightning_verb(verb: F) -> F:
                         _leave_predictions(given)
                     return verb(self, model, *args, **given)
                 _open_experiments(self)
+                evaluated = self.task if model is None else uncompiled(model)
+                if stage is not Stage.TRAIN and evaluated is not None:
+                    evaluated.zero_grad()
                 if self.world_size > 1:
                     reset_seed()  # several processes begin with the seed again, whatever the script drew
                 result = verb(self, model, *args, **given)

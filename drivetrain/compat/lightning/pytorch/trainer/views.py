@@ -97,6 +97,8 @@ class LightningTrackerLog(TrackerLog):
             clean_namespace({} if owner is None else owner.hparams)
         _check_same(task, data)
         super().begin_run(task)
+        trainer: Any = self._trainer
+        trainer.begin_training(task)
 
     @staticmethod
     def hyper_parameters_of(owner: Any) -> Mapping[str, Any]:
