@@ -58,6 +58,9 @@ PHRASES = {
 NAME = re.compile("|".join(f"(?:^|_)(?:{pattern})(?:_|$)" for pattern in NAMES))
 PHRASE = re.compile(rf"\b(?:{'|'.join(PHRASES)})\b", re.IGNORECASE)
 
+# They are named in compat/, in the names that the product keeps, and in error hints.
+FRAMEWORKS = re.compile(r"\b(Lightning|Accelerate)\b")
+
 
 def place(path: Path) -> str:
     return str(path.relative_to(ROOT))
@@ -138,6 +141,12 @@ def test_names_are_the_fields() -> None:
 def test_prose_is_plain() -> None:
     found = [f"{place(path)}, {odd}" for path in (*PAGES, *MODULES) for odd in odd_phrases(prose_of(path))]
     assert not found, "\n".join(found)
+
+
+def test_the_core_does_not_name_the_frameworks_whose_scripts_it_runs() -> None:
+    core = [path for path in MODULES if "compat" not in path.parts and path.name != "accelerate_names.py"]
+    named = [f"{place(path)}:{line}" for path in core for line, text in prose_of(path) if FRAMEWORKS.search(text)]
+    assert not named, "\n".join(named)
 
 
 @pytest.mark.parametrize(
