@@ -51,7 +51,7 @@ _EXPORTS = {
     "extra_place": "drivetrain.checkpoint.save",
     "holds_positions": "drivetrain.checkpoint.torch_files",
     "import_checkpoint": "drivetrain.checkpoint.run_state",
-    "is_checkpoint": "drivetrain.checkpoint.run_state",
+    "is_checkpoint": "drivetrain.checkpoint.formats",
     "key_here": "drivetrain.checkpoint.formats",
     "is_sharded": "drivetrain.checkpoint.export",
     "list_checkpoints": "drivetrain.checkpoint.discovery",
@@ -65,7 +65,7 @@ _EXPORTS = {
     "read_foreign": "drivetrain.checkpoint.formats",
     "read_processes": "drivetrain.checkpoint.run_state",
     "read_shared": "drivetrain.checkpoint.run_state",
-    "remove_checkpoint": "drivetrain.checkpoint.run_state",
+    "remove_checkpoint": "drivetrain.checkpoint.formats",
     "save_pickled_weights": "drivetrain.checkpoint.export",
     "save_queue": "drivetrain.checkpoint.queue",
     "save_run_state": "drivetrain.checkpoint.run_state",
@@ -131,8 +131,10 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.export import with_tied as with_tied
     from drivetrain.checkpoint.formats import CheckpointFormat as CheckpointFormat
     from drivetrain.checkpoint.formats import find_format as find_format
+    from drivetrain.checkpoint.formats import is_checkpoint as is_checkpoint
     from drivetrain.checkpoint.formats import key_here as key_here
     from drivetrain.checkpoint.formats import read_foreign as read_foreign
+    from drivetrain.checkpoint.formats import remove_checkpoint as remove_checkpoint
     from drivetrain.checkpoint.load import Checkpoint as Checkpoint
     from drivetrain.checkpoint.load import LoadReport as LoadReport
     from drivetrain.checkpoint.load import compare_states as compare_states
@@ -142,11 +144,9 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.queue import save_queue as save_queue
     from drivetrain.checkpoint.run_state import describe_run_state as describe_run_state
     from drivetrain.checkpoint.run_state import import_checkpoint as import_checkpoint
-    from drivetrain.checkpoint.run_state import is_checkpoint as is_checkpoint
     from drivetrain.checkpoint.run_state import load_run_state as load_run_state
     from drivetrain.checkpoint.run_state import read_processes as read_processes
     from drivetrain.checkpoint.run_state import read_shared as read_shared
-    from drivetrain.checkpoint.run_state import remove_checkpoint as remove_checkpoint
     from drivetrain.checkpoint.run_state import save_run_state as save_run_state
     from drivetrain.checkpoint.save import extra_place as extra_place
     from drivetrain.checkpoint.torch_files import holds_positions as holds_positions

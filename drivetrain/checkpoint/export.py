@@ -23,10 +23,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
-from drivetrain.checkpoint.formats import formats
+from drivetrain.checkpoint.formats import formats, is_checkpoint
 from drivetrain.checkpoint.load import Checkpoint
 from drivetrain.checkpoint.manifest import encoded, has_manifest, in_schema
-from drivetrain.checkpoint.run_state import is_checkpoint
 from drivetrain.checkpoint.safetensors_file import (
     Entry,
     MappedFile,

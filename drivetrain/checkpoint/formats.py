@@ -13,8 +13,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
-from drivetrain.checkpoint.manifest import has_manifest
-from drivetrain.checkpoint.storage import LocalStorage, storage_of
+from drivetrain.checkpoint.manifest import check_is_checkpoint, has_manifest
+from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _FORMATS = {
     "lightning": "drivetrain.compat.formats.lightning_file:LightningFormat",
     "accelerate": "drivetrain.compat.formats.accelerate:AccelerateFormat",
-    "deepspeed": "drivetrain.strategies.deepspeed.shards:DeepSpeedFormat",
+    "deepspeed": "drivetrain.strategies.deepspeed.zero_state:DeepSpeedFormat",
 }
 
 
@@ -166,8 +166,6 @@ class CheckpointFormat:
             CheckpointError: It could not be removed, or is no checkpoint.
             OSError: The same of a link.
         """
-        from drivetrain.checkpoint.run_state import remove_checkpoint
-
         if os.path.islink(path):
             os.unlink(path)
         else:
@@ -180,8 +178,6 @@ class CheckpointFormat:
             path: The path.
             block: Whether it is written at once.
         """
-        from drivetrain.checkpoint.run_state import is_checkpoint
-
         if os.path.islink(path):
             target = os.path.realpath(path)
             return not os.path.isfile(target) or is_checkpoint(target)
@@ -287,6 +283,47 @@ def written_file(path: str) -> WrittenFile | None:
     if os.path.islink(path) or not os.path.isfile(path):
         return None
     return next((found for each in formats() if (found := each.written(path)) is not None), None)
+
+
+def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
+    """Whether this package has written a checkpoint: only such a one is ever removed.
+
+    A directory has a `MANIFEST.json` of ours then, whole or not, and a file in another tool's format an entry of ours.
+
+    Args:
+        directory: The directory, file or URL.
+    """
+    storage, path = storage_of(directory)
+    if isinstance(storage, LocalStorage) and os.path.isfile(path):
+        return written_file(path) is not None
+    return has_manifest(storage, path)
+
+
+def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | None = None) -> None:
+    """Remove a checkpoint, on one process. Nothing is found under its name from the first moment on.
+
+    Only a directory with a `MANIFEST.json` of ours is removed, a link to one, or a file in another tool's format
+    with an entry of ours; never anything else.
+
+    Args:
+        directory: The checkpoint's directory, file or URL; nothing happens where there is none.
+        storage: Where it is; found from `directory` if None.
+
+    Raises:
+        CheckpointError: It could not be removed, or is no checkpoint.
+    """
+    found, path = storage_of(directory)
+    storage = storage or found
+    try:
+        if not storage.exists(path):
+            return
+        if isinstance(storage, LocalStorage) and written_file(path) is not None:
+            os.unlink(path)
+            return
+        check_is_checkpoint(storage, path, "is not removed")
+        storage.remove(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be removed: {error}.") from error
 
 
 # The keys of callbacks' states, which other tools spell in another way

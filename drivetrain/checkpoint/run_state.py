@@ -12,7 +12,7 @@ import torch
 from drivetrain.checkpoint.discovery import whole_beside
 from drivetrain.checkpoint.formats import read_foreign, written_file
 from drivetrain.checkpoint.load import Checkpoint, Verify
-from drivetrain.checkpoint.manifest import check_is_checkpoint, has_manifest, in_schema
+from drivetrain.checkpoint.manifest import in_schema
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.queue import PendingSave, save_queue
 from drivetrain.checkpoint.save import SHARED_FILE
@@ -125,47 +125,6 @@ def load_run_state(
         peers.fail(failure, f"The checkpoint {os.fspath(directory)} could not be loaded", advice)
     assert not isinstance(result, Failure)
     return result
-
-
-def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
-    """Whether this package has written a checkpoint: only such a one is ever removed.
-
-    A directory has a `MANIFEST.json` of ours then, whole or not, and a file in another tool's format an entry of ours.
-
-    Args:
-        directory: The directory, file or URL.
-    """
-    storage, path = storage_of(directory)
-    if isinstance(storage, LocalStorage) and os.path.isfile(path):
-        return written_file(path) is not None
-    return has_manifest(storage, path)
-
-
-def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | None = None) -> None:
-    """Remove a checkpoint, on one process. Nothing is found under its name from the first moment on.
-
-    Only a directory with a `MANIFEST.json` of ours is removed, a link to one, or a file in another tool's format
-    with an entry of ours; never anything else.
-
-    Args:
-        directory: The checkpoint's directory, file or URL; nothing happens where there is none.
-        storage: Where it is; found from `directory` if None.
-
-    Raises:
-        CheckpointError: It could not be removed, or is no checkpoint.
-    """
-    found, path = storage_of(directory)
-    storage = storage or found
-    try:
-        if not storage.exists(path):
-            return
-        if isinstance(storage, LocalStorage) and written_file(path) is not None:
-            os.unlink(path)
-            return
-        check_is_checkpoint(storage, path, "is not removed")
-        storage.remove(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be removed: {error}.") from error
 
 
 # What a checkpoint holds, without its tensors' values

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.formats import CheckpointFormat
 from drivetrain.checkpoint.torch_files import bare_name, read_pickled
 from drivetrain.runtime.errors import CheckpointError
 
@@ -212,26 +211,3 @@ def read_deepspeed(folder: Path, read: Callable[[DeepSpeedShards], Any]) -> Any:
         return read(DeepSpeedShards(folder))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{folder} is not as DeepSpeed writes its checkpoints: {error!r}.") from error
-
-
-class DeepSpeedFormat(CheckpointFormat):
-    """What DeepSpeed's engine has written itself: its weights are merged, and a folder within a checkpoint is read."""
-
-    name = "deepspeed"
-
-    def merge(self, source: str | os.PathLike[str], *arguments: Any, model: int | None, **options: Any) -> Any:
-        from drivetrain.strategies.deepspeed.zero_state import merge_native
-
-        return None if deepspeed_folder(source) is None else merge_native(source, *arguments, **options)
-
-    def holds_engine(self, folder: str | os.PathLike[str]) -> bool:
-        """Return whether a local folder is that of an engine."""
-        return deepspeed_folder(folder) is not None
-
-    def weights(self, folder: Path) -> dict[str, Tensor]:
-        """Return the whole weights in the folder of an engine."""
-        return read_deepspeed(folder, DeepSpeedShards.weights)  # type: ignore[no-any-return]
-
-    def optimizer(self, folder: Path) -> Any:
-        """Return the state of the optimizer in the folder of an engine."""
-        return read_deepspeed(folder, DeepSpeedShards.optimizer)

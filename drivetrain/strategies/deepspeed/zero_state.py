@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint.export import parse_dtype, save_safetensors, weights_below
+from drivetrain.checkpoint.formats import CheckpointFormat
 from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.strategies.base import ModelState, StateDict, Topology, check_groups
@@ -319,3 +320,24 @@ def merge_native(
     if target is not None:
         weights = {name: value.to(target) if value.is_floating_point() else value for name, value in weights.items()}
     return save_safetensors(weights, output, max_shard_size, overwrite=overwrite, progress=progress)
+
+
+class DeepSpeedFormat(CheckpointFormat):
+    """What DeepSpeed's engine has written itself: its weights are merged, and a folder within a checkpoint is read."""
+
+    name = "deepspeed"
+
+    def merge(self, source: str | os.PathLike[str], *arguments: Any, model: int | None, **options: Any) -> Any:
+        return None if deepspeed_folder(source) is None else merge_native(source, *arguments, **options)
+
+    def holds_engine(self, folder: str | os.PathLike[str]) -> bool:
+        """Return whether a local folder is that of an engine."""
+        return deepspeed_folder(folder) is not None
+
+    def weights(self, folder: Path) -> dict[str, Tensor]:
+        """Return the whole weights in the folder of an engine."""
+        return read_deepspeed(folder, DeepSpeedShards.weights)  # type: ignore[no-any-return]
+
+    def optimizer(self, folder: Path) -> Any:
+        """Return the state of the optimizer in the folder of an engine."""
+        return read_deepspeed(folder, DeepSpeedShards.optimizer)
