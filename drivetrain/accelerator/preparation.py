@@ -340,9 +340,8 @@ def make_precision(
     if spec is None:
         asked = launched.settings.get("mixed_precision", "no")
         spec = None if asked == "no" else asked  # which configuration files have if nothing was chosen
-    configured = None if strategy is None else strategy.capability(ConfiguredPrecision)
-    if configured is not None:
-        spec = configured.choose(spec)
+    if isinstance(strategy, Configured):
+        spec = strategy.choose_precision(spec)
     scaling, casting = find_handler(handlers, GradScalerKwargs), find_handler(handlers, AutocastKwargs)
     recipes = find_handler(handlers, FP8Handler)
     if isinstance(spec, Precision):
@@ -369,9 +368,8 @@ def make_precision(
 
 def accelerate_name(precision: Precision, strategy: Strategy) -> str:
     """Return a precision's name as `mixed_precision` spells it; full precision is `"no"`."""
-    configured = strategy.capability(ConfiguredPrecision)
-    if configured is not None:
-        return configured.accelerate_name(precision)
+    if isinstance(strategy, Configured):
+        return strategy.accelerate_name(precision)
     return "no" if precision.name == "32" else precision.name
 
 

@@ -21,7 +21,7 @@ from drivetrain.callbacks.checkpoint_files import (
     number,
 )
 from drivetrain.callbacks.step_schedule import (
-    StepRhythm,
+    StepInterval,
     check_mode,
     decide_on_main_process,
     find_typo,

@@ -357,31 +357,6 @@ def precision_of(config: Mapping[str, Any]) -> str | None:
     return switched[0] if len(switched) == 1 else None
 
 
-class OwnPrecision(ConfiguredPrecision):
-    """The precision of a configuration.
-
-    Args:
-        config: The configuration.
-    """
-
-    # Of weights in low precision beside 32-bit ones.
-    _NAMES: ClassVar[dict[str, str]] = {"32": "no", "bf16-true": "bf16", "fp16-true": "fp16"}
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
-    def choose(self, given: str | Precision | None) -> str | Precision | None:
-        """Return the configuration's precision if none was given, or the same one by its other name."""
-        own = precision_of(self._config)
-        if own is None or given is None:
-            return own or given
-        return own if self._NAMES.get(own) == resolve_precision(given).name else given
-
-    def accelerate_name(self, precision: Precision) -> str:
-        """Return DeepSpeed's name of a precision."""
-        return self._NAMES.get(precision.name, precision.name)
-
-
 def clipping_of(config: Mapping[str, Any]) -> float | None:
     """The norm that a configuration clips to, if it does."""
     found = config.get("gradient_clipping")

@@ -239,7 +239,7 @@ class DeepSpeed(Configured):
         return own if _ACCELERATE_NAMES.get(own) == resolve_precision(given).name else given
 
     def accelerate_name(self, precision: Precision) -> str:
-        """Return DeepSpeed's name of a precision, which is also Accelerate's."""
+        """Return DeepSpeed's name of a precision."""
         return _ACCELERATE_NAMES.get(precision.name, precision.name)
 
     # model
