@@ -12,10 +12,8 @@ from drivetrain.checkpoint.discovery import whole_beside
 from drivetrain.checkpoint.lightning_file import extras_at
 from drivetrain.checkpoint.load import Checkpoint, Verify
 from drivetrain.checkpoint.manifest import check_is_checkpoint, has_manifest
-from drivetrain.checkpoint.peers import Failure, Peers
-from drivetrain.checkpoint.queue import PendingSave, save_queue
-from drivetrain.checkpoint.save import SHARED_FILE
-from drivetrain.checkpoint.shards import INDEX
+from drivetrain.checkpoint.safetensors_file import INDEX
+from drivetrain.checkpoint.save import SHARED_FILE, Failure, Peers, PendingSave, save_queue
 from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
 from drivetrain.checkpoint.tree import unpack
 from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError

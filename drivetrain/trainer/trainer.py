@@ -61,8 +61,8 @@ from drivetrain.trainer.profilers import Profiler
 from drivetrain.trainer.profilers.actions import Actions
 from drivetrain.trainer.profilers.base import SAVE
 from drivetrain.trainer.setup import init_module
-from drivetrain.trainer.state.lightning_save import save_in_format
-from drivetrain.trainer.state.saved_run import SavedRun, asked_to_resume, find_checkpoint, moment_of
+from drivetrain.trainer.state.lightning_save import save_lightning
+from drivetrain.trainer.state.saved_run import SavedRun, asked_to_resume, find_checkpoint, moment_of, save_run
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.tuning.tuner import Tuning
 
@@ -138,7 +138,8 @@ class TrainerStatus:
     @property
     def model(self) -> nn.Module | None:
         """What the strategy made of the task; the task itself until it is placed."""
-        return self.task_run.model if self.task_run.is_placed else self.task_run.task
+        model, task = self.task_run.model, self.task_run.task
+        return model if model is not None and self.strategy.unwrap(model) is task else task
 
     @property
     def hooks(self) -> Hooks:
@@ -960,18 +961,26 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         Raises:
             CheckpointError: A process could not write; what was there before is intact.
         """
-        if self.accelerator.optimizer_step.is_torn:
+        step = self.accelerator.optimizer_step
+        if step.is_torn:
             raise CheckpointError(
                 "No checkpoint is written within a step that has begun to change parameters: between the steps of two "
                 "optimizers, in the closure of an optimizer such as L-BFGS, or in a backward that steps parameters. "
                 "Save in on_train_batch_end, or resume from the last checkpoint."
             )
-        if self.loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
+        if self.loop is not None and self.current.stage in (Stage.TRAIN, Stage.VALIDATE):
             self.tracker_log.write_due_values()
-        with self.timing.span(CHECKPOINT), self.logged.forbidden(SAVING):
+        if format is None:
+            format = self.format_of_checkpoint(filepath, block)
+        if format not in ("drivetrain", "lightning"):
+            raise ConfigurationError(
+                f"save_checkpoint(format={format!r}): give 'lightning' or 'drivetrain', or leave it out.", code="DT-001"
+            )
+        save = self.actions.watch(SAVE, save_run if format == "drivetrain" else save_lightning)
+        with step.timing.span(CHECKPOINT), self.logged.forbidden(SAVING):
             if not block:
                 self.saves = self.accelerator.save_queue
-            return self.actions.watch(SAVE, save_in_format)(self, filepath, weights_only, block, format)
+            return save(self, filepath, weights_only, block)
 
     def shown_to_hooks(self, state: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
         """What `on_save_checkpoint` and `on_load_checkpoint` run in; override it to show them other names.

@@ -1,4 +1,4 @@
-"""A Trainer's run as a checkpoint in one of the formats that there are."""
+"""A Trainer's run as a `.ckpt` file in Lightning's format."""
 
 from __future__ import annotations
 
@@ -16,35 +16,24 @@ from drivetrain.trainer.state.saved_run import save_run
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
-FORMATS = ("drivetrain", "lightning")
 
-
-def save_in_format(
-    trainer: Trainer, path: str | os.PathLike[str], weights_only: bool, block: bool, format: str | None
+def save_lightning(
+    trainer: Trainer, path: str | os.PathLike[str], weights_only: bool, block: bool
 ) -> checkpoint.PendingSave:
-    """Write a checkpoint in a format; call it on all processes.
+    """Write a checkpoint as a file in Lightning's format; call it on all processes.
 
-    A file of Lightning's is written by the main process. Where none holds the whole state, it is made of a checkpoint
+    The file is written by the main process. Where none holds the whole state, it is made of a checkpoint
     of this package, which all have written beside it and which is then removed.
 
     Args:
         trainer: The trainer.
-        path: The directory, or the file.
+        path: The file.
         weights_only: Leave out everything but weights and hyper-parameters.
         block: Whether to return only when it is durable.
-        format: `"drivetrain"` or `"lightning"`; the Trainer's own choice if None.
 
     Raises:
-        ConfigurationError: There is no such format, or it cannot be written so.
+        ConfigurationError: It is to be written in the background.
     """
-    if format is None:
-        format = trainer.format_of_checkpoint(path, block)
-    if format not in FORMATS:
-        raise ConfigurationError(
-            f"save_checkpoint(format={format!r}): give 'lightning' or 'drivetrain', or leave it out.", code="DT-001"
-        )
-    if format == "drivetrain":
-        return save_run(trainer, path, weights_only, block)
     if not block:
         raise ConfigurationError(
             "save_checkpoint(format='lightning', block=False): it is written at once. Leave block out.", code="DT-004"

@@ -252,8 +252,8 @@ def save_run(
         write: What writes the state, with the arguments of `RunState.write`; that itself if None.
     """
     placed = trainer.task_run
-    task = placed.task
-    if task is None or not placed.is_placed:
+    task, loop, run = placed.task, trainer.loop, trainer.accelerator.run_state
+    if task is None or placed.model is None or run.strategy.unwrap(placed.model) is not task:
         if trainer.spawning is not None:
             raise CheckpointError(
                 f"strategy={trainer.strategy.name!r}: the state of a run, such as that of its optimizers, ends with "
@@ -263,14 +263,13 @@ def save_run(
         raise CheckpointError(
             "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
         )
-    loop, run = trainer.loop, trainer.accelerator.run_state
     is_evaluated = all(model is not placed.model for model in run.prepared.models)  # and was never trained here
     weights_only = weights_only or is_evaluated
     committed = Committed(task, trainer.logged, trainer.progress) if loop is None else loop.batches.committed
     moment, number = moment_of(trainer), _number_of(placed.model, run.prepared.models)
     keeps_objects = write is not None and trainer.pickles  # which no directory holds
     with committed.buffers_restored():
-        if is_evaluated and placed.model is not None:
+        if is_evaluated:
             engine = run.engine_of(placed.model)
         else:
             engine = run.engine(weights_only, moment)
@@ -280,7 +279,7 @@ def save_run(
                 callback.on_save_checkpoint(trainer, task, shown)
             task.on_save_checkpoint(shown)
         driver = take_back(state, engine, number)
-        own: dict[str, Any] = {"layout": layout_of(trainer.strategy)}
+        own: dict[str, Any] = {"layout": layout_of(run.strategy)}
         if not weights_only:
             own |= committed.state_dict()
         step = trainer.progress.global_step
