@@ -39,10 +39,8 @@ class WeightedMean:
     processes too, and the gradients scaled by their inverse once, before anything reads them. Until then they are
     scaled by a power of two of about that size: that keeps them in range, and loses no bit.
 
-    Args:
-        strategy: What averages gradients over processes.
-
     Attributes:
+        strategy: What averages gradients over processes.
         in_use: Whether losses have weights; None before the first one.
         pending: Whether there are gradients of sums that `finish` has not been called for.
         total: What the losses of the last finished window weigh, over all processes.
@@ -220,7 +218,7 @@ class OptimizerStep:
         if self.window.is_abandoned:
             return False
         held = any(map(self._strategy.gradients.are_held, self._prepared.models))
-        return held or any(not each.spent and _has_gradients(each) for each in self._prepared.optimizers)
+        return held or any(not each.has_stepped and _has_gradients(each) for each in self._prepared.optimizers)
 
     def close(self) -> None:
         """Record that a driver's step is over: nothing of it is left to change parameters."""
@@ -371,7 +369,7 @@ class OptimizerStep:
             self.is_torn = True
             done = self._step_one(optimizer)
             prepared.step_was_skipped = not done
-            prepared.spent = True
+            prepared.has_stepped = True
             stepped = stepped and done
         self.is_torn = False
         if outer is not None:
@@ -409,7 +407,7 @@ class OptimizerStep:
             done = self._step_one(optimizer)
         self.is_torn = self.is_open
         prepared.step_was_skipped = not done
-        prepared.spent = True
+        prepared.has_stepped = True
         prepared.holds_abandoned = False
         self.steps_taken += done
         if outer is not None:

@@ -12,7 +12,7 @@ from drivetrain.data.batch_info import ActiveLoaders, BatchInfo
 from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position, SeedableSampler
 from drivetrain.data.placement import PendingBatch, Place, one_ahead, pending, sends_ahead
-from drivetrain.data.reading import Opened, Reader
+from drivetrain.data.reader import Opened, Reader
 from drivetrain.data.seeding import (
     EpochStart,
     find_generators,

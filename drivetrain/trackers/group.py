@@ -494,12 +494,9 @@ class TrackerGroup:
     What a tracker raises becomes one warning for each cause, and what it could not write is counted and reported at
     the end. Secrets among the hyper-parameters reach none of them.
 
-    Args:
+    Attributes:
         trackers: The trackers, as they were given. The list may grow.
         is_main: Whether this is the main process.
-
-    Attributes:
-        trackers: The trackers, as they were given.
         recorder: What keeps the run's values for its report, where none of the trackers does; it is none of them.
     """
 

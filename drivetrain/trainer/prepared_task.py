@@ -38,10 +38,8 @@ logger = get_logger(__name__)
 class TaskRun:
     """The task that a Trainer runs: set up, placed, torn down.
 
-    Args:
-        trainer: The trainer.
-
     Attributes:
+        trainer: The trainer.
         task: The task of the run, or of the last one.
         datamodule: Its data module, if there is one.
         hooks: The overridden hooks of the task and of the callbacks.

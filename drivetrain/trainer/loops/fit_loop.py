@@ -153,7 +153,7 @@ class FitLoop:
                 finished = not is_stopped or batches.are_done
         except (EpochSkipped, DataEnded):
             finished = skipped = True
-            batches.committed.release()
+            batches.snapshot.release()
             trainer.accelerator.optimizer_step.close()
         finally:
             windows.close()
@@ -206,7 +206,7 @@ class FitLoop:
         saved.restore_weights()
         saved.restore_training()
         self._control.record_rollback()
-        self.batches.committed.release()
+        self.batches.snapshot.release()
         self._restored = saved
 
     # between two steps

@@ -57,8 +57,10 @@ class Interruption:
     A preempted run saves a checkpoint after the step under way and exits with a code that asks to be started again:
     SIGTERM is what a scheduler sends before it kills, SIGUSR1 what SLURM's `--signal` sends on request.
 
-    Args:
+    Attributes:
         on_request: Called at the first signal.
+        requested: Whether Ctrl-C was pressed.
+        preempted: Whether a scheduler ends the run.
     """
 
     on_request: Callable[[], None]
@@ -651,7 +653,7 @@ class StopAgreement:
     also agree after which batch to do it next, from the main process's speed, so that a step itself exchanges nothing
     and no clock decides on one process alone.
 
-    Args:
+    Attributes:
         world_size: Number of processes.
     """
 
@@ -934,10 +936,8 @@ class ValidationSchedule:
 class Finiteness:
     """Whether a run's logged values and weights are finite, as far as they were read anyway or at the end of epochs.
 
-    Args:
-        is_watched: Whether to warn; not where a callback guards the values.
-
     Attributes:
+        is_watched: Whether to warn; not where a callback guards the values.
         is_finite: Whether all that was read so far is.
     """
 

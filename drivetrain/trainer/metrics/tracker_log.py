@@ -39,10 +39,8 @@ PATIENCE = timedelta(seconds=1)
 class TrackerLog:
     """Gives logged values to the trackers: a step's every so many steps, an epoch's at its end.
 
-    Args:
-        trainer: The trainer, whose trackers they are.
-
     Attributes:
+        trainer: The trainer, whose trackers they are.
         written: The latest number of each name.
         next_step: The optimizer step whose values are written next.
         evaluated_step: The step at which the weights were saved that are evaluated; None where they are the run's own.

@@ -128,7 +128,7 @@ _WITHIN_STEPS = (
 )
 
 
-class Committed:
+class StepSnapshot:
     """Gives a save the state of the last finished step, also where it is made within the next one or a validation.
 
     What the open step has drawn, logged, given to metrics and written to buffers is so never saved: a resumed run does
@@ -265,10 +265,10 @@ def save_run(
         )
     is_evaluated = all(model is not placed.model for model in run.prepared.models)  # and was never trained here
     weights_only = weights_only or is_evaluated
-    committed = Committed(task, trainer.logged, trainer.progress) if loop is None else loop.batches.committed
+    snapshot = StepSnapshot(task, trainer.logged, trainer.progress) if loop is None else loop.batches.snapshot
     moment, number = moment_of(trainer), _number_of(placed.model, run.prepared.models)
     keeps_objects = write is not None and trainer.pickles  # which no directory holds
-    with committed.buffers_restored():
+    with snapshot.buffers_restored():
         if is_evaluated:
             engine = run.engine_of(placed.model)
         else:
@@ -281,7 +281,7 @@ def save_run(
         driver = take_back(state, engine, number)
         own: dict[str, Any] = {"layout": layout_of(run.strategy)}
         if not weights_only:
-            own |= committed.state_dict()
+            own |= snapshot.state_dict()
         step = trainer.progress.global_step
         return (write or run.write)(directory, engine, driver, own, step=step, block=block, moment=moment)
 
@@ -526,9 +526,9 @@ def moment_of(trainer: Trainer) -> Moment:
         return Moment()
     position = loop.batches.position()
     if "loaders" not in position:
-        return Moment(loop.batches.committed.random, [position])
+        return Moment(loop.batches.snapshot.random, [position])
     combined = {name: position[name] for name in ("index", "ended")}
-    return Moment(loop.batches.committed.random, position["loaders"], combined)
+    return Moment(loop.batches.snapshot.random, position["loaders"], combined)
 
 
 def _batches_before(loader: PreparedLoader | CombinedLoader, state: Mapping[str, Any]) -> int:
