@@ -86,7 +86,7 @@ class DeviceKind:
 
     def is_available(self) -> bool:
         """Whether this machine has at least one such device."""
-        available = getattr(getattr(torch, self.name, None), "is_available", None)
+        available = getattr(self.module, "is_available", None)
         return bool(available()) if available is not None else False
 
     def count(self) -> int:
