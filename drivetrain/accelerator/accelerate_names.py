@@ -813,19 +813,13 @@ class Launched:
     """The settings that reached this process through its environment.
 
     Args:
-        settings: Values by name of setting.
+        settings: Values by name of setting; those of this process's environment if left out.
+
+    Raises:
+        ConfigurationError: A variable's value cannot be.
     """
 
-    settings: Mapping[str, Any]
-
-    @classmethod
-    def here(cls) -> Launched:
-        """What the environment of this process asks for.
-
-        Raises:
-            ConfigurationError: A variable's value cannot be.
-        """
-        return cls(settings_in_environment())
+    settings: Mapping[str, Any] = field(default_factory=settings_in_environment)
 
     @property
     def fsdp(self) -> FullyShardedDataParallelPlugin | None:

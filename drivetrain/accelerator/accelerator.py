@@ -56,7 +56,7 @@ from drivetrain.accelerator.prepared import (
 )
 from drivetrain.accelerator.run_state import LoadHook, NumberedCheckpoints, RunState, SaveHook
 from drivetrain.accelerator.step import OptimizerStep
-from drivetrain.accelerator.tracking import LogWith, RunTracking
+from drivetrain.accelerator.tracking import LogWith, RunTracking, checked_trackers
 from drivetrain.data import (
     ActiveLoaders,
     DataLoaderConfiguration,
@@ -74,7 +74,7 @@ from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.registry import grid_rank
-from drivetrain.trackers import Tracker
+from drivetrain.trackers import Tracker, TrackerGroup
 
 # The part of the Accelerator's face that exchanges values between processes
 
@@ -941,14 +941,13 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         process = PartialState(
             cpu, device=device, backend=getattr(group, "backend", None), timeout=getattr(group, "timeout", None)
         )
-        launched = Launched.here()
+        launched = Launched()
         self.project_configuration = make_project(project_dir, project_config)
         self.rng_types = list(rng_types or ["generator"])
         self.profile_handler = find_handler(handlers, ProfileKwargs)
-        if dynamo_backend is not None:
-            if dynamo_plugin is not None:
-                raise ConfigurationError("dynamo_backend and dynamo_plugin are given both; give one.", code="DT-004")
-            dynamo_plugin = TorchDynamoPlugin(dynamo_backend)
+        if dynamo_backend is not None and dynamo_plugin is not None:
+            raise ConfigurationError("dynamo_backend and dynamo_plugin are given both; give one.", code="DT-004")
+        dynamo_plugin = TorchDynamoPlugin(dynamo_backend) if dynamo_backend is not None else dynamo_plugin
         options = PreparationOptions(
             device_placement,
             make_dataloader_config(split_batches, dataloader_config),
@@ -973,7 +972,9 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
         engine = (self.state, self.strategy, self.precision)
         self.preparation = Preparation(*engine, self.optimizer_step, self.prepared, self.active_loaders, options)
-        self.tracking = RunTracking(self.state, log_with, self.project_configuration)
+        trackers = TrackerGroup([], process.is_main_process)
+        asked = None if log_with is None else checked_trackers(log_with)
+        self.tracking = RunTracking(self.state, self.project_configuration, trackers, asked)
         numbered = NumberedCheckpoints(self.project_configuration, self.state)
         self.run_state = RunState(*engine, numbered, self.prepared, self.tracking, self.optimizer_step)
 

@@ -59,7 +59,6 @@ from drivetrain.strategies import StepModule, Strategy, resolve_ddp, resolve_str
 from drivetrain.strategies.base import Configured, lay_out_state
 from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, overrides, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
-from drivetrain.strategies.registry import distributed_type_of
 
 # `AcceleratorState`: what `accelerator.state` shows, the process's state and what one engine was made with
 
@@ -110,7 +109,7 @@ class AcceleratorState(PartialState):
         if record is None:
             record = self.registry().get(_ENGINE)
         if record is None:
-            named = mixed_precision or Launched.here().settings.get("mixed_precision", "no")
+            named = mixed_precision or Launched().settings.get("mixed_precision", "no")
             record = EngineRecord(named, plugins=plugins)
         elif mixed_precision is not None and mixed_precision != record.mixed_precision:
             raise ConfigurationError(
@@ -401,7 +400,14 @@ def set_up_strategy(
             options = None
     if options is None:
         strategy = resolve_strategy(chosen, process.environment, process.kind)
-        _check_device(strategy, process.kind)
+        kind = process.kind
+        names = {getattr(parent, "name", None) for parent in type(strategy).__mro__}
+        if kind.strategies and not names & {*kind.strategies}:
+            raise ConfigurationError(
+                f"strategy={strategy.name!r} cannot run on {kind.name!r} devices. Use "
+                f"{' or '.join(map(repr, kind.strategies))}, or another device: cpu=True, Trainer(accelerator='cpu').",
+                code="DT-022",
+            )
     else:
         given_as, named = "DistributedDataParallelKwargs", options.strategy_options()
         strategy = resolve_ddp(chosen, process.environment, given_as, **named)
@@ -414,15 +420,13 @@ def set_up_strategy(
     return strategy
 
 
-def _check_device(strategy: Strategy, kind: DeviceKind) -> None:
-    """Refuse a strategy that cannot run on this kind of device."""
-    names = {getattr(parent, "name", None) for parent in type(strategy).__mro__}
-    if kind.strategies and not names & {*kind.strategies}:
-        raise ConfigurationError(
-            f"strategy={strategy.name!r} cannot run on {kind.name!r} devices. Use "
-            f"{' or '.join(map(repr, kind.strategies))}, or another device: cpu=True, Trainer(accelerator='cpu').",
-            code="DT-022",
-        )
+_TYPES = {
+    "fsdp": DistributedType.FSDP,
+    "deepspeed": DistributedType.DEEPSPEED,
+    "megatron": DistributedType.MEGATRON_LM,
+    "xla": DistributedType.XLA,
+}
+"""What Accelerate calls strategies, by their names."""
 
 
 def make_state(
@@ -444,7 +448,9 @@ def make_state(
         }
         shown = {**asked, **shown}
     shown["dynamo_plugin"] = dynamo or TorchDynamoPlugin()
-    kind = distributed_type_of(strategy, process.distributed_type)
+    # A strategy that derives from another is called as that one.
+    names = [getattr(base, "name", None) for base in type(strategy).__mro__]
+    kind = next((_TYPES[name] for name in names if name in _TYPES), process.distributed_type)
     record = EngineRecord(accelerate_name(precision, strategy), kind, shown, kind is DistributedType.FSDP)
     record.configured = strategy if isinstance(strategy, Configured) and plugins.deepspeed_plugins else None
     return AcceleratorState(record=record)

@@ -240,7 +240,7 @@ class PreparedOptimizer(OptimizerProxy):
     Attributes:
         needs_closure: Whether it cannot step without a closure, as L-BFGS.
         step_was_skipped: Whether the last step was skipped on overflow.
-        spent: Whether the gradients held have been stepped with.
+        has_stepped: Whether the gradients held have been stepped with.
         holds_abandoned: Whether they are those of a window whose loop was left before its step.
     """
 
@@ -252,7 +252,7 @@ class PreparedOptimizer(OptimizerProxy):
         self._window = step.window
         self._prepared, self._strategy = prepared, strategy
         self.step_was_skipped = False
-        self.spent = False
+        self.has_stepped = False
         self.holds_abandoned = False
 
     def __getattr__(self, name: str) -> Any:
@@ -269,8 +269,8 @@ class PreparedOptimizer(OptimizerProxy):
 
         So it may stand before the backward or after the step, as the loop likes.
         """
-        if self.spent or not self._window.holds_gradients:
-            self.spent = self.holds_abandoned = False
+        if self.has_stepped or not self._window.holds_gradients:
+            self.has_stepped = self.holds_abandoned = False
             self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -345,7 +345,7 @@ class _Alone:
     @staticmethod
     def step(prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step the optimizer."""
-        prepared.spent = True
+        prepared.has_stepped = True
         return prepared.optimizer.step(closure)
 
 
@@ -494,7 +494,7 @@ class AccumulationWindow:
         """Record that a loop has ended: gradients that no step was taken with until then belong to no window."""
         self.is_abandoned = True
         for optimizer in self._prepared.optimizers:
-            optimizer.holds_abandoned = not optimizer.spent and any(
+            optimizer.holds_abandoned = not optimizer.has_stepped and any(
                 parameter.grad is not None for parameter in parameters_of(optimizer)
             )
 

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drivetrain import checkpoint
 from drivetrain.accelerator.accelerate_names import ProjectConfiguration
-from drivetrain.accelerator.prepared import Prepared, PreparedOptimizer, parameters_of
+from drivetrain.accelerator.prepared import Prepared, PreparedOptimizer
 from drivetrain.accelerator.step import OptimizerStep
 from drivetrain.accelerator.tracking import RunTracking
 from drivetrain.checkpoint.manifest import find_places, in_schema, process_in_schema
+from drivetrain.checkpoint.save import save_queue
+from drivetrain.checkpoint.tree import pack
 from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.logging import get_logger
@@ -291,6 +292,7 @@ def _article(name: str) -> str:
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
+@dataclass(eq=False)
 class NumberedCheckpoints:
     """The checkpoints `checkpoints/checkpoint_<n>` of a project.
 
@@ -299,14 +301,13 @@ class NumberedCheckpoints:
         state: This process among its peers: the main process looks and removes, all get the same answer.
     """
 
-    def __init__(self, configuration: ProjectConfiguration, state: PartialState) -> None:
-        self._configuration = configuration
-        self._state = state
+    configuration: ProjectConfiguration
+    state: PartialState
 
     @property
     def enabled(self) -> bool:
         """Whether checkpoints without a name get a number."""
-        return self._configuration.automatic_checkpoint_naming and self._configuration.project_dir is not None
+        return self.configuration.automatic_checkpoint_naming and self.configuration.project_dir is not None
 
     def next(self) -> Path:
         """Where the next one goes.
@@ -314,7 +315,7 @@ class NumberedCheckpoints:
         Raises:
             ConfigurationError: Naming is off, or there is one of that number already.
         """
-        number = self._configuration.iteration
+        number = self.configuration.iteration
         if number in self._from_main_process():
             raise ConfigurationError(
                 f"{self._path(number)} exists already, of an earlier run. Continue that run with load_state(), set "
@@ -340,11 +341,11 @@ class NumberedCheckpoints:
 
         What has such a name but is no checkpoint stays, and does not count.
         """
-        if directory != self._path(self._configuration.iteration):
+        if directory != self._path(self.configuration.iteration):
             return
-        self._configuration.iteration += 1
-        limit = self._configuration.total_limit
-        if limit is not None and self._state.is_main_process:
+        self.configuration.iteration += 1
+        limit = self.configuration.total_limit
+        if limit is not None and self.state.is_main_process:
             pending.add_done_callback(lambda save: None if save.failed() else self._remove_beyond(limit))
 
     def _remove_beyond(self, limit: int) -> None:
@@ -356,7 +357,7 @@ class NumberedCheckpoints:
         """Continue counting after the one that was loaded."""
         number = _NUMBERED.fullmatch(directory.name)
         if self.enabled and number and directory.resolve() == self._path(int(number[1])).resolve():
-            self._configuration.iteration = int(number[1]) + 1
+            self.configuration.iteration = int(number[1]) + 1
 
     def _folder(self) -> Path:
         if not self.enabled:
@@ -365,7 +366,7 @@ class NumberedCheckpoints:
                 "automatic_checkpoint_naming=True). Name one: save_state('checkpoints/latest').",
                 code="DT-005",
             )
-        return Path(str(self._configuration.project_dir)) / "checkpoints"
+        return Path(str(self.configuration.project_dir)) / "checkpoints"
 
     def _path(self, number: int) -> Path:
         return self._folder() / f"checkpoint_{number}"
@@ -377,7 +378,7 @@ class NumberedCheckpoints:
 
     def _from_main_process(self) -> list[int]:
         self._folder()
-        numbers: list[int] = broadcast_object_list([self._numbers() if self._state.is_main_process else None])[0]
+        numbers: list[int] = broadcast_object_list([self._numbers() if self.state.is_main_process else None])[0]
         return numbers
 
 
@@ -464,7 +465,7 @@ class RunState:
     @property
     def saves(self) -> checkpoint.SaveQueue:
         """What writes checkpoints."""
-        return checkpoint.save_queue(self._state)
+        return save_queue(self._state)
 
     # saving
 
@@ -534,7 +535,7 @@ class RunState:
             The save; done already where `block` is set.
         """
         shared, process = self.compose(engine, driver, own, moment)
-        return checkpoint.save_queue(self._state).save(directory, shared, process, step=step, block=block, extra=extra)
+        return save_queue(self._state).save(directory, shared, process, step=step, block=block, extra=extra)
 
     def compose(
         self,
@@ -646,7 +647,7 @@ class RunState:
 
     def owner(self, optimizer: PreparedOptimizer) -> nn.Module:
         """The prepared model whose parameters an optimizer holds; all of them, where it holds several models'."""
-        held = {id(parameter) for parameter in parameters_of(optimizer)}
+        held = {id(parameter) for group in optimizer.optimizer.param_groups for parameter in group["params"]}
         owners = [model for model in self.prepared.models if any(id(p) in held for p in model.parameters())]
         if len(owners) == 1:
             return owners[0]
@@ -663,14 +664,4 @@ def check_storable(state: Any, name: str) -> None:
     Raises:
         CheckpointError: Something in it is neither plain values nor tensors; its place and type are named.
     """
-    if not _is_plain(state):  # what decides about the rest imports DTensor, which takes a second
-        checkpoint.packed({name: state})
-
-
-def _is_plain(state: Any) -> bool:
-    kind = type(state)
-    if kind is dict:
-        return all(type(key) is str and _is_plain(value) for key, value in state.items())
-    if kind in (list, tuple):
-        return all(map(_is_plain, state))
-    return state is None or kind in (bool, int, float, str) or (kind is Tensor and state.layout is torch.strided)
+    pack({name: state})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from drivetrain.strategies.precision import Precision, overrides
 # Gradients of a weighted mean over all micro-batches and processes, such as that over all tokens of a global batch
 
 
+@dataclass(eq=False)
 class WeightedMean:
     """Turns sums with weights into the gradient of their weighted mean.
 
@@ -38,22 +39,19 @@ class WeightedMean:
     processes too, and the gradients scaled by their inverse once, before anything reads them. Until then they are
     scaled by a power of two of about that size: that keeps them in range, and loses no bit.
 
-    Args:
-        strategy: What averages gradients over processes.
-
     Attributes:
+        strategy: What averages gradients over processes.
         in_use: Whether losses have weights; None before the first one.
         pending: Whether there are gradients of sums that `finish` has not been called for.
         total: What the losses of the last finished window weigh, over all processes.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-        self._divisor = 1.0
-        self._weights: list[Tensor] = []
-        self.in_use: bool | None = None
-        self.pending = False
-        self.total: Tensor | None = None
+    strategy: Strategy
+    in_use: bool | None = field(default=None, init=False)
+    pending: bool = field(default=False, init=False)
+    total: Tensor | None = field(default=None, init=False)
+    _divisor: float = field(default=1.0, init=False)
+    _weights: list[Tensor] = field(default_factory=list, init=False)
 
     def decide(self, weight: Tensor | float | None) -> bool:
         """Find out whether losses have weights, by the first of all; call it on all processes.
@@ -64,12 +62,12 @@ class WeightedMean:
         Returns:
             Whether any process gave it.
         """
-        if weight is None and not self._strategy.topology.environment.is_distributed:
+        if weight is None and not self.strategy.topology.environment.is_distributed:
             self.in_use = False  # without reading anything from the device
             return False
         own = self._checked(0.0 if weight is None else weight)
         given = torch.stack([own, torch.full_like(own, weight is not None)])
-        total, givers = self._strategy.topology.sum(given).tolist()
+        total, givers = self.strategy.topology.sum(given).tolist()
         self.in_use = givers > 0
         self._divisor = _power_of_two(total)
         return self.in_use
@@ -88,7 +86,7 @@ class WeightedMean:
         own = self._checked(weight)
         self.pending = True
         self._weights.append(own if counts else torch.zeros_like(own))
-        return loss * (self._strategy.topology.averaging_processes / self._divisor if counts else 0.0)
+        return loss * (self.strategy.topology.averaging_processes / self._divisor if counts else 0.0)
 
     def expect(self) -> None:
         """Begin a window whose losses have weights, be it on other processes only."""
@@ -109,12 +107,12 @@ class WeightedMean:
         Raises:
             ConfigurationError: This process's losses leave out parameters whose gradients the peers wait for.
         """
-        parts, gradients = list(parts), self._strategy.gradients
+        parts, gradients = list(parts), self.strategy.gradients
         for model, _ in parts:
             gradients.require_reduced(model)  # else the sum below meets the reduction that the peers are still in
-        device = self._strategy.topology.device
+        device = self.strategy.topology.device
         own = torch.stack(self._weights).sum() if self._weights else torch.zeros((), dtype=_wide(device), device=device)
-        self.total = total = self._strategy.topology.sum(own)
+        self.total = total = self.strategy.topology.sum(own)
         # Without any weight there is no gradient either.
         factor = torch.where(
             total > 0, self._divisor / total, torch.zeros_like(total)
@@ -125,7 +123,7 @@ class WeightedMean:
         self.discard()
 
     def _checked(self, weight: Tensor | float) -> Tensor:
-        device = self._strategy.topology.device
+        device = self.strategy.topology.device
         if not isinstance(weight, Tensor | int | float) or (isinstance(weight, Tensor) and weight.numel() != 1):
             given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)[:80]
             raise ConfigurationError(
@@ -195,6 +193,7 @@ class OptimizerStep:
         timing: What the thread spends its time with; a driver begins it.
         steps_taken: Steps of single optimizers since a driver set this to 0; one skipped on overflow is none.
         is_open: Whether a driver is within a step, which ends with `close`.
+        is_torn: Whether some parameters have taken the step under way and others have not.
     """
 
     def __init__(
@@ -204,18 +203,13 @@ class OptimizerStep:
         self.weights = WeightedMean(strategy)
         self.timing = Timing()
         self.steps_taken = 0
-        self.is_open = self._half_done = False
+        self.is_open = self.is_torn = False
         self._strategy, self._precision, self._prepared = strategy, precision, prepared
         self._scale = precision.scale if overrides(precision, "scale") else None
         self._unscale = precision.unscale if overrides(precision, "unscale") else None
         self._finish = None if type(strategy.gradients).finish is Gradients.finish else strategy.gradients.finish
         self._hooks = StepHooks()
         self.drive(self._hooks)
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether some parameters have taken the step under way and others have not."""
-        return self._half_done
 
     @property
     def holds_gradients(self) -> bool:
@@ -225,11 +219,11 @@ class OptimizerStep:
         if self.window.is_abandoned:
             return False
         held = any(map(self._strategy.gradients.are_held, self._prepared.models))
-        return held or any(not each.spent and _has_gradients(each) for each in self._prepared.optimizers)
+        return held or any(not each.has_stepped and _has_gradients(each) for each in self._prepared.optimizers)
 
     def close(self) -> None:
         """Record that a driver's step is over: nothing of it is left to change parameters."""
-        self.is_open = self._half_done = False
+        self.is_open = self.is_torn = False
 
     def drive(self, hooks: StepHooks) -> None:
         """Run a driver's hooks in every step from now on; `StepHooks()` ends that."""
@@ -373,12 +367,12 @@ class OptimizerStep:
             optimizer = prepared.optimizer
             if self._prepares:
                 self.prepare_step(optimizer)
-            self._half_done = True
+            self.is_torn = True
             done = self._step_one(optimizer)
             prepared.step_was_skipped = not done
-            prepared.spent = True
+            prepared.has_stepped = True
             stepped = stepped and done
-        self._half_done = False
+        self.is_torn = False
         if outer is not None:
             timing.enter(outer)
         return stepped
@@ -400,7 +394,7 @@ class OptimizerStep:
         result: Any = None
         outer = timing.enter(OPTIMIZER) if timing.on else None
         if closure is not None and prepared.needs_closure:
-            self._half_done = True
+            self.is_torn = True
             done = self._step_one(optimizer, closure=self._prepared_closure(optimizer, closure))
         else:
             if closure is not None:
@@ -410,11 +404,11 @@ class OptimizerStep:
                 self.finish_gradients()
             if self._prepares:
                 self.prepare_step(optimizer)
-            self._half_done = True
+            self.is_torn = True
             done = self._step_one(optimizer)
-        self._half_done = self.is_open
+        self.is_torn = self.is_open
         prepared.step_was_skipped = not done
-        prepared.spent = True
+        prepared.has_stepped = True
         prepared.holds_abandoned = False
         self.steps_taken += done
         if outer is not None:

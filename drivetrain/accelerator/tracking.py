@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.accelerator.accelerate_names import ProjectConfiguration
@@ -16,23 +17,22 @@ from drivetrain.trackers.base import outcome_of
 LogWith = str | Tracker | Iterable[str | Tracker] | None
 
 
+@dataclass(eq=False)
 class RunTracking:
     """Holds the trackers of an Accelerator: those of a raw loop, or of the Trainer that drives it.
 
     Args:
         state: This process among its peers.
-        log_with: Names of trackers, tracker objects, or `"all"`.
         project: Where the run writes.
-
-    Attributes:
         group: The trackers that are called; none before `init`.
+        log_with: What `init` opens: names of trackers, tracker objects, or `"all"`; from `checked_trackers`.
     """
 
-    def __init__(self, state: PartialState, log_with: LogWith, project: ProjectConfiguration) -> None:
-        self._state, self._project = state, project
-        self._asked = None if log_with is None else _checked(log_with)
-        self._states: Sequence[Mapping[str, Any]] = ()
-        self.group = TrackerGroup([], state.is_main_process)
+    state: PartialState
+    project: ProjectConfiguration
+    group: TrackerGroup
+    log_with: LogWith = None
+    _states: Sequence[Mapping[str, Any]] = field(default=(), init=False)
 
     def init(
         self,
@@ -43,20 +43,15 @@ class RunTracking:
         """Make and open the trackers; see `Accelerator.init_trackers`."""
         self.group.finalize()
         trackers = resolve_trackers(
-            self._asked, save_dir=self._project.logging_dir or ".", name=project_name, init_kwargs=init_kwargs
+            self.log_with, save_dir=self.project.logging_dir or ".", name=project_name, init_kwargs=init_kwargs
         )
-        self.adopt(trackers)
+        self.group = TrackerGroup(trackers, self.state.is_main_process)
         states, self._states = self._states, ()
         self.group.load_state(states)
         self.group.open()
         if config is not None:
             self.group.store_init_configuration(config)
         atexit.register(self._at_exit)
-
-    def adopt(self, trackers: list[Tracker]) -> TrackerGroup:
-        """Call these trackers from now on; returns their group."""
-        self.group = TrackerGroup(trackers, self._state.is_main_process)
-        return self.group
 
     def finish(self) -> None:
         """Close the runs; within the handling of an exception, as failed."""
@@ -65,7 +60,7 @@ class RunTracking:
     def leave(self) -> None:
         """Close the runs, and leave the process group after waiting for the peers."""
         self.finish()
-        self._state.destroy_process_group()
+        self.state.destroy_process_group()
 
     def get(self, name: str, unwrap: bool) -> Any:
         """One of the trackers, or the raw object behind it; see `Accelerator.get_tracker`."""
@@ -96,7 +91,7 @@ class RunTracking:
             self.group.load_state(self._states)
 
 
-def _checked(log_with: str | Tracker | Iterable[str | Tracker]) -> LogWith:
+def checked_trackers(log_with: str | Tracker | Iterable[str | Tracker]) -> LogWith:
     """What `log_with` asks for, once every name in it is known and what it needs is installed."""
     items: list[Any] = (
         list(log_with) if isinstance(log_with, Iterable) and not isinstance(log_with, str) else [log_with]

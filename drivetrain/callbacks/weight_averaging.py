@@ -336,7 +336,7 @@ class WeightAveraging(Callback):
 def _mark_buffers(trainer: Trainer) -> None:
     """Let a save within the validation describe the buffers that belong to the weights the model has now."""
     if trainer.loop is not None:
-        trainer.loop.batches.committed.mark_buffers()
+        trainer.loop.batches.snapshot.mark_buffers()
 
 
 class EMAWeightAveraging(WeightAveraging):

@@ -41,8 +41,8 @@ _EXPORTS = {
     "find_format": "drivetrain.checkpoint.formats",
     "FoundCheckpoint": "drivetrain.checkpoint.discovery",
     "LoadReport": "drivetrain.checkpoint.load",
-    "PendingSave": "drivetrain.checkpoint.queue",
-    "SaveQueue": "drivetrain.checkpoint.queue",
+    "PendingSave": "drivetrain.checkpoint.save",
+    "SaveQueue": "drivetrain.checkpoint.save",
     "clean_stale": "drivetrain.checkpoint.manifest",
     "compare_states": "drivetrain.checkpoint.load",
     "consolidate": "drivetrain.checkpoint.export",
@@ -67,7 +67,7 @@ _EXPORTS = {
     "read_shared": "drivetrain.checkpoint.run_state",
     "remove_checkpoint": "drivetrain.checkpoint.formats",
     "save_pickled_weights": "drivetrain.checkpoint.export",
-    "save_queue": "drivetrain.checkpoint.queue",
+    "save_queue": "drivetrain.checkpoint.save",
     "save_run_state": "drivetrain.checkpoint.run_state",
     "save_safetensors": "drivetrain.checkpoint.export",
     "with_tied": "drivetrain.checkpoint.export",
@@ -139,16 +139,16 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.load import LoadReport as LoadReport
     from drivetrain.checkpoint.load import compare_states as compare_states
     from drivetrain.checkpoint.manifest import clean_stale as clean_stale
-    from drivetrain.checkpoint.queue import PendingSave as PendingSave
-    from drivetrain.checkpoint.queue import SaveQueue as SaveQueue
-    from drivetrain.checkpoint.queue import save_queue as save_queue
     from drivetrain.checkpoint.run_state import describe_run_state as describe_run_state
     from drivetrain.checkpoint.run_state import import_checkpoint as import_checkpoint
     from drivetrain.checkpoint.run_state import load_run_state as load_run_state
     from drivetrain.checkpoint.run_state import read_processes as read_processes
     from drivetrain.checkpoint.run_state import read_shared as read_shared
     from drivetrain.checkpoint.run_state import save_run_state as save_run_state
+    from drivetrain.checkpoint.save import PendingSave as PendingSave
+    from drivetrain.checkpoint.save import SaveQueue as SaveQueue
     from drivetrain.checkpoint.save import extra_place as extra_place
+    from drivetrain.checkpoint.save import save_queue as save_queue
     from drivetrain.checkpoint.torch_files import holds_positions as holds_positions
     from drivetrain.checkpoint.torch_files import named_by_position as named_by_position
     from drivetrain.checkpoint.tree import packed as packed

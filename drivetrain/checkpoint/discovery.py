@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from drivetrain.checkpoint.formats import written_file
 from drivetrain.checkpoint.load import Checkpoint
 from drivetrain.checkpoint.manifest import Manifest, clean_stale
-from drivetrain.checkpoint.peers import Failure, Peers
+from drivetrain.checkpoint.save import Failure, Peers
 from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
 from drivetrain.checkpoint.torch_files import check_parts
 from drivetrain.runtime.errors import CheckpointError

@@ -20,7 +20,7 @@ from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 if TYPE_CHECKING:
     import torch
 
-    from drivetrain.checkpoint.queue import PendingSave
+    from drivetrain.checkpoint.save import PendingSave
 
 # The module and class of each format, in the order in which they are asked.
 _FORMATS = {

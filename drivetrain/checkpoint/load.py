@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from drivetrain.checkpoint.manifest import Manifest, decoded, read_manifest, replaced_beside, verified_bytes
-from drivetrain.checkpoint.safetensors_file import run_parallel
+from drivetrain.checkpoint.safetensors_file import INDEX, run_parallel
 from drivetrain.checkpoint.save import SHARED_FILE, process_file
-from drivetrain.checkpoint.shards import INDEX, SafetensorsReader, verify_file
+from drivetrain.checkpoint.shards import SafetensorsReader, verify_file
 from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
 from drivetrain.checkpoint.tree import is_tagged, key_at, pack, tensor_keys, unpack
 from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError

@@ -283,13 +283,13 @@ _LEFT_FILE = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]{12,})\.(?P<what>wr
 _LEFT = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]+)\.(?P<what>writing|replaced|removed)$")
 
 
-def this_writer() -> dict[str, Any]:
-    """Describe this process as no other will ever be: by its machine, its number and its start, not by the clock."""
-    return dict(_writer_of(os.getpid()))
-
-
 @functools.cache
-def _writer_of(pid: int) -> dict[str, Any]:
+def writer_of(pid: int) -> dict[str, Any]:
+    """Describe this process as no other will ever be: by its machine, its number and its start, not by the clock.
+
+    Args:
+        pid: The number of this process, which is another one after a fork.
+    """
     since_boot = started_since_boot()
     return {"host": _host(), "pid": pid, "started": started_at() if since_boot is None else since_boot}
 

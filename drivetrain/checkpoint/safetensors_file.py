@@ -51,6 +51,12 @@ _NAMES = {
 }
 
 
+FOLDER = "tensors"
+"""The folder of a checkpoint that its tensors and their index are in."""
+
+INDEX = f"{FOLDER}/index.json"
+
+
 @dataclass(frozen=True)
 class FileDigest:
     """One file's size and hash in a manifest."""
@@ -66,6 +72,22 @@ class Entry:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @classmethod
+    def of_part(
+        cls, key: str, dtype: torch.dtype, size: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+    ) -> Entry:
+        """Describe a part of a tensor. A part that is not the whole has its offsets in its name.
+
+        Args:
+            key: The tensor's key.
+            dtype: Its dtype.
+            size: Its size.
+            offsets: Where in it the part begins.
+            sizes: The part's size.
+        """
+        is_whole = tuple(sizes) == tuple(size)
+        return cls(key if is_whole else f"{key}@{','.join(map(str, offsets))}", dtype, tuple(sizes))
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +106,15 @@ class Entry:
             "shape": list(self.shape) if known else [self.nbytes],
             "data_offsets": [start, start + self.nbytes],
         }
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one part of a tensor lies."""
+
+    file: str
+    start: int
+    nbytes: int
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
 import time
 import uuid
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from drivetrain.checkpoint.manifest import (
     LOSS_IS_FINITE,
@@ -23,28 +25,41 @@ from drivetrain.checkpoint.manifest import (
     check_replaceable,
     clean_stale,
     encoded,
-    this_writer,
+    writer_of,
 )
-from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.safetensors_file import (
+    FOLDER,
+    INDEX,
     WORKERS,
+    Entry,
     FileDigest,
+    Place,
     aligned,
     bytes_of,
     dtype_name,
     layout,
     run_parallel,
 )
-from drivetrain.checkpoint.shards import FOLDER, INDEX, Place, entry_of
 from drivetrain.checkpoint.storage import NO_FILE, LocalStorage, Storage, storage_of
 from drivetrain.checkpoint.tree import pack
-from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError, deprecated, warn_ignored
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 SHARED_FILE = "state.json"
 
 LARGEST_FILE = 2 << 30
 """Bytes that a file has about at most."""
+
+Result = TypeVar("Result")
+_GROUP = "checkpoint_group"
+_QUEUE = "save_queue"
+
+logger = get_logger(__name__)
 
 # Several files on one process are hashed on several cores; small ones only cost.
 _SMALLEST_SPLIT = 64 << 20
@@ -84,6 +99,8 @@ class Save:
         storage: Storage | None = None,
         extra: str | None = None,
     ) -> None:
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # most of a second to import
+
         self.directory = os.fspath(directory)
         self._state, self._step, self._extra = state, step, extra
         self._peers = Peers(state)
@@ -95,7 +112,12 @@ class Save:
         answers = None
         if plans is not None:
             token = uuid.uuid4().hex[:12]
-            answers = [(share, token) for share in self._share_out(plans)]
+            shares: Any = next((one for one in plans if isinstance(one, Failure)), None)
+            if shares is None:
+                shares = self._peers.attempt(partial(self._share_out, plans))
+            if isinstance(shares, Failure):
+                shares = [shares] * self._peers.size
+            answers = [(share, token) for share in shares]
         share, self._token = self._peers.scatter(answers)
         if isinstance(share, Failure):
             if extra is not None and self._peers.is_main:
@@ -128,22 +150,12 @@ class Save:
         self._planner.set_up_planner({**held, **own_tensors}, is_coordinator=self._peers.is_main)
         return self._planner.create_local_plan()
 
-    def _share_out(self, plans: list[SavePlan | Failure]) -> list[Any]:
-        """Decide on rank 0 what each process writes: a tensor that all have is written once.
-
-        Returns:
-            Each process's share; for all of them the first failure if there is any.
-        """
-
-        def decide() -> list[SavePlan]:
-            shares, metadata = self._planner.create_global_plan(plans)  # type: ignore[arg-type]
-            if lacking := [key for key in self._held_by_peers if key not in metadata.state_dict_metadata]:
-                raise _without_values(lacking)
-            return shares
-
-        failed = next((one for one in plans if isinstance(one, Failure)), None)
-        shares = self._peers.attempt(decide) if failed is None else failed
-        return [shares] * self._peers.size if isinstance(shares, Failure) else shares
+    def _share_out(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Decide on rank 0 what each process writes: a tensor that all have is written once."""
+        shares, metadata = self._planner.create_global_plan(plans)
+        if lacking := [key for key in self._held_by_peers if key not in metadata.state_dict_metadata]:
+            raise _without_values(lacking)
+        return shares
 
     def copy(self) -> None:
         """Copy what this process writes, so that training may change it. A failure is raised by `run`."""
@@ -195,8 +207,8 @@ class Save:
         def write_json(name: str, content: Any) -> None:
             files[name] = storage.write(f"{place}/{name}", [memoryview(encoded(content))])
 
-        def write_tensors(name: str, items: Sequence[WriteItem]) -> None:
-            entries = [entry_of(item) for item in items]
+        def write_tensors(name: str, file: Sequence[tuple[WriteItem, Entry]]) -> None:
+            items, entries = zip(*file, strict=True)
             header, starts = layout(entries)
             # Tensors on a device come to the CPU one at a time.
             tensors = map(self._tensor_of, items)
@@ -208,7 +220,7 @@ class Save:
             clean_stale(os.path.dirname(self.directory))
         storage.begin(place, (FOLDER,))
         if self._peers.is_main:
-            write_json(WRITER_FILE, this_writer())  # first: a place without it may be what a dead run left
+            write_json(WRITER_FILE, writer_of(os.getpid()))  # first: a place without it may be what a dead run left
             if self._extra is not None:
                 for name in os.listdir(self._extra):
                     if name != WRITER_FILE:
@@ -217,8 +229,8 @@ class Save:
             write_json(SHARED_FILE, self._shared)
         write_json(process_file(rank), self._own)
         jobs = [
-            partial(write_tensors, f"{FOLDER}/rank_{rank}_{number}.safetensors", items)
-            for number, items in enumerate(_files_of(self._items))
+            partial(write_tensors, f"{FOLDER}/rank_{rank}_{number}.safetensors", file)
+            for number, file in enumerate(_files_of(self._items))
         ]
         run_parallel(jobs, WORKERS)
         return files, places
@@ -253,29 +265,38 @@ def _without_values(keys: list[str]) -> CheckpointError:
     )
 
 
-def _files_of(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+def _files_of(items: Sequence[WriteItem]) -> list[list[tuple[WriteItem, Entry]]]:
     """Spread a process's tensors over files of about the same size, each in the order that the file has them in."""
-    sizes = [entry_of(item).nbytes for item in items]
-    limit = min(LARGEST_FILE, max(_SMALLEST_SPLIT, -(-sum(sizes) // WORKERS)))
-    files: list[list[WriteItem]] = []
+    entries = []
+    for item in items:
+        data = item.tensor_data
+        assert data is not None
+        chunk = data.chunk
+        entries.append(Entry.of_part(item.index.fqn, data.properties.dtype, data.size, chunk.offsets, chunk.sizes))
+    limit = min(LARGEST_FILE, max(_SMALLEST_SPLIT, -(-sum(entry.nbytes for entry in entries) // WORKERS)))
+    files: list[list[tuple[WriteItem, Entry]]] = []
     room = 0
-    for item, size in zip(items, sizes, strict=True):
-        if not files or (size > room and room < limit):
+    for item, entry in zip(items, entries, strict=True):
+        if not files or (entry.nbytes > room and room < limit):
             files.append([])
             room = limit
-        files[-1].append(item)
-        room -= size
-    return [[file[position] for position in aligned(map(entry_of, file))] for file in files]
+        files[-1].append((item, entry))
+        room -= entry.nbytes
+    return [[file[position] for position in aligned(entry for _, entry in file)] for file in files]
 
 
 def _index_of(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict[str, Any]:
     """Return the index: for each tensor its dtype, its size, and where its parts lie."""
+    places_of: dict[tuple[str, torch.Size], Place] = {}
+    for index, place in places.items():
+        assert index.offset is not None
+        places_of[index.fqn, index.offset] = place
     tensors = {}
-    for key, described in metadata.state_dict_metadata.items():
-        assert isinstance(described, TensorStorageMetadata)
+    for key, each in metadata.state_dict_metadata.items():
+        described = cast("TensorStorageMetadata", each)
         chunks = []
         for chunk in described.chunks:
-            place = places[MetadataIndex(key, chunk.offsets)]
+            place = places_of[key, chunk.offsets]
             at = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
             chunks.append({**at, "file": place.file, "start": place.start, "nbytes": place.nbytes})
         dtype = dtype_name(described.properties.dtype)
@@ -299,7 +320,7 @@ def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
         place, _ = storage.place_for(path, uuid.uuid4().hex[:12])
         try:
             storage.begin(place, ())
-            storage.write(f"{place}/{WRITER_FILE}", [memoryview(encoded(this_writer()))])
+            storage.write(f"{place}/{WRITER_FILE}", [memoryview(encoded(writer_of(os.getpid())))])
         except BaseException:
             storage.discard(place)
             raise
@@ -310,3 +331,329 @@ def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
     if isinstance(answer, Failure):
         peers.fail(answer, f"The checkpoint {os.fspath(directory)} could not be written")
     return answer
+
+
+# Saves in the background: at most one at a time, and no error lost
+
+
+class PendingSave:
+    """A checkpoint that is being written, or was.
+
+    Args:
+        directory: The checkpoint's directory.
+        finished: Whether it is written already.
+
+    Attributes:
+        directory: The checkpoint's directory, which is there once this is done without an error.
+    """
+
+    def __init__(self, directory: str, finished: bool = False) -> None:
+        self.directory = directory
+        self._finished = threading.Event()
+        if finished:
+            self._finished.set()
+        self._error: BaseException | None = None
+        self._reported = False
+        self._callbacks: list[Callable[[PendingSave], None]] = []
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        """Whether it is written or has failed."""
+        return self._finished.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it is written.
+
+        Args:
+            timeout: Seconds to wait at most; for ever if None.
+
+        Raises:
+            CheckpointError: It could not be written; raised on all processes.
+            TimeoutError: It is still being written.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"{self.directory} is still being written after {timeout} s.")
+        self.raise_if_failed()
+
+    def raise_if_failed(self) -> None:
+        """Raise the error that it ended with, if it has; returns at once."""
+        if self._error is not None:
+            self._reported = True
+            raise self._error
+
+    def claim(self) -> None:
+        """Take over reporting its error: `SaveQueue.check` and `finish` do not raise it, `wait` does."""
+        self._reported = True
+
+    def add_done_callback(self, callback: Callable[[PendingSave], None]) -> None:
+        """Call `callback(self)` once it is written or has failed; at once where it is done already.
+
+        It is called in the thread that writes, and `wait()` waits for it too. It may call neither collectives nor
+        `wait()`, and should not raise: what it raises is logged.
+        """
+        with self._lock:
+            if not self._finished.is_set():
+                self._callbacks.append(callback)
+                return
+        self._call(callback)
+
+    def failed(self) -> bool:
+        """Whether it ended with an error."""
+        return self._error is not None
+
+    def _finish(self, error: BaseException | None) -> None:
+        self._error = error
+        while True:
+            with self._lock:
+                callbacks, self._callbacks = self._callbacks, []
+                if not callbacks:
+                    self._finished.set()
+                    return
+            for callback in callbacks:
+                self._call(callback)
+
+    def _call(self, callback: Callable[[PendingSave], None]) -> None:
+        try:
+            callback(self)
+        except Exception:
+            logger.exception(f"{self.directory}: what was to happen after the save failed.")
+
+
+class SaveQueue:
+    """Writes checkpoints one after another, in the background where asked.
+
+    Attributes:
+        failed: The save whose error was not raised yet, or None.
+
+    Args:
+        state: This process among its peers.
+    """
+
+    def __init__(self, state: PartialState) -> None:
+        self._state = state
+        self._running: PendingSave | None = None
+        self.failed: PendingSave | None = None
+        state.before_leaving(self._wait_quietly)
+        atexit.register(_report, weakref.ref(self))
+
+    @property
+    def pending(self) -> PendingSave | None:
+        """The save that is in flight, if any."""
+        running = self._running
+        return running if running is not None and not running.done() else None
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        shared: Any,
+        own: Any,
+        *,
+        step: int | None = None,
+        block: bool = True,
+        storage: Storage | None = None,
+        extra: str | None = None,
+        optimizers: object = None,
+    ) -> PendingSave:
+        """Write a checkpoint; call it on all processes. Waits for the one before. See `save_run_state`."""
+        if optimizers is not None:
+            warn_ignored("save", "optimizers", optimizers, "Leave it out.", since="0.1.0", removed_in="0.3.0")
+        self.finish()
+        save = Save(directory, shared, own, self._state, step, storage, extra)
+        if block:
+            save.run()
+            return PendingSave(save.directory, finished=True)
+        save.copy()
+        self._running = pending = PendingSave(save.directory)
+        # Not a daemon: the interpreter waits for it at the end. Not a process: a spawned one imports the script again.
+        threading.Thread(target=self._work, args=(save, pending), name="drivetrain-save").start()
+        return pending
+
+    @deprecated(since="0.1.0", removed_in="0.3.0")
+    def prepare(self, tensors: Iterable[Tensor]) -> None:
+        """Do nothing: memory for copies comes with the first save in the background."""
+
+    @deprecated(since="0.1.0", removed_in="0.3.0")
+    def settle(self) -> None:
+        """Do nothing: a save in the background has its copies once it returns, so that anything may change."""
+
+    @property
+    @deprecated(since="0.1.0", removed_in="0.3.0")
+    def staging_bytes(self) -> int:
+        """Return 0: no memory is held for copies between saves."""
+        return 0
+
+    @deprecated(since="0.1.0", removed_in="0.3.0", use="finish")
+    def release(self) -> None:
+        """Wait for the save in flight; its copies go with it."""
+        self._wait_quietly()
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a save in the background has failed whose error was not raised yet. Raises nothing."""
+        failed = self.failed
+        return failed is not None and not failed._reported
+
+    def check(self) -> None:
+        """Raise the error of a save in the background, if one has failed since. Costs next to nothing."""
+        if self.failed is not None:
+            failed, self.failed = self.failed, None
+            if not failed._reported:  # by its own wait(), or by who claimed it
+                failed.raise_if_failed()
+
+    def finish(self) -> None:
+        """Wait for the save in flight, and raise its error if it failed and that was not raised yet."""
+        if self._running is not None:
+            self._running._finished.wait()
+            self._running = None
+        if self.failed is not None:
+            self.check()
+
+    def _work(self, save: Save, pending: PendingSave) -> None:
+        error: BaseException | None = None
+        try:
+            save.run()
+        except BaseException as raised:
+            # Noted before it counts as done, so that none finds it done and nothing wrong.
+            pending._error = error = raised
+            self.failed = pending
+        del save
+        pending._finish(error)
+
+    def _wait_quietly(self) -> None:
+        if self._running is not None:
+            self._running._finished.wait()
+
+    def report(self) -> None:
+        """At exit: an error that was never raised is at least logged."""
+        self._wait_quietly()
+        if self.failed is not None and not self.failed._reported:
+            logger.error(f"A checkpoint was lost: {self.failed._error}", main_process_only=False)
+
+
+def _report(reference: weakref.ref[SaveQueue]) -> None:
+    queue = reference()
+    if queue is not None:
+        queue.report()
+
+
+def save_queue(state: PartialState) -> SaveQueue:
+    """The queue of this process: one for all, so that two saves never meet."""
+    shared = PartialState.registry()
+    if _QUEUE not in shared:
+        shared[_QUEUE] = SaveQueue(state)
+    queue: SaveQueue = shared[_QUEUE]
+    return queue
+
+
+# The processes that write or read one checkpoint together, and how they agree
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong on one process, for the others to raise too.
+
+    Attributes:
+        rank: Of the process.
+        reason: What went wrong.
+        is_damage: Whether a checkpoint is not whole.
+    """
+
+    rank: int
+    reason: str
+    is_damage: bool = False
+
+
+class Peers:
+    """The processes of a run, over a process group of their own: checkpoints are written beside the training.
+
+    Make it on all processes at once.
+
+    Args:
+        state: This process among its peers; None for a process that acts alone.
+
+    Attributes:
+        rank: Of this process.
+        size: How many there are.
+        is_main: Whether this is rank 0.
+    """
+
+    def __init__(self, state: PartialState | None) -> None:
+        together = state is not None and state.use_distributed
+        self.rank = state.process_index if state is not None and together else 0
+        self.size = state.num_processes if state is not None and together else 1
+        self._group = _own_group(state) if state is not None and together else None
+        self.is_main = self.rank == 0
+        self._cause: BaseException | None = None
+
+    def gather(self, item: Any) -> list[Any] | None:
+        """Collect one item from each process on rank 0; None elsewhere."""
+        if self._group is None:
+            return [item]
+        items: list[Any] | None = [None] * self.size if self.is_main else None
+        _exchange(dist.gather_object, item, items, dst=0, group=self._group)
+        return items
+
+    def scatter(self, items: list[Any] | None) -> Any:
+        """Give each process its item of rank 0's list."""
+        if self._group is None:
+            assert items is not None
+            return items[0]
+        received: list[Any] = [None]
+        _exchange(dist.scatter_object_list, received, items, src=0, group=self._group)
+        return received[0]
+
+    def agree(self, failure: Failure | None) -> Failure | None:
+        """Share the first failure of any process with all."""
+        if self._group is None:
+            return failure
+        failures: list[Any] = [None] * self.size
+        _exchange(dist.all_gather_object, failures, failure, group=self._group)
+        return next((one for one in failures if one is not None), None)
+
+    def attempt(self, work: Callable[[], Result]) -> Result | Failure:
+        """Run something that may fail without leaving the others waiting; `fail` raises later what it raised here."""
+        try:
+            return work()
+        except BaseException as error:
+            self._cause = error
+            return Failure(self.rank, reason_of(error), isinstance(error, DamagedCheckpointError))
+
+    def fail(self, failure: Failure, what: str, advice: str = "") -> NoReturn:
+        """Raise, on each process, what one of them met.
+
+        Args:
+            failure: What was agreed on.
+            what: What could not be done.
+            advice: What to do.
+        """
+        if self._cause is not None and not isinstance(self._cause, Exception):
+            raise self._cause  # a Ctrl-C stays one
+        where = f"rank {failure.rank}: " if self.size > 1 else ""
+        kind = DamagedCheckpointError if failure.is_damage else CheckpointError
+        raise kind(f"{what}: {where}{failure.reason}{advice}") from self._cause
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception in the words of a message."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror} (errno {error.errno})"
+    return f"{type(error).__name__}: {error}"
+
+
+def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Call a collective, during which a peer may be lost."""
+    try:
+        collective(*args, **kwargs)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"Another process was lost while a checkpoint was written or read: {error}") from error
+
+
+def _own_group(state: PartialState) -> Any:
+    """A gloo group that only checkpoints use, made once: their collectives must not mix with the training's."""
+    shared = PartialState.registry()
+    if _GROUP not in shared:
+        shared[_GROUP] = dist.new_group(backend="gloo")
+        state.before_leaving(lambda: shared.pop(_GROUP, None))
+    return shared[_GROUP]

@@ -21,16 +21,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from drivetrain.checkpoint.manifest import Manifest, check_digest, decoded, verified_bytes
 from drivetrain.checkpoint.safetensors_file import (
     BLOCK,
+    INDEX,
     WORKERS,
     Entry,
     FileDigest,
+    Place,
     blocks_of,
     bytes_of,
     run_parallel,
@@ -43,22 +45,8 @@ from drivetrain.runtime.errors import DamagedCheckpointError
 # The index of a checkpoint's tensors: where the parts of each lie, checked before anything is read by it
 
 
-FOLDER = "tensors"
-"""The folder of a checkpoint that its tensors and their index are in."""
-
-INDEX = f"{FOLDER}/index.json"
-
 _STORED = {name: dtype for name, dtype in DTYPES.items() if not re.fullmatch(r"u?int[1-7]", name)}
 _LONGEST = 2**63 - 1
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one part of a tensor lies."""
-
-    file: str
-    start: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -147,7 +135,7 @@ class TensorIndex:
         part = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         index = MetadataIndex(key, part.offsets)
         if nbytes or index not in self._parts:  # an empty part may begin where another one does
-            self._parts[index] = Part(_entry(key, dtype, size, offsets, sizes), Place(str(file), start, nbytes))
+            self._parts[index] = Part(Entry.of_part(key, dtype, size, offsets, sizes), Place(str(file), start, nbytes))
         return part
 
     def _numbers(self, key: str, values: Any, what: str) -> list[int]:
@@ -170,23 +158,6 @@ class TensorIndex:
 
     def _damaged(self, key: str, what: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(f"{self._path} is damaged: {key} {what}.")
-
-
-def entry_name(key: str, size: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    """The name that a part of a tensor has in its file."""
-    return key if tuple(sizes) == tuple(size) else f"{key}@{','.join(map(str, offsets))}"
-
-
-def entry_of(item: WriteItem) -> Entry:
-    """The part of a tensor that an item of a plan asks to write."""
-    data = item.tensor_data
-    assert data is not None
-    name = entry_name(item.index.fqn, data.size, data.chunk.offsets, data.chunk.sizes)
-    return Entry(name, data.properties.dtype, tuple(data.chunk.sizes))
-
-
-def _entry(key: str, dtype: torch.dtype, size: list[int], offsets: list[int], sizes: list[int]) -> Entry:
-    return Entry(entry_name(key, size, offsets, sizes), dtype, tuple(sizes))
 
 
 def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -> None:

@@ -21,6 +21,7 @@ import base64
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -263,12 +264,12 @@ _WRITTEN: dict[str, Callable[[Any], Any]] = {
 _WORDS = frozenset({"__tensor__", "__ndarray__", *_PAIRED, *_LISTED, *_WRITTEN})
 
 
+@dataclass(eq=False)
 class _Packer:
     """Packs one tree; keeps the tensors met, and which of them is which storage."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._keys: dict[tuple[Any, ...], str] = {}
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    _keys: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     def pack(self, value: Any, path: str) -> Any:
         kind = type(value)
@@ -279,7 +280,10 @@ class _Packer:
         if isinstance(value, Tensor):
             return {"__tensor__": self._keep(value, path)}
         if isinstance(value, _MAPPINGS) and kind in _MAPPINGS:
-            return self._pack_dict(value, path)
+            plain = all(type(key) is str for key in value)
+            if plain and not (len(value) == 1 and next(iter(value)) in _WORDS):
+                return {key: self.pack(item, _join(path, key)) for key, item in value.items()}
+            return {"__dict__": self._pack_pairs(value, path)}
         if kind is list:
             return [self.pack(item, f"{path}/{index}") for index, item in enumerate(value)]
         if kind is Counter:
@@ -287,12 +291,6 @@ class _Packer:
         if kind in _SEQUENCES:
             return {_SEQUENCES[kind]: [self.pack(item, f"{path}/{index}") for index, item in enumerate(value)]}
         return self._pack_written(value, path)
-
-    def _pack_dict(self, value: Mapping[Any, Any], path: str) -> Any:
-        plain = all(type(key) is str for key in value)
-        if plain and not (len(value) == 1 and next(iter(value)) in _WORDS):
-            return {key: self.pack(item, _join(path, key)) for key, item in value.items()}
-        return {"__dict__": self._pack_pairs(value, path)}
 
     def _pack_pairs(self, value: Mapping[Any, Any], path: str) -> list[list[Any]]:
         return [[self.pack(key, path), self.pack(item, _join(path, str(key)))] for key, item in value.items()]

@@ -9,7 +9,7 @@ from drivetrain.data.loader import PreparedLoader
 from drivetrain.data.order import InterleavingSampler, PermutationSampler
 from drivetrain.data.placement import PendingBatch
 from drivetrain.data.preparation import SkippingLoader, prepare_loader, skip_first_batches
-from drivetrain.data.reading import is_split_already, rebuilt
+from drivetrain.data.reader import is_split_already, rebuilt
 
 __all__ = [
     "ActiveLoaders",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from drivetrain.data.loader import PreparedLoader
 
 
+@dataclass(slots=True, eq=False)
 class BatchInfo:
     """What is known about one batch of this process.
 
@@ -27,27 +29,14 @@ class BatchInfo:
         offset: Real rows of the step that come before this process's in the order of the data; None if unknown.
     """
 
-    __slots__ = ("consumed", "global_rows", "index", "last", "offset", "padding", "rows", "weights")
-
-    def __init__(
-        self,
-        index: int,
-        rows: int | None,
-        padding: int,
-        global_rows: int | None,
-        last: bool,
-        consumed: int | None,
-        weights: tuple[int, int] | None = None,
-        offset: int | None = None,
-    ) -> None:
-        self.index = index
-        self.rows = rows
-        self.padding = padding
-        self.global_rows = global_rows
-        self.last = last
-        self.consumed = consumed
-        self.weights = weights
-        self.offset = offset
+    index: int
+    rows: int | None
+    padding: int
+    global_rows: int | None
+    last: bool
+    consumed: int | None
+    weights: tuple[int, int] | None = None
+    offset: int | None = None
 
     def share(self, processes: int) -> float:
         """What the mean over this batch counts for, so that the mean over processes is that over all their rows.
@@ -89,6 +78,7 @@ class BatchInfo:
         return f"BatchInfo({values})"
 
 
+@dataclass(eq=False)
 class ActiveLoaders:
     """The loaders that are being iterated right now, the innermost last.
 
@@ -106,10 +96,9 @@ class ActiveLoaders:
         ```
     """
 
-    def __init__(self) -> None:
-        self._entries: list[tuple[PreparedLoader, int]] = []  # with the time of entering
-        self.on_leave: list[Callable[[PreparedLoader], None]] = []
-        self.tick: Callable[[], int] = count(1).__next__
+    on_leave: list[Callable[[PreparedLoader], None]] = field(default_factory=list)
+    tick: Callable[[], int] = field(default_factory=lambda: count(1).__next__)
+    _entries: list[tuple[PreparedLoader, int]] = field(default_factory=list)  # with the time of entering
 
     @property
     def innermost(self) -> PreparedLoader | None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.loader import PreparedLoader
 from drivetrain.data.placement import PendingBatch, PendingParts
-from drivetrain.data.reading import least, rebuilt, up_to
+from drivetrain.data.reader import least, rebuilt, up_to
 from drivetrain.data.sharding import with_last
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError, nearest
 from drivetrain.runtime.nested import honor_type

@@ -14,7 +14,7 @@ from torch import Tensor
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.iterable import Pair, own_pairs, share_pairs, whole_batches
 from drivetrain.data.order import Position
-from drivetrain.data.reading import Opened, Reader, do_nothing, last_rows
+from drivetrain.data.reader import Opened, Reader, do_nothing, last_rows
 from drivetrain.data.seeding import EpochStart, kept_generators
 from drivetrain.data.sharding import Layout, check_same_stream
 from drivetrain.runtime.collectives import broadcast, broadcast_object_list

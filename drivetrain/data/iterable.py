@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position
-from drivetrain.data.reading import Opened, begun, do_nothing, last_rows, least, rebuilt, up_to, with_rows_found
+from drivetrain.data.reader import Opened, begun, do_nothing, last_rows, least, rebuilt, up_to, with_rows_found
 from drivetrain.data.seeding import (
     EpochStart,
     SeparateDraws,

@@ -12,7 +12,7 @@ from drivetrain.data.batch_info import ActiveLoaders, BatchInfo
 from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position, SeedableSampler
 from drivetrain.data.placement import PendingBatch, Place, one_ahead, pending, sends_ahead
-from drivetrain.data.reading import Opened, Reader, no_state
+from drivetrain.data.reader import Opened, Reader
 from drivetrain.data.seeding import (
     EpochStart,
     find_generators,
@@ -64,7 +64,7 @@ class PreparedLoader(DataLoader[Any]):
         self.current: BatchInfo | None = None
         self.advanced = 0
         self._reader = reader
-        self._layout = layout
+        self._layout, self._group_size = layout, layout.group_size
         self._recipe = recipe
         self._place = place
         self._seedable = seedable
@@ -77,7 +77,7 @@ class PreparedLoader(DataLoader[Any]):
         self._after_last: Position | None = None  # the next epoch's start, if the loaded position is after a last batch
         self._expects_next = False  # whether to begin there, unless the script stays in the epoch
         self._start: EpochStart | None = None
-        self._own_state: Callable[[int | None], Mapping[str, Any] | None] = no_state
+        self._own_state: Callable[[int | None], Mapping[str, Any] | None] | None = None
         self._offset = 0  # batches before the first step, beyond a whole number of steps
         self._forwarded: list[tuple[Any, int]] = []  # the epochs that were given to samplers
         self._forwarded_epoch: int | None = None
@@ -131,15 +131,14 @@ class PreparedLoader(DataLoader[Any]):
         position = self._resume or Position()
         self._resume = self._reached = self._after_last = None
         self._exhausted = False
-        layout = self._layout
-        self._offset = position.batches % layout.group_size
+        self._offset = position.batches % self._group_size
         opened = self._reader.open(self._epoch, position, self._user_batches(limit))
         if together and several_processes():
             pairs = opened.pairs
             if not self._reader.ends_alike:
                 pairs = ending_together(pairs)
-            if self._reader.finds_rows and layout.shard.count > 1:
-                pairs = with_rows_of_all(pairs, layout.shard.count)
+            if self._reader.finds_rows and self._layout.shard.count > 1:
+                pairs = with_rows_of_all(pairs, self._layout.shard.count)
             opened = opened._replace(pairs=pairs)
         if self._fill:
             opened = opened._replace(pairs=filled(opened.pairs, getattr(self.loader, "batch_size", None)))
@@ -359,7 +358,7 @@ class PreparedLoader(DataLoader[Any]):
             self.stay_in_epoch()
         self._after_last = None
         start = self._resume.start if in_loaded_order and self._resume is not None else None
-        self._resume = Position(batches=checked_count(num_batches) * self._layout.group_size, start=start)
+        self._resume = Position(batches=checked_count(num_batches) * self._group_size, start=start)
 
     def expect_next_epoch(self) -> None:
         """Begin the next iteration with the next epoch, if the position that was loaded is after an epoch's last batch.
@@ -406,14 +405,15 @@ class PreparedLoader(DataLoader[Any]):
         Returns:
             As `state_dict`.
         """
+        own, finished = self._own_state, reached is not None and reached.last
         state: dict[str, Any] = {
             "epoch": self._epoch + (self._begun and self._exhausted),
             "consumed": 0,
             "batches": 0,
             "start": None,
             "finished": False,
-            "own": self._own_state(None) if self._exhausted or (reached is not None and reached.last) else None,
-            "group": self._layout.group_size,
+            "own": own(None) if own is not None and (self._exhausted or finished) else None,
+            "group": self._group_size,
             "generators": [generator_state(each) for each in find_generators(self.loader)],
         }
         if self._resume is not None:
@@ -421,11 +421,10 @@ class PreparedLoader(DataLoader[Any]):
             state.update(consumed=samples, batches=self._resume.batches, start=start and start.state_dict())
             state.update(finished=self._after_last is not None, own=self._resume.own)
         elif self._begun and not self._exhausted and self._start is not None:
-            batches = 0 if reached is None else (reached.index + 1) * self._layout.group_size + self._offset
+            batches = 0 if reached is None else (reached.index + 1) * self._group_size + self._offset
             consumed = 0 if reached is None else reached.consumed
-            finished = reached is not None and reached.last
             state.update(consumed=consumed, batches=batches, start=self._start.state_dict(), finished=finished)
-            state["own"] = self._own_state(batches) if batches else None
+            state["own"] = own(batches) if own is not None and batches else None
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -467,7 +466,7 @@ class PreparedLoader(DataLoader[Any]):
         if self._expects_next:
             return 0
         if self._resume is not None:
-            return self._resume.batches // self._layout.group_size
+            return self._resume.batches // self._group_size
         reached = self.current or self._reached
         return 0 if reached is None or self._exhausted else reached.index + 1
 
@@ -494,7 +493,7 @@ class PreparedLoader(DataLoader[Any]):
         """Samples of a full step of all processes; None if unknown."""
         sampler = getattr(self.loader, "batch_sampler", None)
         size = getattr(self.loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-        return size * self._layout.group_size if isinstance(size, int) else None
+        return size * self._group_size if isinstance(size, int) else None
 
     @property
     def batch_rows(self) -> int | None:

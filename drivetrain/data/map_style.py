@@ -17,7 +17,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import DataShard
 from drivetrain.data.order import IndexOrder, InterleavingSampler, Position
-from drivetrain.data.reading import Opened, do_nothing, last_rows, least, rebuilt, up_to, with_rows_found
+from drivetrain.data.reader import Opened, do_nothing, last_rows, least, rebuilt, up_to, with_rows_found
 from drivetrain.data.seeding import (
     EpochStart,
     SeededBatches,

@@ -17,7 +17,7 @@ from drivetrain.data.loader import PreparedLoader, checked_count
 from drivetrain.data.map_style import MapReader
 from drivetrain.data.order import SeedableSampler
 from drivetrain.data.placement import Place, overlapped
-from drivetrain.data.reading import Reader
+from drivetrain.data.reader import Reader
 from drivetrain.data.sharding import Layout
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError

@@ -8,13 +8,13 @@ import sys
 from typing import NoReturn
 
 from drivetrain.launch.interpreter import Invocation
-from drivetrain.runtime.environment import LAUNCHED_VARIABLE, ProcessEnvironment
+from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import LaunchError
 
 
 def already_launched() -> bool:
     """Whether a launcher started this process: ours, or another that gave it a rank in a larger world."""
-    return os.environ.get(LAUNCHED_VARIABLE) == "1" or ProcessEnvironment.detect().is_distributed
+    return ProcessEnvironment.detect().is_launched
 
 
 def relaunch_script(num_processes: int, cpu: bool = False) -> NoReturn:

@@ -117,6 +117,11 @@ class ProcessEnvironment:
         return self.world_size > 1
 
     @property
+    def is_launched(self) -> bool:
+        """Whether a launcher started this process: ours, or another that gave it a rank in a larger world."""
+        return self.world_size > 1 or os.environ.get(LAUNCHED_VARIABLE) == "1"
+
+    @property
     def num_nodes(self) -> int:
         """Number of machines, assuming that all hold as many processes as this one."""
         return -(-self.world_size // self.local_world_size)

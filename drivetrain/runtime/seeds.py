@@ -193,11 +193,6 @@ def own_generator(name: str) -> torch.Generator:
     return generator
 
 
-def _own_generators() -> dict[str, torch.Generator]:
-    generators: dict[str, torch.Generator] = PartialState.registry().get("generators", {})
-    return generators
-
-
 @dataclass(frozen=True)
 class RandomState:
     """The state of Python's, NumPy's and torch's global generators, and of the devices in use.
@@ -233,13 +228,15 @@ class RandomState:
             devices: Take also those of devices, which may wait for the device.
         """
         states: dict[str, Tensor] = {}
+        own: dict[str, Tensor] = {}
         if devices:
             for kind in available_device_kinds():
                 state = kind.get_rng_state()
                 if state is not None:
                     states[kind.name] = state
+            generators = PartialState.registry().get("generators", {})
+            own = {name: generator.get_state() for name, generator in generators.items()}
         numpy_state: Any = np.random.get_state()
-        own = {name: generator.get_state() for name, generator in _own_generators().items()} if devices else {}
         return cls(random.getstate(), numpy_state, torch.default_generator.get_state(), states, own)
 
     def restore(self) -> None:
@@ -251,7 +248,7 @@ class RandomState:
         for name, state in self.devices.items():
             if name in here:
                 here[name].set_rng_state(state)
-        for name, generator in _own_generators().items():
+        for name, generator in PartialState.registry().get("generators", {}).items():
             if name in self.own:
                 generator.set_state(self.own[name])
 

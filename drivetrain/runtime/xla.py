@@ -25,14 +25,8 @@ RUNTIME_VARIABLE = "PJRT_DEVICE"
 INSTALL = 'pip install "drivetrain[xla]"'
 
 
-def is_present() -> bool:
-    """Whether this process can have XLA devices: torch_xla is installed, and there is a TPU or `PJRT_DEVICE` is set."""
-    # The package first: looking through /dev takes longer, and each random state that is kept asks this.
-    return util.find_spec("torch_xla") is not None and bool(os.environ.get(RUNTIME_VARIABLE) or _tpu_files())
-
-
 def why_absent() -> str:
-    """Why `is_present` is False, and what to do."""
+    """Why this process cannot have XLA devices, and what to do."""
     if util.find_spec("torch_xla") is None:
         return f"torch_xla is not installed. Install it: {INSTALL}."
     return f"there is no TPU. Set {RUNTIME_VARIABLE}=CPU to run XLA on this machine's processor."
@@ -50,7 +44,7 @@ def import_torch_xla() -> Any:
     except metadata.PackageNotFoundError:
         raise DeviceNotAvailableError(f"XLA devices need torch_xla, which is not installed: {INSTALL}.") from None
     check_pair(torch.__version__, found)
-    if not os.environ.get(RUNTIME_VARIABLE) and not _tpu_files():
+    if not os.environ.get(RUNTIME_VARIABLE) and not tpu_files():
         os.environ[RUNTIME_VARIABLE] = "CPU"  # what torch_xla takes by itself, with a warning
     return importlib.import_module("torch_xla")
 
@@ -132,7 +126,7 @@ def runs_on_cpu() -> bool:
 
 def device_count() -> int:
     """XLA devices of this machine; the runtime is not started for it."""
-    if runs_on_cpu() or not _tpu_files():
+    if runs_on_cpu() or not tpu_files():
         given = os.environ.get("CPU_NUM_DEVICES", "1") if runs_on_cpu() else "1"
         return int(given) if given.isdigit() else 1
     import_torch_xla()
@@ -141,7 +135,7 @@ def device_count() -> int:
 
 def has_process_per_device() -> bool:
     """Whether a process can drive one device alone: not on the CPU, nor on TPUs v2 and v3, where it takes two cores."""
-    if runs_on_cpu() or not _tpu_files():
+    if runs_on_cpu() or not tpu_files():
         return False
     import_torch_xla()
     tpu = importlib.import_module("torch_xla._internal.tpu")
@@ -219,7 +213,7 @@ def _minor(version: str) -> str:
     return found[0] if found else version
 
 
-def _tpu_files() -> list[str]:
+def tpu_files() -> list[str]:
     """The files through which a TPU is reached, where its driver library is installed."""
     files = glob("/dev/accel*") or glob("/dev/vfio/[0-9]*")
     return files if files and util.find_spec("libtpu") is not None else []

@@ -470,19 +470,15 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
         CheckpointError: The optimizer holds a parameter that the model does not.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-
-    def name_of(parameter: torch.Tensor) -> str:
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in (*held, *optimizer.state):
         if id(parameter) not in names:
             raise CheckpointError(
                 f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not the "
                 "model's, so its state cannot be saved under a name. Make it a parameter of the model."
             )
-        return names[id(parameter)]
-
-    groups = [
-        {**group, "params": [name_of(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
-    ]
-    state = {name_of(parameter): dict(value) for parameter, value in optimizer.state.items()}
+    groups = [{**group, "params": [names[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
+    state = {names[id(parameter)]: dict(value) for parameter, value in optimizer.state.items()}
     return {"state": state, "param_groups": groups}
 
 

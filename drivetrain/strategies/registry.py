@@ -11,7 +11,7 @@ from typing import Any
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, nearest
-from drivetrain.runtime.state import DistributedType, PartialState
+from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import RunOptions, StartsProcesses, Strategy
 from drivetrain.strategies.ddp import DDP
 
@@ -27,7 +27,7 @@ class Single(Strategy):
     def setup(self, state: PartialState) -> None:
         """Take this process's place; there must be no peers."""
         environment = state.environment
-        if environment.is_distributed:
+        if environment.world_size > 1:
             raise ConfigurationError(
                 f"strategy={self.name!r} runs one process, but this is rank {environment.rank} of "
                 f"{environment.world_size} (from {environment.source}). Use strategy='ddp' or 'auto', "
@@ -253,25 +253,6 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
 
 
 # A strategy as a `DistributedType`, for scripts that ask
-
-
-_TYPES = {
-    "fsdp": DistributedType.FSDP,
-    "deepspeed": DistributedType.DEEPSPEED,
-    "megatron": DistributedType.MEGATRON_LM,
-    "xla": DistributedType.XLA,
-}
-
-
-def distributed_type_of(strategy: Strategy, processes: DistributedType) -> DistributedType:
-    """Return how a run is spread.
-
-    Args:
-        strategy: What places its models; one that derives from another is called as that one.
-        processes: How its processes are spread.
-    """
-    names = [getattr(kind, "name", None) for kind in type(strategy).__mro__]
-    return next((_TYPES[name] for name in names if name in _TYPES), processes)
 
 
 def grid_rank(strategy: Strategy, dimension: str) -> int:

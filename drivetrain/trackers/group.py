@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -486,27 +487,24 @@ ALIASES = {"comet_ml": "comet"}
 _RECORDED = "recorded"  # the entry of a checkpoint that has the state of `recorder`
 
 
+@dataclass(eq=False)
 class TrackerGroup:
     """Calls the trackers of a run: on the main process, each guarded, the slow ones on threads of their own.
 
     What a tracker raises becomes one warning for each cause, and what it could not write is counted and reported at
     the end. Secrets among the hyper-parameters reach none of them.
 
-    Args:
+    Attributes:
         trackers: The trackers, as they were given. The list may grow.
         is_main: Whether this is the main process.
-
-    Attributes:
-        trackers: The trackers, as they were given.
         recorder: What keeps the run's values for its report, where none of the trackers does; it is none of them.
     """
 
-    def __init__(self, trackers: list[Tracker], is_main: bool) -> None:
-        self.trackers = trackers
-        self.recorder: Tracker | None = None
-        self._is_main = is_main
-        self._targets: dict[int, tuple[Tracker, Tracker, Losses]] = {}
-        self._clean: Secrets | None = None
+    trackers: list[Tracker]
+    is_main: bool
+    recorder: Tracker | None = field(default=None, init=False)
+    _targets: dict[int, tuple[Tracker, Tracker, Losses]] = field(default_factory=dict, init=False)
+    _clean: Secrets | None = field(default=None, init=False)
 
     @property
     def writes_here(self) -> bool:
@@ -549,7 +547,7 @@ class TrackerGroup:
     def share_directories(self) -> None:
         """Let all processes write to the directories that the main process has taken; all of them call it."""
         held = [each.run_directory for each in self._writers if isinstance(each, DirectoryTracker)]
-        [versions] = broadcast_object_list([[each.version for each in held] if self._is_main else None])
+        [versions] = broadcast_object_list([[each.version for each in held] if self.is_main else None])
         for directory, version in zip(held, versions, strict=False):
             directory.version = version
 
@@ -645,7 +643,7 @@ class TrackerGroup:
 
     def state(self) -> list[dict[str, Any]]:
         """What a resumed run needs of each tracker; nothing on other processes than the main one."""
-        if not self._is_main:
+        if not self.is_main:
             return []
         states: list[dict[str, Any]] = []
         for tracker in self.trackers:
@@ -666,7 +664,7 @@ class TrackerGroup:
         Raises:
             CheckpointError: No run writes such a state.
         """
-        if self._is_main:
+        if self.is_main:
             given = [state for state in states if _RECORDED not in state]
             for tracker, state in zip(self.trackers, given, strict=False):
                 self._call(tracker, partial(_load, state=state))
@@ -693,7 +691,7 @@ class TrackerGroup:
         raise ConfigurationError(f"There is no tracker {name!r} in this run, which has: {known}.", code="DT-001")
 
     def _is_called(self, tracker: Tracker) -> bool:
-        return self._is_main or not tracker.main_process_only
+        return self.is_main or not tracker.main_process_only
 
     def _each(self, call: Callable[[Tracker], Any], values: int = 0) -> None:
         for tracker in self._writers:

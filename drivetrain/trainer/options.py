@@ -57,10 +57,27 @@ class TrainerOptions:
 
     def __post_init__(self) -> None:
         for name in _LIMITS:
-            _check_limit(name, getattr(self, name))
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            fraction = isinstance(value, float) and 0.0 <= value <= 1.0
+            if not (value is None or whole or fraction):
+                raise ConfigurationError(
+                    f"`Trainer` was passed invalid value {name}={value!r}: give a whole number of batches (10), or a "
+                    "fraction from 0.0 to 1.0 (0.25).",
+                    code="DT-002",
+                )
         for name, least in _COUNTS.items():
-            if not isinstance(getattr(self, name), Duration):
-                _check_count(name, getattr(self, name), least)
+            value = getattr(self, name)
+            if value is None or isinstance(value, Duration):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                kind = "an int >= 0" if least == 0 else "an integer"
+                raise ConfigurationError(
+                    f"{name}={value!r}: `{name}` must be a non-negative integer or -1, a whole number."
+                    if least < 0
+                    else f"{name}={value!r} should be {kind}. Give a whole number of at least {least}.",
+                    code="DT-002",
+                )
         if self.gradient_clip_val is not None or self.gradient_clip_algorithm is not None:
             check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
         if self.val_check_interval is not None:
@@ -211,36 +228,6 @@ class OptionAttributes:
         for unknown in changed.keys() - set(known):
             raise unknown_argument("Trainer.change_options", unknown, known)
         self.options = replace(self.options, **by_unit(changed))
-
-
-def _check_limit(name: str, value: Any) -> None:
-    """Raise unless a limit is a whole number of batches or a fraction."""
-    if value is None:
-        return
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    fraction = isinstance(value, float) and 0.0 <= value <= 1.0
-    if not (whole or fraction):
-        raise ConfigurationError(
-            f"`Trainer` was passed invalid value {name}={value!r}: give a whole number of batches (10), or a fraction "
-            "from 0.0 to 1.0 (0.25).",
-            code="DT-002",
-        )
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    """Raise unless a count is None or a whole number of at least its bound."""
-    if value is None:
-        return
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return
-    if least < 0:
-        raise ConfigurationError(
-            f"{name}={value!r}: `{name}` must be a non-negative integer or -1, a whole number.", code="DT-002"
-        )
-    kind = "an int >= 0" if least == 0 else "an integer"
-    raise ConfigurationError(
-        f"{name}={value!r} should be {kind}. Give a whole number of at least {least}.", code="DT-002"
-    )
 
 
 def check_clipping(value: float | None, algorithm: str | None) -> None:

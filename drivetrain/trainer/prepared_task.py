@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +33,12 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class TaskRun:
     """The task that a Trainer runs: set up, placed, torn down.
 
-    Args:
-        trainer: The trainer.
-
     Attributes:
+        trainer: The trainer.
         task: The task of the run, or of the last one.
         datamodule: Its data module, if there is one.
         hooks: The overridden hooks of the task and of the callbacks.
@@ -53,22 +53,22 @@ class TaskRun:
         sources: Where the loaders of the verb under way, or of the last one, come from.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self.task: Task | None = None
-        self.datamodule: DataModule | None = None
-        self.hooks: Hooks | None = None
-        self.model: nn.Module | None = None
-        self._fitted: nn.Module | None = None  # what the engine has prepared for the last fit
-        self.optimizers: list[PreparedOptimizer] = []
-        self.optimizer_names: tuple[str, ...] = ()
-        self.schedulers: list[SchedulerConfig] = []
-        self.steps_schedulers = self.ends_epochs_of_schedulers = False
-        self.stage: Stage | None = None
-        self.checkpoint_path: str | None = None
-        self.sources: dict[Stage, LoaderSource] = {}
-        self._error: BaseException | None = None  # what has ended the run
-        self._restore_metrics: Callable[[], None] = lambda: None
+    trainer: Trainer
+    task: Task | None = None
+    datamodule: DataModule | None = None
+    hooks: Hooks | None = None
+    model: nn.Module | None = None
+    optimizers: list[PreparedOptimizer] = field(default_factory=list)
+    optimizer_names: tuple[str, ...] = ()
+    schedulers: list[SchedulerConfig] = field(default_factory=list)
+    steps_schedulers: bool = False
+    ends_epochs_of_schedulers: bool = False
+    stage: Stage | None = None
+    checkpoint_path: str | None = None
+    sources: dict[Stage, LoaderSource] = field(default_factory=dict)
+    _fitted: nn.Module | None = None  # what the engine has prepared for the last fit
+    _error: BaseException | None = None  # what has ended the run
+    _restore_metrics: Callable[[], None] | None = None
 
     # before and after
 
@@ -85,14 +85,14 @@ class TaskRun:
             raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.", code="DT-080")
         self.task, self.datamodule = task, data
         self.stage, self.checkpoint_path = stage, None
-        task.trainer = self._trainer
+        task.trainer = self.trainer
         if data is not None:
-            data.trainer = self._trainer
-        self.sources = {each: LoaderSource(self._trainer, task, each, given, data) for each, given in loaders.items()}
-        logged = self._trainer.logged
+            data.trainer = self.trainer
+        self.sources = {each: LoaderSource(self.trainer, task, each, given, data) for each, given in loaders.items()}
+        logged = self.trainer.logged
         logged.enter(NOWHERE)
         logged.begin_verb(evaluates_alone=stage is not Stage.TRAIN)
-        self._trainer.tracker_log.written.clear()
+        self.trainer.tracker_log.written.clear()
 
     def remember(self, task: Task | None, data: DataModule | None) -> None:
         """Take what the last verb ran, which the next one runs again where it is given none.
@@ -103,14 +103,9 @@ class TaskRun:
         """
         self.task, self.datamodule = task, data
 
-    @property
-    def is_placed(self) -> bool:
-        """Whether the strategy has placed the task."""
-        return self.model is not None and self._trainer.strategy.unwrap(self.model) is self.task
-
     def set_up(self, task: Task, stage: Stage) -> None:
         """Find the hooks, prepare the data, and call `setup` of all."""
-        trainer, actions = self._trainer, self._trainer.actions
+        trainer, actions = self.trainer, self.trainer.actions
         actions.begin(task, stage)
         trainer.adopt_callbacks(task.configure_callbacks())
         for callback in trainer.callbacks:
@@ -136,7 +131,7 @@ class TaskRun:
         """
         assert self.task is not None
         before = self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers
-        self.hooks, self.steps_schedulers = Hooks(self._trainer, self.task, callbacks), False
+        self.hooks, self.steps_schedulers = Hooks(self.trainer, self.task, callbacks), False
         self.ends_epochs_of_schedulers = False
         try:
             yield
@@ -145,7 +140,7 @@ class TaskRun:
 
     def tear_down(self, task: Task, stage: Stage) -> None:
         """Call `teardown` of all, and let the engine and the loaders go."""
-        trainer, engine = self._trainer, self._trainer.accelerator
+        trainer, engine = self.trainer, self.trainer.accelerator
         trainer.logged.enter(NOWHERE)
         engine.optimizer_step.drive(StepHooks())
         engine.accumulation.end_planned()
@@ -156,7 +151,8 @@ class TaskRun:
             self._error = self._error or raised
             raise
         finally:
-            self._restore_metrics()
+            if self._restore_metrics is not None:
+                self._restore_metrics()
             for callback in trainer.callbacks:
                 let_log(callback, None)
             error, self._error = self._error, None
@@ -172,7 +168,7 @@ class TaskRun:
 
         What a hook raises is logged, since the run ends with the first error.
         """
-        trainer = self._trainer
+        trainer = self.trainer
         self._error = error
         hooks = [partial(each.on_exception, trainer, task, error) for each in trainer.callbacks]
         hooks.append(partial(task.on_exception, error))
@@ -184,11 +180,11 @@ class TaskRun:
 
     def configure_optimizers(self, task: Task) -> list[Optimizer]:
         """Let the task build its optimizers and schedulers. Returns the optimizers, which `place` takes."""
-        actions = self._trainer.actions
+        actions = self.trainer.actions
         configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
         configured = configure()
         optimizers, self.schedulers = parse_configured_optimizers(
-            configured, by_hand=not task.automatic_optimization, strict=self._trainer.refuses_unknown_keys
+            configured, by_hand=not task.automatic_optimization, strict=self.trainer.refuses_unknown_keys
         )
         self.optimizer_names = names_of(configured)
         if not optimizers and task.automatic_optimization:
@@ -206,7 +202,7 @@ class TaskRun:
 
     def place(self, task: Task, optimizers: list[Optimizer]) -> nn.Module:
         """Let the engine prepare the task with its optimizers and schedulers, in the place of those of a fit before."""
-        engine, strategy = self._trainer.accelerator, self._trainer.strategy
+        engine, strategy = self.trainer.accelerator, self.trainer.strategy
         before = [one for one in engine.prepared.models if one is self._fitted or strategy.unwrap(one) is task]
         for known in before:
             engine.unwrap_model(known, keep_fp32_wrapper=False)  # whose steps open the precision themselves
@@ -223,7 +219,7 @@ class TaskRun:
 
     def place_for_evaluation(self, task: Task) -> nn.Module:
         """Let the engine prepare the task alone, unless a `fit` has."""
-        engine, strategy = self._trainer.accelerator, self._trainer.strategy
+        engine, strategy = self.trainer.accelerator, self.trainer.strategy
         if self.model is None or strategy.unwrap(self.model) is not task:
             with engine.precision.init_context(), strategy.init_context():
                 task.configure_model()

@@ -19,7 +19,7 @@ from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
 from drivetrain.callbacks.model_summary import ModelSummary
 from drivetrain.callbacks.progress_bar import TQDMProgressBar
 from drivetrain.callbacks.report.run_report import RunReport
-from drivetrain.launch import already_launched, relaunch_script
+from drivetrain.launch import relaunch_script
 from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device, get_device_kind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
@@ -82,7 +82,7 @@ def make_accelerator(
     environment = ProcessEnvironment.detect()
     spawned = started_by_verbs(strategy)
     if spawned is not None:
-        strategy, count = _left_to_verbs(spawned, kind, count, numbers, num_nodes)
+        strategy, count = _left_to_verbs(environment, spawned, kind, count, numbers, num_nodes)
     starts_later = spawned is not None and strategy is spawned
     _start_processes(environment, kind, count, numbers, num_nodes)
     if sync_batchnorm and not starts_later:
@@ -108,7 +108,7 @@ def _refuse_launched_sharding(strategy: str | Strategy) -> None:
     Raises:
         ConfigurationError: It was, and the script leaves the strategy to it.
     """
-    launched = Launched.here().strategy() if strategy == "auto" else None
+    launched = Launched().strategy() if strategy == "auto" else None
     if launched is not None:
         raise ConfigurationError(
             f"Trainer(sync_batchnorm=True) is an option of strategy='ddp', but the launcher was asked for "
@@ -129,7 +129,7 @@ def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions)
     Raises:
         ConfigurationError: The strategy cannot run them; names what contradicts what, and what would work.
     """
-    launched = Launched.here().settings.get("gradient_accumulation_steps")
+    launched = Launched().settings.get("gradient_accumulation_steps")
     if accumulate is None:
         chosen = engine.accumulation.plugin.num_steps
         if chosen != 1 and chosen == launched:
@@ -190,17 +190,22 @@ def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
 
 
 def _left_to_verbs(
-    spawned: Spawned, kind: DeviceKind | None, count: Any, numbers: list[int] | None, num_nodes: int
+    environment: ProcessEnvironment,
+    spawned: Spawned,
+    kind: DeviceKind | None,
+    count: Any,
+    numbers: list[int] | None,
+    num_nodes: int,
 ) -> tuple[Strategy, Any]:
     """Return the strategy and the number of processes of this Trainer, whose verbs start processes of their own.
 
     Those processes make a Trainer from the same arguments, and run under the strategy itself; so does a script that a
     launcher has started, and one process.
     """
-    if already_launched():
+    if environment.is_launched:
         if multiprocessing.parent_process() is None:
             logger.warning_once(
-                f"strategy={spawned.name!r}: a launcher ({ProcessEnvironment.detect().source}) has started the "
+                f"strategy={spawned.name!r}: a launcher ({environment.source}) has started the "
                 "processes of this run, so its verbs start none, and the strategy is 'ddp'."
             )
         return spawned.within(), count
@@ -227,7 +232,7 @@ def _start_processes(
     environment: ProcessEnvironment, kind: DeviceKind | None, count: Any, numbers: list[int] | None, num_nodes: int
 ) -> None:
     """Make sure that there are as many processes as were asked for."""
-    if already_launched():
+    if environment.is_launched:
         here = environment.local_world_size
         if isinstance(count, int) and count not in (here, -1):
             raise ConfigurationError(
@@ -292,9 +297,10 @@ def make_trackers(
         found = []
     else:
         found = resolve_trackers(True if given is None else given, save_dir=options.default_root_dir)
-    if engine.tracking.group.trackers:
-        return TrackerGroup(found, engine.is_main_process)
-    return engine.tracking.adopt(found)
+    group = TrackerGroup(found, engine.tracking.group.is_main)
+    if not engine.tracking.group.trackers:
+        engine.tracking.group = group
+    return group
 
 
 def make_callbacks(
@@ -355,7 +361,14 @@ def make_callbacks(
     wanted = bool(asked or trackers) or any(callback.saves_checkpoints for callback in callbacks)
     if asked is not False and wanted and not any(isinstance(callback, RunReport) for callback in callbacks):
         callbacks.append(RunReport())
-    _refuse_twins(callbacks)
+    keys = [callback.state_key for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
+    if twins := {key for key in keys if keys.count(key) > 1}:
+        names = sorted({type(callback).__name__ for callback in callbacks if callback.state_key in twins})
+        raise TwinCallbacksError(
+            f"Found more than one stateful callback of type `{'`, `'.join(names)}` with the same state_key "
+            f"{sorted(twins)}: a checkpoint could not tell them apart. Give them different arguments, or override "
+            "state_key."
+        )
     return checkpoints_last(callbacks)
 
 
@@ -371,18 +384,6 @@ def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]
 def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
     """Callbacks in order, those that write checkpoints last, so that they save what the others have become."""
     return sorted(callbacks, key=lambda callback: callback.saves_checkpoints)
-
-
-def _refuse_twins(callbacks: list[Callback]) -> None:
-    keys = [callback.state_key for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
-    twins = {key for key in keys if keys.count(key) > 1}
-    if twins:
-        names = sorted({type(callback).__name__ for callback in callbacks if callback.state_key in twins})
-        raise TwinCallbacksError(
-            f"Found more than one stateful callback of type `{'`, `'.join(names)}` with the same state_key "
-            f"{sorted(twins)}: a checkpoint could not tell them apart. Give them different arguments, or override "
-            "state_key."
-        )
 
 
 # Making modules where and as they will be trained

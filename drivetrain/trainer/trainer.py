@@ -137,7 +137,8 @@ class TrainerStatus:
     @property
     def model(self) -> nn.Module | None:
         """What the strategy made of the task; the task itself until it is placed."""
-        return self.task_run.model if self.task_run.is_placed else self.task_run.task
+        model, task = self.task_run.model, self.task_run.task
+        return model if model is not None and self.strategy.unwrap(model) is task else task
 
     @property
     def hooks(self) -> Hooks:
@@ -908,21 +909,23 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         Raises:
             CheckpointError: A process could not write; what was there before is intact.
         """
-        if self.accelerator.optimizer_step.is_torn:
+        step = self.accelerator.optimizer_step
+        if step.is_torn:
             raise CheckpointError(
                 "No checkpoint is written within a step that has begun to change parameters: between the steps of two "
                 "optimizers, in the closure of an optimizer such as L-BFGS, or in a backward that steps parameters. "
                 "Save in on_train_batch_end, or resume from the last checkpoint."
             )
-        if self.loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
+        if self.loop is not None and self.current.stage in (Stage.TRAIN, Stage.VALIDATE):
             self.tracker_log.write_due_values()
-        with self.timing.span(CHECKPOINT), self.logged.forbidden(SAVING):
+        known = (self.checkpoint_format, DIRECTORIES)
+        chosen = next((each for each in known if format in (None, each.name)), None)
+        save = self.actions.watch(SAVE, (chosen or checkpoint.find_format(str(format))).save)
+        with step.timing.span(CHECKPOINT), self.logged.forbidden(SAVING):
             if not block:
                 self.saves = self.accelerator.save_queue
-            known = (self.checkpoint_format, DIRECTORIES)
-            chosen = next((each for each in known if format in (None, each.name)), None)
-            save = (chosen or checkpoint.find_format(str(format))).save
-            return self.actions.watch(SAVE, save)(self, filepath, weights_only, block)
+            saving: checkpoint.PendingSave = save(self, filepath, weights_only, block)
+            return saving
 
     @property
     def estimated_stepping_batches(self) -> float:

@@ -42,7 +42,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     def with_variables(**variables: str) -> Launched:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return Launched.here()
+        return Launched()
 
     return with_variables
 
@@ -76,7 +76,7 @@ def test_an_engine_that_names_no_strategy_takes_the_launchers() -> None:
 
 def test_units_by_size_have_a_size(launched: Any) -> None:
     launched(DRIVETRAIN_USE_FSDP="1", DRIVETRAIN_FSDP_AUTO_WRAP_POLICY="SIZE_BASED_WRAP")
-    assert Launched.here().strategy().options.wrap == 100_000_000
+    assert Launched().strategy().options.wrap == 100_000_000
 
 
 def test_a_grid_is_the_launchers(launched: Any) -> None:

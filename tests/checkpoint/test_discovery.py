@@ -22,7 +22,7 @@ from drivetrain.checkpoint import (
     remove_checkpoint,
     save_run_state,
 )
-from drivetrain.checkpoint.manifest import OTHER_HOST_PATIENCE, UNRECORDED_PATIENCE, this_writer, writer_token
+from drivetrain.checkpoint.manifest import OTHER_HOST_PATIENCE, UNRECORDED_PATIENCE, writer_of, writer_token
 from drivetrain.runtime.state import PartialState
 from tests.checkpoint.states import alone, leftovers, own_state, reseal_manifest, run_state, seed_of, write
 from tests.pool import run_in_processes
@@ -85,23 +85,27 @@ def leave(root: Path, name: str, writer: dict[str, object] | None, age: float = 
     return place
 
 
+def this_process() -> dict[str, object]:
+    return writer_of(os.getpid())
+
+
 def dead_writer() -> dict[str, object]:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    return {**this_writer(), "pid": child.pid}
+    return {**writer_of(os.getpid()), "pid": child.pid}
 
 
-LIVE, DAY = this_writer, OTHER_HOST_PATIENCE
+LIVE, DAY = this_process, OTHER_HOST_PATIENCE
 
 
 @pytest.mark.parametrize(
     ("writer", "age", "stays"),
     [
-        (this_writer, 10 * DAY, True),
+        (this_process, 10 * DAY, True),
         (dead_writer, 0, False),
-        (lambda: {**this_writer(), "started": 1.0}, 0, False),  # its number was given to another process
-        (lambda: {**this_writer(), "host": "elsewhere"}, DAY - 60, True),
-        (lambda: {**this_writer(), "host": "elsewhere"}, DAY + 60, False),
+        (lambda: {**writer_of(os.getpid()), "started": 1.0}, 0, False),  # its number was given to another process
+        (lambda: {**writer_of(os.getpid()), "host": "elsewhere"}, DAY - 60, True),
+        (lambda: {**writer_of(os.getpid()), "host": "elsewhere"}, DAY + 60, False),
         (lambda: None, UNRECORDED_PATIENCE - 60, True),
         (lambda: None, UNRECORDED_PATIENCE + 60, False),
     ],
@@ -120,7 +124,7 @@ def test_what_dead_runs_left_is_removed_and_what_live_ones_write_is_not(
 def test_a_clock_that_is_set_does_not_make_a_live_writer_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import psutil
 
-    live = leave(tmp_path, ".step_1.0123456789ab.writing", this_writer())
+    live = leave(tmp_path, ".step_1.0123456789ab.writing", writer_of(os.getpid()))
     started, now = psutil.Process().create_time(), time.time()
     for step in (3600.0, -3600.0, 10 * DAY):
         monkeypatch.setattr(psutil.Process, "create_time", lambda self, step=step: started + step)
@@ -159,7 +163,7 @@ def test_a_zombie_is_dead(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     import psutil
 
-    writer = {**this_writer(), "pid": child.pid, "started": psutil.Process(child.pid).create_time()}
+    writer = {**writer_of(os.getpid()), "pid": child.pid, "started": psutil.Process(child.pid).create_time()}
     leave(tmp_path, ".step_1.0123456789ab.writing", writer)
     assert clean_stale(str(tmp_path)) == []
     child.kill()
@@ -170,7 +174,7 @@ def test_a_zombie_is_dead(tmp_path: Path) -> None:
 
 def test_the_next_save_cleans_up(tmp_path: Path) -> None:
     leave(tmp_path, ".step_1.0123456789ab.writing", dead_writer())
-    live = leave(tmp_path, ".step_2.0123456789ac.writing", this_writer())
+    live = leave(tmp_path, ".step_2.0123456789ac.writing", writer_of(os.getpid()))
     write(tmp_path / "step_3", 3)
     assert leftovers(tmp_path) == [live.name]
 
@@ -192,7 +196,7 @@ def test_a_run_that_died_between_the_two_renames_leaves_the_old_checkpoint_to_be
 def test_a_live_run_between_the_two_renames_is_left_alone(tmp_path: Path) -> None:
     write(tmp_path / "last", 1)
     os.rename(tmp_path / "last", tmp_path / ".last.0123456789ab.replaced")
-    leave(tmp_path, ".last.0123456789ab.writing", this_writer())
+    leave(tmp_path, ".last.0123456789ab.writing", writer_of(os.getpid()))
     before = leftovers(tmp_path)
     assert clean_stale(str(tmp_path)) == []
     assert leftovers(tmp_path) == before

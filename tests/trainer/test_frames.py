@@ -77,7 +77,7 @@ def test_under_ddp_our_own_frames_are_at_most_ten_too() -> None:
         ours = [(owner, name) for module, owner, name in frames if module.startswith("drivetrain.")]
         # DDP's own forward_backward, which finds out whether all gradients were reduced, runs the one of every
         # strategy.
-        before, after = [name for _, name in WAY[:-1]], [WAY[-1][1], "forward", "step_or_stand_in"]
+        before, after = [name for _, name in WAY[:-1]], [WAY[-1][1], "forward", "step_or_dummy"]
         assert [name for _, name in ours] == [*before, "forward_backward", *after]
         assert len(ours) <= 10
         assert {module for module, _, _ in frames if not module.startswith(("drivetrain.", "torch."))} == set()

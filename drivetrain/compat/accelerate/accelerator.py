@@ -30,7 +30,7 @@ from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.precision import Float16Mixed
 from drivetrain.strategies.precision.base import AgreeingGradScaler
-from drivetrain.trackers import Tracker, find_tracker
+from drivetrain.trackers import Tracker, TrackerGroup, find_tracker
 
 __all__ = ["Accelerator", "DataLoaderConfiguration", "GradientAccumulationPlugin"]
 
@@ -334,7 +334,7 @@ class Accelerator(ReadMembers):
 
     @trackers.setter
     def trackers(self, trackers: Sequence[Tracker]) -> None:
-        self.tracking.adopt(list(trackers))
+        self.tracking.group = TrackerGroup(list(trackers), self.is_main_process)
 
     @property
     def log_with(self) -> list[Any]:

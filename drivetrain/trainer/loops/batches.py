@@ -30,7 +30,7 @@ from drivetrain.runtime.timing import DATA, IDLE
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import is_overridden, is_redefined
 from drivetrain.trainer.metrics.logged_values import TRANSFER
-from drivetrain.trainer.state.saved_run import Committed, at_start_of, saves_within_steps
+from drivetrain.trainer.state.saved_run import StepSnapshot, at_start_of, saves_within_steps
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -463,7 +463,7 @@ class TrainingBatches:
         loader: The prepared training loader.
         limit: Batches of this process in an epoch; infinite where this is not known.
         finished: The last batch of the last window that was finished in this pass over the data.
-        committed: What this process's state was when the last step or validation was finished.
+        snapshot: What this process's state was when the last step or validation was finished.
     """
 
     def __init__(self, trainer: Trainer, source: LoaderSource) -> None:
@@ -473,7 +473,7 @@ class TrainingBatches:
         self._origin: dict[str, Any] | None = None  # where this pass began
         self._marked: dict[str, Any] | None = None  # where the open step began, of loaders that cannot look back
         self._saves_within_steps = saves_within_steps(trainer)
-        self.committed = Committed(cast("Task", trainer.task), trainer.logged, trainer.progress)
+        self.snapshot = StepSnapshot(cast("Task", trainer.task), trainer.logged, trainer.progress)
         self._feed: Iterator[PendingBatch] = iter(())  # the batches of the epoch under way
         self.limit: float = FOREVER
         self.loader: PreparedLoader | CombinedLoader
@@ -522,7 +522,7 @@ class TrainingBatches:
 
     def mark(self) -> None:
         """Remember where this process stands before a step or a validation."""
-        self.committed.mark()
+        self.snapshot.mark()
         # A combination has only its present position.
         self._marked = self.loader.state_dict() if isinstance(self.loader, CombinedLoader) else None
 
@@ -601,7 +601,7 @@ class TrainingBatches:
         done, reached = self._progress.batches_in_epoch, self.loader.reached
         if self._progress.batches_are_done:
             return self.loader.state_dict()
-        if self._marked is not None and self.committed.is_open:
+        if self._marked is not None and self.snapshot.is_open:
             return self._marked
         if reached is not None and reached.index < done:
             return self.loader.state_dict()

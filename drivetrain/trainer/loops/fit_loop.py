@@ -45,7 +45,7 @@ class FitLoop:
         validation: EvaluationLoop | None,
         health: EpochHealth,
     ) -> None:
-        self._trainer, self._batches, self._validation, self._health = trainer, batches, validation, health
+        self._trainer, self.batches, self._validation, self._health = trainer, batches, validation, health
         self._hooks, self._progress, self._control = trainer.hooks, trainer.progress, trainer.control
         self._timing = trainer.timing
         self._schedule = ValidationSchedule(
@@ -69,7 +69,7 @@ class FitLoop:
     @property
     def loader(self) -> PreparedLoader | CombinedLoader:
         """The prepared training loader."""
-        return self._batches.loader
+        return self.batches.loader
 
     @property
     def is_resuming(self) -> bool:
@@ -85,11 +85,6 @@ class FitLoop:
     def validation_follows(self) -> bool:
         """Whether a validation follows the step that is being ended."""
         return self._schedule.follows_this_step
-
-    @property
-    def batches(self) -> TrainingBatches:
-        """The training batches, which hold where in the data the run is."""
-        return self._batches
 
     def forget_loaders(self) -> None:
         """Let the engine forget the loaders of training and validation, which ends their workers."""
@@ -112,7 +107,7 @@ class FitLoop:
         begin_schedules(trainer)
         with self._timing.span(CALLBACKS):
             self._hooks.call("on_train_start")
-        while not control.is_done(self._batches.limit, is_resuming=self.is_resuming):
+        while not control.is_done(self.batches.limit, is_resuming=self.is_resuming):
             self._run_epoch()
             if control.rollback_path is not None:
                 self._roll_back(control.rollback_path)
@@ -127,7 +122,7 @@ class FitLoop:
 
     def run_epoch(self) -> None:
         """One pass over the training data, or what a resumed run has left of it."""
-        trainer, progress, control, batches = self._trainer, self._progress, self._control, self._batches
+        trainer, progress, control, batches = self._trainer, self._progress, self._control, self.batches
         is_again = self.is_resuming
         if not self._begin_epoch():
             return
@@ -158,7 +153,7 @@ class FitLoop:
                 finished = not is_stopped or batches.are_done
         except (EpochSkipped, DataEnded):
             finished = skipped = True
-            batches.committed.release()
+            batches.snapshot.release()
             trainer.accelerator.optimizer_step.close()
         finally:
             windows.close()
@@ -174,24 +169,24 @@ class FitLoop:
         """Get ready for an epoch's first batch, or for the one at which a checkpoint left it. False: it is over."""
         trainer, progress = self._trainer, self._progress
         saved, self._restored = self._restored, None
-        if self._batches.reload():
-            self._schedule.set_epoch_length(self._batches.limit)
-        self._batches.begin_epoch(saved)
+        if self.batches.reload():
+            self._schedule.set_epoch_length(self.batches.limit)
+        self.batches.begin_epoch(saved)
         trainer.logged.enter(TRAIN_EPOCH)
         if progress.phase is not Phase.CLOSING:
             is_again = saved is not None and progress.batches_in_epoch > 0
             find = self._hooks.find if trainer.repeats_epoch_start or not is_again else self._hooks.find_own
             self._call(find("on_train_epoch_start"))
-            if self._batches.is_stale and self._batches.reload():
-                self._schedule.set_epoch_length(self._batches.limit)
-                self._batches.begin_epoch(None)
+            if self.batches.is_stale and self.batches.reload():
+                self._schedule.set_epoch_length(self.batches.limit)
+                self.batches.begin_epoch(None)
         trainer.logged.enter(TRAIN_STEP)
         if saved is not None:
             # Last of all: what hooks drew and logged on the way here must not count.
             saved.restore_process()
             trainer.tracker_log.record_written()
             if self._schedule.is_pending:  # the checkpoint was written between a batch and its validation
-                at_end = progress.batches_in_epoch >= self._batches.limit and not self._schedule.follows_a_clock
+                at_end = progress.batches_in_epoch >= self.batches.limit and not self._schedule.follows_a_clock
                 self._validate(at_end)
             if self._lacks_validation:
                 return False
@@ -211,7 +206,7 @@ class FitLoop:
         saved.restore_weights()
         saved.restore_training()
         self._control.record_rollback()
-        self._batches.committed.release()
+        self.batches.snapshot.release()
         self._restored = saved
 
     # between two steps
@@ -226,7 +221,7 @@ class FitLoop:
         if progress.batches_in_epoch >= self._next_validation:
             self._next_validation = self._schedule.next_batch()
             if self._schedule.is_due:
-                self._validate(at_end=self._batches.are_done)
+                self._validate(at_end=self.batches.are_done)
         self._plan_due()
 
     def _plan(self) -> None:
@@ -280,7 +275,7 @@ class FitLoop:
         assert trainer.task is not None
         if at_end:
             end_epoch_of_schedulers(trainer)
-        self._batches.mark()
+        self.batches.mark()
         with self._timing.span(EVALUATION):
             trainer.task.on_validation_model_zero_grad()
             trainer.current.batch = None  # nor is a validation to hold the last one's
@@ -348,5 +343,5 @@ class FitLoop:
     def _close_epoch(self) -> None:
         """Turn to the next epoch."""
         self._progress.begin_epoch(self._progress.epoch + 1)
-        self._batches.end_epoch()
+        self.batches.end_epoch()
         self._agree()

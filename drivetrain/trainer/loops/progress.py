@@ -133,6 +133,7 @@ def _phase_of_booleans(state: Mapping[str, Any]) -> Phase:
 # What a run is at: its stage, its batch, and how many batches there are
 
 
+@dataclass(slots=True, eq=False)
 class CurrentRun:
     """What a run is at. The loops write it; everything else reads it, through the Trainer's properties.
 
@@ -151,22 +152,16 @@ class CurrentRun:
             measured in epochs.
     """
 
-    __slots__ = (
-        *("ahead", "batch", "batch_info", "closes_epoch", "evaluation_batches", "last_epoch", "loaders"),
-        *("sanity_checking", "stage", "training_batches"),
-    )
-
-    def __init__(self) -> None:
-        self.stage: Stage | None = None
-        self.sanity_checking = False
-        self.batch: Any = None
-        self.batch_info: BatchInfo | None = None
-        self.training_batches: float = 0
-        self.evaluation_batches: dict[Stage, list[float]] = {}
-        self.loaders: dict[Stage, Any] = {}
-        self.last_epoch = 0, 0
-        self.ahead: dict[Unit, int] = {}
-        self.closes_epoch = False
+    stage: Stage | None = None
+    sanity_checking: bool = False
+    batch: Any = None
+    batch_info: BatchInfo | None = None
+    training_batches: float = 0
+    evaluation_batches: dict[Stage, list[float]] = field(default_factory=dict)
+    loaders: dict[Stage, Any] = field(default_factory=dict)
+    last_epoch: tuple[int, int] = (0, 0)
+    ahead: dict[Unit, int] = field(default_factory=dict)
+    closes_epoch: bool = False
 
     def lengths(self) -> tuple[float, dict[Stage, list[float]], tuple[int, int]]:
         """How many batches there are, and were in the last epoch, for another process to adopt."""

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from functools import cache
@@ -49,21 +50,23 @@ _END = b"\0"
 _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
+@dataclass(eq=False)
 class Interruption:
     """Signals during a run: Ctrl-C once ends it after a step, twice at once; SIGTERM and SIGUSR1 preempt it.
 
     A preempted run saves a checkpoint after the step under way and exits with a code that asks to be started again:
     SIGTERM is what a scheduler sends before it kills, SIGUSR1 what SLURM's `--signal` sends on request.
 
-    Args:
+    Attributes:
         on_request: Called at the first signal.
+        requested: Whether Ctrl-C was pressed.
+        preempted: Whether a scheduler ends the run.
     """
 
-    def __init__(self, on_request: Callable[[], None]) -> None:
-        self.requested = False
-        self.preempted = False
-        self._on_request = on_request
-        self._raised = threading.Event()
+    on_request: Callable[[], None]
+    requested: bool = False
+    preempted: bool = False
+    _raised: threading.Event = field(default_factory=threading.Event)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -88,11 +91,11 @@ class Interruption:
             self._raised.set()
             raise KeyboardInterrupt
         self.requested = True
-        self._on_request()
+        self.on_request()
 
     def _preempt(self, number: int, frame: FrameType | None) -> None:
         self.preempted = True
-        self._on_request()
+        self.on_request()
 
     @contextmanager
     def _native_code_watched(self) -> Iterator[None]:
@@ -641,6 +644,7 @@ def calling_function() -> str:
     return str(getattr(code, "co_qualname", code.co_name)).rsplit("<locals>.", 1)[-1]
 
 
+@dataclass(eq=False)
 class StopAgreement:
     """Lets every process stop at the same step.
 
@@ -649,15 +653,14 @@ class StopAgreement:
     also agree after which batch to do it next, from the main process's speed, so that a step itself exchanges nothing
     and no clock decides on one process alone.
 
-    Args:
+    Attributes:
         world_size: Number of processes.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._last = time.monotonic()
-        self._last_batch = 0
-        self.next_batch = 0
+    world_size: int
+    next_batch: int = 0
+    _last: float = field(default_factory=time.monotonic)
+    _last_batch: int = 0
 
     def start(self, batches: int) -> None:
         """Begin after so many batches."""
@@ -677,10 +680,10 @@ class StopAgreement:
         """
         now = time.monotonic()
         per_batch = max((now - self._last) / max(1, batches - self._last_batch), 1e-6)
-        pause = CLOCK_SECONDS if self._world_size == 1 else AGREEMENT_SECONDS
+        pause = CLOCK_SECONDS if self.world_size == 1 else AGREEMENT_SECONDS
         ahead = max(1, min(1000, int(pause / per_batch)))
         self._last, self._last_batch = now, batches
-        if self._world_size == 1:
+        if self.world_size == 1:
             self.next_batch = batches + ahead
             return wishes, by
         everyone: list[Any] = gather_object([(ahead, wishes, by)])
@@ -929,20 +932,18 @@ class ValidationSchedule:
 # What warns of a run that trains nothing, or trains towards nothing; none of it costs a step anything
 
 
+@dataclass(eq=False)
 class Finiteness:
     """Whether a run's logged values and weights are finite, as far as they were read anyway or at the end of epochs.
 
-    Args:
-        is_watched: Whether to warn; not where a callback guards the values.
-
     Attributes:
+        is_watched: Whether to warn; not where a callback guards the values.
         is_finite: Whether all that was read so far is.
     """
 
-    def __init__(self, is_watched: bool) -> None:
-        self._is_watched = is_watched
-        self._weights_are_finite = True  # the same on all processes
-        self.is_finite = True
+    is_watched: bool
+    is_finite: bool = True
+    _weights_are_finite: bool = True  # the same on all processes
 
     def check_values(self, values: Iterable[tuple[str, float]], when: str) -> None:
         """Take numbers into account that are being written.
@@ -951,7 +952,7 @@ class Finiteness:
             values: Names and numbers.
             when: The step or epoch, for the warning.
         """
-        if self._is_watched and self.is_finite:
+        if self.is_watched and self.is_finite:
             found = next(((name, value) for name, value in values if not math.isfinite(value)), None)
             if found is not None:
                 self._record(f"The logged value {found[0]!r} is {found[1]} {when}.")
@@ -963,7 +964,7 @@ class Finiteness:
             task: The task.
             when: The epoch, for the warning.
         """
-        if not (self._is_watched and self._weights_are_finite):
+        if not (self.is_watched and self._weights_are_finite):
             return
         found = next((name for name in gather_object([_first_not_finite(task)]) if name is not None), None)
         if found is not None:

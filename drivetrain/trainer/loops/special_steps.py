@@ -24,9 +24,9 @@ from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.timing import FORWARD
 from drivetrain.trainer.hooks import Hooks, is_overridden
 from drivetrain.trainer.loops.step import (
+    DummyLoss,
     ManualStep,
     PlainStep,
-    StandIn,
     clear_gradients,
     detached,
     muted_logging,
@@ -148,10 +148,10 @@ class NamedLossesStep(PlainStep):
         self._placed = trainer.task_run.model
         self._gradients = trainer.strategy.gradients
 
-    def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
+    def _choose_dummy_loss(self, model: nn.Module) -> DummyLoss | None:
         if self._trainer.world_size == 1:
             return None
-        return StandIn(self._trainer.strategy, self._task, model, self._names)
+        return DummyLoss(self._trainer.strategy, self._task, model, self._names)
 
     def _loss_of(self, output: Any) -> Any:
         if output is None:
@@ -169,15 +169,15 @@ class NamedLossesStep(PlainStep):
             code="DT-083",
         )
 
-    def _run_backward(self, loss: Any, output: Any, share: float, stands_in: bool) -> None:
+    def _run_backward(self, loss: Any, output: Any, share: float, is_dummy: bool) -> None:
         if isinstance(output, Tensor):
             self._loss_of(output)  # refuses it
         losses = []
         for number, (name, optimizer) in enumerate(zip(self._names, self._optimizers, strict=True)):
             trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
             leaves = self._gradients.leaves(self._placed, trained)  # type: ignore[arg-type]
-            if number == 0 and self._stand_in is not None:
-                leaves += self._stand_in.leaves
+            if number == 0 and self._dummy_loss is not None:
+                leaves += self._dummy_loss.leaves
             self._output.explain(output[name])
             losses.append((output[name], leaves))
         self._engine.backward_each([each for each in losses if each[1]], share)
@@ -229,7 +229,7 @@ class ScheduledStep(PlainStep):
     def _step_hooks(self, hooks: Hooks) -> StepHooks:
         return replace(super()._step_hooks(hooks), after_backward=())
 
-    def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
+    def _choose_dummy_loss(self, model: nn.Module) -> DummyLoss | None:
         return None
 
     def run(self, window: list[PendingBatch]) -> bool:
@@ -476,7 +476,7 @@ class SplitStep(PlainStep):
         """Whether losses come with weights, as this process has it: none may wait for another one here."""
         if self._trainer.world_size == 1:
             return super()._decide_weighted(output)
-        if self._stand_in is not None and self._stand_in.stood_in:
+        if self._dummy_loss is not None and self._dummy_loss.was_dummy:
             return None
         self._own_weight = output["weight"] if self._output.has_weight(output) else None
         self._engine.weights.in_use = self._own_weight is not None

@@ -145,7 +145,7 @@ def detached(output: Any) -> Any:
 # A batch that `training_step` leaves out, where the peers wait for its gradients
 
 
-class StandIn:
+class DummyLoss:
     """Gives gradients of zero for what a task leaves out, and finds out whether every process left its batches out.
 
     A module that a strategy wrapped may have a parameter `presence`, a zero that every real loss is added to: its
@@ -158,7 +158,7 @@ class StandIn:
         names: Those of the losses that a step returns, where it returns several.
 
     Attributes:
-        stood_in: Whether the last step was left out.
+        was_dummy: Whether the last step was left out.
     """
 
     def __init__(self, strategy: Strategy, task: nn.Module, model: nn.Module, names: Sequence[str] = ()) -> None:
@@ -167,7 +167,7 @@ class StandIn:
         self._task = task
         self._shares_batches = strategy.topology.data_shard.count == 1
         self._presence = presence_of(model)
-        self.stood_in = False
+        self.was_dummy = False
 
     def replacing(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """A step that never leaves a batch out.
@@ -179,17 +179,17 @@ class StandIn:
         """
         presence = self._presence
 
-        def step_or_stand_in(*args: Any) -> Any:
+        def step_or_dummy(*args: Any) -> Any:
             output = step(*args)
-            self.stood_in = output is None
+            self.was_dummy = output is None
             if output is None:
                 zero = self._zero_loss(self._task)
                 zero = zero if presence is None else zero + presence * 0.0
                 return dict.fromkeys(self._names, zero) if self._names else zero
             return output if presence is None else _attached(output, presence, *self._names[:1])
 
-        setattr(step_or_stand_in, ATTACHES_PRESENCE, True)
-        return step_or_stand_in
+        setattr(step_or_dummy, ATTACHES_PRESENCE, True)
+        return step_or_dummy
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -414,7 +414,7 @@ class PlainStep:
         self._engine, self._timing = accelerator.optimizer_step, accelerator.optimizer_step.timing
         self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
         self._forward_backward = strategy.forward_backward
-        self._stand_in = self._choose_stand_in(model)
+        self._dummy_loss = self._choose_dummy_loss(model)
         self._taken: list[PendingBatch] = []  # by the step itself, out of an iterator
         step = as_taken(task, "training_step", self._take_following)
         bound, self._no_step = map(self._bind, (step, _leave_out))
@@ -449,11 +449,11 @@ class PlainStep:
         )
 
     def _bind(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        replacing = step if self._stand_in is None else self._stand_in.replacing(step)
+        replacing = step if self._dummy_loss is None else self._dummy_loss.replacing(step)
         return bind_step(self._model, replacing, self._trainer.accelerator.precision)
 
-    def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
-        return StandIn(self._trainer.strategy, self._task, model) if self._trainer.world_size > 1 else None
+    def _choose_dummy_loss(self, model: nn.Module) -> DummyLoss | None:
+        return DummyLoss(self._trainer.strategy, self._task, model) if self._trainer.world_size > 1 else None
 
     def spread_over(self, shards: int) -> None:
         """Take into account over how many processes the rows of a step are spread.
@@ -568,27 +568,27 @@ class PlainStep:
 
     def _differentiate(self, loss: Tensor, output: Any, share: float) -> None:
         """Compute the gradients of a batch, once those of the step before are cleared."""
-        stands_in = self._stand_in is not None and self._stand_in.stood_in
+        is_dummy = self._dummy_loss is not None and self._dummy_loss.was_dummy
         if not self._has_gradients:
             self._has_gradients = True
             if not self._clears_first:
                 timing = self._timing
                 timing.call(OPTIMIZER, self._zero_grad) if timing.on else self._zero_grad()
-        if share and not stands_in:
+        if share and not is_dummy:
             self._took_part = True
-        self._run_backward(loss, output, share, stands_in)
+        self._run_backward(loss, output, share, is_dummy)
 
     def _loss_of(self, output: Any) -> Any:
         """What is differentiated of a step's output; None where the batch is left out."""
         return self._output.loss_of(output)
 
-    def _run_backward(self, loss: Any, output: Any, share: float, stands_in: bool) -> None:
+    def _run_backward(self, loss: Any, output: Any, share: float, is_dummy: bool) -> None:
         """Give a loss, its weight and what it counts for to the engine."""
         if self._is_weighted is None:
             self._is_weighted = self._decide_weighted(output)
         weight: Tensor | float | None = None
         if self._is_weighted:
-            weight = 0.0 if stands_in else self._output.weight_of(output)
+            weight = 0.0 if is_dummy else self._output.weight_of(output)
         elif loss is not output and self._output.has_weight(output):
             self._output.refuse_weight()
         try:
@@ -605,9 +605,9 @@ class PlainStep:
         """Whether any process had a batch that was not left out."""
         if not self._has_gradients:
             return False
-        if self._took_part or self._stand_in is None:
+        if self._took_part or self._dummy_loss is None:
             return self._took_part
-        timing, anyone = self._timing, self._stand_in.anyone_took_part
+        timing, anyone = self._timing, self._dummy_loss.anyone_took_part
         return timing.call(SYNC, anyone) if timing.on else anyone()
 
     def _counts_anyway(self, window: Sequence[PendingBatch]) -> bool:
@@ -615,7 +615,7 @@ class PlainStep:
         if not self._counts_without_loss:
             return False
         # Another process may have had a batch, and all must count alike.
-        return self._stand_in is not None or not all(micro_batch.is_missing for micro_batch in window)
+        return self._dummy_loss is not None or not all(micro_batch.is_missing for micro_batch in window)
 
     def _finish(self, window: list[PendingBatch], output: Any, steps: int) -> bool:
         """Count the step, schedule, and end its last batch. Returns whether there was a step."""
@@ -679,7 +679,7 @@ class ManualStep(PlainStep):
         info = self._current.batch_info
         return 1.0 if self._shards == 1 or info is None else info.share(self._shards)
 
-    def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
+    def _choose_dummy_loss(self, model: nn.Module) -> DummyLoss | None:
         return None
 
     def try_gradients(self, window: Sequence[PendingBatch]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -34,13 +35,12 @@ PATIENCE = timedelta(seconds=1)
 """How long a process that raised waits for all others, to reduce its last values with theirs."""
 
 
+@dataclass(eq=False)
 class TrackerLog:
     """Gives logged values to the trackers: a step's every so many steps, an epoch's at its end.
 
-    Args:
-        trainer: The trainer, whose trackers they are.
-
     Attributes:
+        trainer: The trainer, whose trackers they are.
         written: The latest number of each name.
         next_step: The optimizer step whose values are written next.
         evaluated_step: The step at which the weights were saved that are evaluated; None where they are the run's own.
@@ -48,27 +48,26 @@ class TrackerLog:
         shows_hyper_parameters: Whether the trackers get the hyper-parameters of a run.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self.written: dict[str, float] = {}
-        self.next_step: float = FOREVER
-        self.shows_hyper_parameters = True
-        self.rhythm: StepInterval | None = None
-        self.evaluated_step: int | None = None
-        self._written_at = -1
-        self._run = 0
+    trainer: Trainer
+    written: dict[str, float] = field(default_factory=dict)
+    next_step: float = FOREVER
+    shows_hyper_parameters: bool = True
+    rhythm: StepInterval | None = None
+    evaluated_step: int | None = None
+    _written_at: int = -1
+    _run: int = 0
 
     # a step's
 
     def begin_training(self) -> None:
         """Count from here on what `log_every_n_steps` counts, where that is a duration."""
-        every = self._trainer.log_every_n_steps
+        every = self.trainer.log_every_n_steps
         is_counted = isinstance(every, Duration)
-        self.rhythm = StepInterval(self._trainer, every, "log_every_n_steps") if is_counted else None
+        self.rhythm = StepInterval(self.trainer, every, "log_every_n_steps") if is_counted else None
 
     def plan(self) -> None:
         """Find the next step whose values are written."""
-        trainer = self._trainer
+        trainer = self.trainer
         every: Any = trainer.log_every_n_steps
         if self.rhythm is not None:
             every = self.rhythm.steps or 1  # else each step is asked
@@ -78,11 +77,11 @@ class TrackerLog:
 
     def record_written(self) -> None:
         """Record that the values of this step are with the trackers."""
-        self._written_at = self._trainer.global_step
+        self._written_at = self.trainer.global_step
 
     def write_due_values(self) -> None:
         """Write the step's values if they are due and were not written yet, so that no checkpoint loses them."""
-        trainer, step = self._trainer, self._trainer.global_step
+        trainer, step = self.trainer, self.trainer.global_step
         if step < self.next_step or self._written_at == step:
             return
         if self.rhythm is not None and not self.rhythm.is_due(step):
@@ -101,8 +100,8 @@ class TrackerLog:
 
     def write_evaluation_step(self) -> None:
         """Write what an evaluation step logged with `on_step`, against the number of batches evaluated before."""
-        values, number = self._trainer.logged.end_evaluation_batch()
-        if values and self._trainer.tracker_group.writes_here:
+        values, number = self.trainer.logged.end_evaluation_batch()
+        if values and self.trainer.tracker_group.writes_here:
             self.write(to_numbers(values), number)
 
     # an epoch's
@@ -114,7 +113,7 @@ class TrackerLog:
             stage: The stage.
             keep: Whether the values become visible; not after a sanity check.
         """
-        trainer = self._trainer
+        trainer = self.trainer
         assert trainer.task is not None
         with trainer.timing.span(LOGGING):
             results = trainer.logged.finish_epoch(stage, trainer.task, keep)
@@ -126,7 +125,7 @@ class TrackerLog:
 
     def write_epoch_values(self, results: list[EpochValue]) -> None:
         """Write an epoch's values."""
-        trainer = self._trainer
+        trainer = self.trainer
         step = trainer.global_step if self.evaluated_step is None else self.evaluated_step
         values = {result.epoch_name: result.value for result in results if result.logger}
         if values and trainer.tracker_group.writes_here:
@@ -150,7 +149,7 @@ class TrackerLog:
             values: Names and numbers.
             step: The optimizer step; for the values of evaluation steps, the number of batches evaluated before.
         """
-        trainer = self._trainer
+        trainer = self.trainer
         if trainer.tracker_group.writes_here:
             self.written.update(values)
             trainer.tracker_group.log({"epoch": trainer.current_epoch, **values}, step)
@@ -167,14 +166,14 @@ class TrackerLog:
             though_not_due: Whether to write them also if `log_every_n_steps` would leave them out. Call it so once
                 nothing saves a checkpoint any more, since a resumed run would have them too.
         """
-        is_alone = self._trainer.world_size == 1
+        is_alone = self.trainer.world_size == 1
         if is_alone and not though_not_due:
             self.write_in_spite_of_error(self.write_due_values)
         else:
             self.write_in_spite_of_error(lambda: self._write_without_peers(though_not_due))
 
     def _write_without_peers(self, though_not_due: bool) -> None:
-        trainer, step = self._trainer, self._trainer.global_step
+        trainer, step = self.trainer, self.trainer.global_step
         if self._written_at == step or not trainer.tracker_group.keeps_values:
             return
         if not though_not_due and (step < self.next_step or not (self.rhythm is None or self.rhythm.was_due(step))):
@@ -220,11 +219,11 @@ class TrackerLog:
     def begin_run(self, task: Task) -> None:
         """Let the trackers open their runs, and give them a task's hyper-parameters, where it wants that."""
         self._run = next(_RUNS)
-        group = self._trainer.tracker_group
-        if self._trainer.world_size > 1:
+        group = self.trainer.tracker_group
+        if self.trainer.world_size > 1:
             group.share_directories()
         group.start()
-        owners = [each for each in (self._trainer.datamodule, task) if each is not None]
+        owners = [each for each in (self.trainer.datamodule, task) if each is not None]
         shown = [self.hyper_parameters_of(each) for each in owners if each.__dict__.get("_log_hyperparams", True)]
         values = {name: value for hparams in shown for name, value in hparams.items() if name != CLASS_PATH}
         if values and self.shows_hyper_parameters:
@@ -238,7 +237,7 @@ class TrackerLog:
             error: What ended it, if anything was raised.
             is_training: Whether it was a `fit`, which may have been interrupted, and has a best checkpoint.
         """
-        trainer, control = self._trainer, self._trainer.control
+        trainer, control = self.trainer, self.trainer.control
         group = trainer.tracker_group
         status, message = outcome_of(error)
         if is_training and control.ends_to_be_resumed and status != "failed":

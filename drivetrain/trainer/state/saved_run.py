@@ -129,7 +129,7 @@ _WITHIN_STEPS = (
 )
 
 
-class Committed:
+class StepSnapshot:
     """Gives a save the state of the last finished step, also where it is made within the next one or a validation.
 
     What the open step has drawn, logged, given to metrics and written to buffers is so never saved: a resumed run does
@@ -255,8 +255,8 @@ def save_run(
         keeps_objects: Whether `write` takes objects among the hyper-parameters, which no directory holds.
     """
     placed = trainer.task_run
-    task = placed.task
-    if task is None or not placed.is_placed:
+    task, loop, run = placed.task, trainer.loop, trainer.accelerator.run_state
+    if task is None or placed.model is None or run.strategy.unwrap(placed.model) is not task:
         if trainer.spawning is not None:
             raise CheckpointError(
                 f"strategy={trainer.strategy.name!r}: the state of a run, such as that of its optimizers, ends with "
@@ -266,13 +266,12 @@ def save_run(
         raise CheckpointError(
             "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
         )
-    loop, run = trainer.loop, trainer.accelerator.run_state
     is_evaluated = all(model is not placed.model for model in run.prepared.models)  # and was never trained here
     weights_only = weights_only or is_evaluated
-    committed = Committed(task, trainer.logged, trainer.progress) if loop is None else loop.batches.committed
+    snapshot = StepSnapshot(task, trainer.logged, trainer.progress) if loop is None else loop.batches.snapshot
     moment, number = moment_of(trainer), _number_of(placed.model, run.prepared.models)
-    with committed.buffers_restored():
-        if is_evaluated and placed.model is not None:
+    with snapshot.buffers_restored():
+        if is_evaluated:
             engine = run.engine_of(placed.model)
         else:
             engine = run.engine(weights_only, moment)
@@ -282,9 +281,9 @@ def save_run(
                 callback.on_save_checkpoint(trainer, task, shown)
             task.on_save_checkpoint(shown)
         driver = take_back(state, engine, number)
-        own: dict[str, Any] = {"layout": layout_of(trainer.strategy)}
+        own: dict[str, Any] = {"layout": layout_of(run.strategy)}
         if not weights_only:
-            own |= committed.state_dict()
+            own |= snapshot.state_dict()
         step = trainer.progress.global_step
         return (write or run.write)(directory, engine, driver, own, step=step, block=block, moment=moment)
 
@@ -329,7 +328,7 @@ def _entries(
         "hyper_parameters": plain(task.hparams, not keeps_objects),
         "hparams_name": task.__dict__.get("_hparams_name"),
         "hparams_constructor": constructor_of(task),
-        LOSS_IS_FINITE: trainer.is_finite,  # marks the manifest, too: the last choice for a resume
+        LOSS_IS_FINITE: trainer.finiteness.is_finite,  # marks the manifest, too: the last choice for a resume
     }
     if weights_only:
         return entries
@@ -541,9 +540,9 @@ def moment_of(trainer: Trainer) -> Moment:
         return Moment()
     position = loop.batches.position()
     if "loaders" not in position:
-        return Moment(loop.batches.committed.random, [position])
+        return Moment(loop.batches.snapshot.random, [position])
     combined = {name: position[name] for name in ("index", "ended")}
-    return Moment(loop.batches.committed.random, position["loaders"], combined)
+    return Moment(loop.batches.snapshot.random, position["loaders"], combined)
 
 
 def _batches_before(loader: PreparedLoader | CombinedLoader, state: Mapping[str, Any]) -> int:

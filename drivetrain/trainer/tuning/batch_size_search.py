@@ -15,12 +15,12 @@ from drivetrain.runtime.memory import Attempt, attempt_together
 from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.loops.batches import length_of
 from drivetrain.trainer.task import Task
-from drivetrain.trainer.tuning.rehearsal import (
+from drivetrain.trainer.tuning.trial import (
     MissingAttributeError,
-    TrainingRehearsal,
+    TrainingTrial,
     TunedAttribute,
-    rehearse_evaluation,
     shown,
+    try_evaluation,
     undone,
 )
 
@@ -131,7 +131,7 @@ class _Trials:
         self._trainer, self._task, self._stage = trainer, task, stage
         self._tried, self._attribute = tried, attribute
         self._source = trainer.task_run.sources[stage]
-        self._rehearsal = TrainingRehearsal(trainer, task, splits=False) if stage is Stage.TRAIN else None
+        self._trial = TrainingTrial(trainer, task, splits=False) if stage is Stage.TRAIN else None
         self._apart = trainer.world_size > 1 and not trainer.strategy.schedules_microbatches
         loaders = self._source.raw()
         _refuse_several(loaders, stage)
@@ -190,27 +190,27 @@ class _Trials:
         """Run a few steps, or batches, of one size; first gradients that are not exchanged, so that no peer waits."""
         self._attribute.write(size)
         what = "the batch-size search"
-        if self._rehearsal is not None and self._apart:
-            alone = attempt_together(partial(self._rehearsal.try_gradients, self._source.again()), what, PATIENCE)
+        if self._trial is not None and self._apart:
+            alone = attempt_together(partial(self._trial.try_gradients, self._source.again()), what, PATIENCE)
             if not alone.enough:
                 return alone
         return attempt_together(self._run_steps, what, PATIENCE)
 
     def _run_steps(self) -> None:
         trainer, task, steps = self._trainer, self._task, self._tried.steps_per_trial
-        if self._rehearsal is None:
-            rehearse_evaluation(trainer, task, self._stage, self._source.again(), steps)
+        if self._trial is None:
+            try_evaluation(trainer, task, self._stage, self._source.again(), steps)
             return
-        rehearsal = self._rehearsal
+        trial = self._trial
 
         def run(number: int, window: list[PendingBatch]) -> bool:
-            rehearsal.step(window)
+            trial.step(window)
             return True
 
-        rehearsal.run(self._source.again(), steps, run)
+        trial.run(self._source.again(), steps, run)
         validation = trainer.task_run.sources[Stage.VALIDATE]
         if trainer.limit_val_batches != 0 and validation.is_defined() and is_overridden(task, Task, "validation_step"):
-            rehearse_evaluation(trainer, task, Stage.VALIDATE, validation.again(), steps)
+            try_evaluation(trainer, task, Stage.VALIDATE, validation.again(), steps)
 
 
 def _rows_of(loaders: Any) -> int | None:

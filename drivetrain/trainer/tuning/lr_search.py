@@ -17,7 +17,7 @@ from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import isolated_random_state
 from drivetrain.trainer.optimizers import parse_configured_optimizers
 from drivetrain.trainer.task import Task
-from drivetrain.trainer.tuning.rehearsal import TrainingRehearsal, TunedAttribute, shown, undone
+from drivetrain.trainer.tuning.trial import TrainingTrial, TunedAttribute, shown, undone
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -167,14 +167,14 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
     losses = _SmoothedLosses(tried.early_stop_threshold)
     with undone(trainer, task, trains=True):
         watched = _Losses()
-        rehearsal = TrainingRehearsal(trainer, task, [watched])
+        trial = TrainingTrial(trainer, task, [watched])
         groups = trainer.optimizers[0].param_groups
 
         def run(number: int, window: list[PendingBatch]) -> bool:
             rate = tried.rate(number)
             for group in groups:
                 group["lr"] = rate
-            rehearsal.step(window)
+            trial.step(window)
             loss = watched.take(trainer)
             continues = losses.add(loss)
             found.results["lr"].append(rate)
@@ -183,7 +183,7 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
             return continues
 
         with shown(trainer, "Learning-rate search", tried.num_training) as advance:
-            rehearsal.run(source, tried.num_training, run, within_limits=True)
+            trial.run(source, tried.num_training, run, within_limits=True)
     suggestion = found.suggestion()
     if attribute is not None and suggestion is not None:
         before = attribute.value

@@ -92,12 +92,12 @@ class LightningTrackerLog(TrackerLog):
         return results
 
     def begin_run(self, task: Any) -> None:
-        data = self._trainer.datamodule
+        data = self.trainer.datamodule
         for owner in (task, data):
             clean_namespace({} if owner is None else owner.hparams)
         _check_same(task, data)
         super().begin_run(task)
-        trainer: Any = self._trainer
+        trainer: Any = self.trainer
         trainer.begin_training(task)
 
     @staticmethod
@@ -109,9 +109,9 @@ class LightningTrackerLog(TrackerLog):
         return result.epoch_name
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        group = self._trainer.tracker_group
+        group = self.trainer.tracker_group
         if not self._is_evaluation_step:
-            fits = self._trainer.task_run.stage is Stage.TRAIN
+            fits = self.trainer.task_run.stage is Stage.TRAIN
             super().write(values, max(step - 1, 0) if fits else step)
         elif group.writes_here:
             self.written.update(values)

@@ -10,7 +10,7 @@ from typing import Any
 
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.trainer.hyper_parameters import HyperParameters
-from drivetrain.trainer.tuning.rehearsal import TunedAttribute
+from drivetrain.trainer.tuning.trial import TunedAttribute
 
 AttributeDict = HyperParameters
 

@@ -21,10 +21,6 @@ logger = get_logger(__name__)
 Item = TypeVar("Item")
 
 
-def no_state(batches: int | None) -> None:
-    """Return None: the state of loaders that keep none of their own."""
-
-
 class Opened(NamedTuple):
     """One iteration over a loader.
 
@@ -33,7 +29,7 @@ class Opened(NamedTuple):
         start: The random state that the epoch's order is drawn from.
         close: Called when the iteration is over or left.
         own_state: Returns what the user's loader has saved of itself after so many of its batches, or None if that is
-            unknown; None stands for the end of the epoch.
+            unknown; None stands for the end of the epoch. None for loaders that keep no state.
         head: The epoch's first batches, which padding is made of, each with its rows, where the iteration begins after
             them. It is filled when the first pair is read.
     """
@@ -41,7 +37,7 @@ class Opened(NamedTuple):
     pairs: Iterator[tuple[Any, BatchInfo]]
     start: EpochStart
     close: Callable[[], None]
-    own_state: Callable[[int | None], Mapping[str, Any] | None] = no_state
+    own_state: Callable[[int | None], Mapping[str, Any] | None] | None = None
     head: Sequence[tuple[Any, int | None]] = ()
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-class TrainingRehearsal:
+class TrainingTrial:
     """Optimizer steps of a task, on its own training data, with no other callback than those given.
 
     Args:
@@ -136,7 +136,7 @@ class TrainingRehearsal:
             raise DataError("The training loader gave no batch in a whole epoch. Check the dataset and its filters.")
 
 
-def rehearse_evaluation(trainer: Trainer, task: Task, stage: Stage, source: LoaderSource, batches: int) -> None:
+def try_evaluation(trainer: Trainer, task: Task, stage: Stage, source: LoaderSource, batches: int) -> None:
     """Run a few batches of each loader of an evaluation.
 
     Args:
