@@ -40,7 +40,7 @@ def strategy_classes() -> set[str]:
     found = {"Strategy"}
     while more := {name for name, above in bases.items() if above & found} - found:
         found |= more
-    return found - {"Strategy"}
+    return found - {"Strategy", "Configured"}  # the second is an interface: what has configurations of its own
 
 
 # The classes of strategies, and those of other packages that give one away.

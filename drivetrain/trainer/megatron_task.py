@@ -175,8 +175,8 @@ class MegatronTask(Task):
 
     def _megatron(self) -> MegatronRuntime:
         strategy = self.trainer.strategy
-        found = getattr(strategy, "runtime", None)
-        if not isinstance(found, MegatronRuntime):
+        found: MegatronRuntime | None = getattr(strategy, "runtime", None)
+        if found is None:
             raise ConfigurationError(
                 f"{type(self).__name__} is a MegatronTask, whose model strategy='megatron' builds and runs, but the "
                 f"strategy is {strategy!r}. Use Trainer(strategy=Megatron(...)), also on one process.",
