@@ -161,7 +161,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     sections = [
         {section: [{titles[page]: f"reference/{page}.md"} for page in pages]} for section, pages in SECTIONS.items()
     ]
-    sections[-1]["Command line and settings"].append({"Error codes": "errors.md"})  # errors.py writes that page
+    sections[-1]["Command line and settings"].append({"Errors": "errors.md"})
     config.nav = [*(config.nav or []), {"Reference": [{"All names": "reference/index.md"}, *sections]}]
     return config
 

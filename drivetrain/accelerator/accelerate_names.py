@@ -88,7 +88,6 @@ class FullyShardedDataParallelPlugin:
             raise ConfigurationError(
                 "param_init_fn is not needed: build the model under accelerator.init_context(), and its modules' "
                 "reset_parameters() make their values; or give FSDP(weights=...) a file to read them from.",
-                code="DT-008",
             )
         offload = self.cpu_offload
         if offload is not None and not isinstance(offload, bool | str):
@@ -182,13 +181,11 @@ class ParallelismConfig:
         if (self.sp_size or 1) > 1:
             raise ConfigurationError(
                 f"sp_size={self.sp_size} asks for DeepSpeed's Ulysses. Split sequences with cp_size={self.sp_size}.",
-                code="DT-008",
             )
         if self.cp_backend not in _CP_BACKENDS or self.sp_backend not in _SP_BACKENDS:
             raise ConfigurationError(
                 f"cp_backend={self.cp_backend!r}, sp_backend={self.sp_backend!r}: context parallelism here is torch's; "
                 "leave both out.",
-                code="DT-008",
             )
 
     @property
@@ -268,7 +265,7 @@ def _cp_attention(exchange: str) -> str:
     known = {"allgather": "gather", "alltoall": "ring"}
     if exchange not in known:
         raise ConfigurationError(
-            f"cp_comm_strategy={exchange!r}: allowed are {', '.join(known)}.{nearest(exchange, known)}", code="DT-001"
+            f"cp_comm_strategy={exchange!r}: allowed are {', '.join(known)}.{nearest(exchange, known)}"
         )
     return known[exchange]
 
@@ -295,15 +292,13 @@ def strategy_of_plugins(
     if megatron is not None:
         if any(other is not None for other in (fsdp, deepspeed, parallelism)):
             raise ConfigurationError(
-                "megatron_lm_plugin goes with no other plugin, nor with parallelism_config; give one.", code="DT-004"
+                "megatron_lm_plugin goes with no other plugin, nor with parallelism_config; give one."
             )
         if isinstance(megatron, Mapping):
             return cast("Strategy", strategy_class("megatron").from_config(megatron))
         return megatron.strategy()
     if deepspeed is not None and (fsdp is not None or parallelism is not None):
-        raise ConfigurationError(
-            "deepspeed_plugin goes with neither fsdp_plugin nor parallelism_config; give one.", code="DT-004"
-        )
+        raise ConfigurationError("deepspeed_plugin goes with neither fsdp_plugin nor parallelism_config; give one.")
     if deepspeed is not None:
         if isinstance(deepspeed, Mapping):
             return cast("Strategy", strategy_class("deepspeed").from_config(deepspeed))
@@ -336,7 +331,6 @@ def _wrap_of(policy: Callable[..., Any]) -> Any:
     raise ConfigurationError(
         f"auto_wrap_policy={policy!r} is a function that only FSDP1 could ask. Give "
         "transformer_cls_names_to_wrap=[...] or min_num_params=..., or strategy=FSDP(wrap=function of a module).",
-        code="DT-008",
     )
 
 
@@ -345,9 +339,7 @@ def _dtypes_of(policy: Any) -> dict[str, Any]:
         return {}
     if isinstance(policy, str):
         if policy not in _DTYPES:
-            raise ConfigurationError(
-                f"mixed_precision_policy={policy!r}: allowed are {', '.join(_DTYPES)}.", code="DT-001"
-            )
+            raise ConfigurationError(f"mixed_precision_policy={policy!r}: allowed are {', '.join(_DTYPES)}.")
         return {"gather_dtype": _DTYPES[policy], "reduce_dtype": _DTYPES[policy]}
     given = policy if isinstance(policy, Mapping) else vars(policy)
     return {"gather_dtype": given.get("param_dtype"), "reduce_dtype": given.get("reduce_dtype")}
@@ -537,7 +529,6 @@ class InitProcessGroupKwargs:
             raise ConfigurationError(
                 f"init_method={self.init_method!r}: the processes meet where the launcher says (MASTER_ADDR and "
                 "MASTER_PORT). Leave it out, or call torch.distributed.init_process_group before anything of this.",
-                code="DT-008",
             )
 
 
@@ -584,7 +575,7 @@ class ProfileKwargs:
         known = {name.lower(): member for name, member in torch.profiler.ProfilerActivity.__members__.items()}
         unknown = [name for name in self.activities or [] if name not in known]
         if unknown:
-            raise ConfigurationError(f"Unknown activities {unknown}. Allowed: {', '.join(known)}.", code="DT-001")
+            raise ConfigurationError(f"Unknown activities {unknown}. Allowed: {', '.join(known)}.")
         return torch.profiler.profile(
             activities=None if self.activities is None else [known[name] for name in self.activities],
             schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
@@ -620,7 +611,6 @@ class GradientAccumulationPlugin:
         if not isinstance(self.num_steps, int) or self.num_steps < 1:
             raise ConfigurationError(
                 f"gradient accumulation needs a whole number of micro-batches of at least 1, got {self.num_steps!r}.",
-                code="DT-002",
             )
 
 
@@ -646,9 +636,7 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         if self.total_limit is not None and self.total_limit < 1:
-            raise ConfigurationError(
-                f"total_limit={self.total_limit!r}: keep at least 1 checkpoint, or None for all.", code="DT-002"
-            )
+            raise ConfigurationError(f"total_limit={self.total_limit!r}: keep at least 1 checkpoint, or None for all.")
         self.logging_dir = self.logging_dir or self.project_dir
 
     def set_directories(self, project_dir: str | None = None) -> None:
@@ -678,15 +666,12 @@ def checked_handlers(given: Sequence[Any]) -> list[Any]:
             raise ConfigurationError(
                 f"kwargs_handlers holds a {type(handler).__name__}; "
                 f"allowed: {', '.join(kind.__name__ for kind in HANDLER_TYPES)}.",
-                code="DT-003",
             )
         if any(type(handler) is type(other) for other in handlers[:index]):
-            raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}; give one.", code="DT-004")
+            raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}; give one.")
     recipes = [type(handler).__name__ for handler in handlers if isinstance(handler, FP8Handler)]
     if len(recipes) > 1:
-        raise ConfigurationError(
-            f"kwargs_handlers holds {' and '.join(recipes)}, recipes for 'fp8' both; give one.", code="DT-004"
-        )
+        raise ConfigurationError(f"kwargs_handlers holds {' and '.join(recipes)}, recipes for 'fp8' both; give one.")
     return handlers
 
 
@@ -761,7 +746,6 @@ class TorchDynamoPlugin:
                 names = [*(name.lower() for name in DynamoBackend.__members__), *_registered()]
                 raise ConfigurationError(
                     f"Unknown dynamo_backend {given!r}. Allowed: {', '.join(names)}.{nearest(given, names)}",
-                    code="DT-001",
                 )
             given = known or given
         self.backend = given
@@ -969,16 +953,14 @@ class Plugins:
         if isinstance(deepspeed, Mapping) and any(map(is_dataclass, deepspeed.values())):
             several, deepspeed = deepspeed, None
         if several and deepspeed is not None:
-            raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are given both; give one.", code="DT-004")
+            raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are given both; give one.")
         if several:
             deepspeed = next(iter(several.values()))
         if isinstance(parallelism, Mapping):
             parallelism = ParallelismConfig(**parallelism)
         if tensor is not None:
             if parallelism is not None:
-                raise ConfigurationError(
-                    "torch_tp_plugin and parallelism_config are given both; give one.", code="DT-004"
-                )
+                raise ConfigurationError("torch_tp_plugin and parallelism_config are given both; give one.")
             parallelism = ParallelismConfig(tp_size=tensor.tp_size)
         return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
 
@@ -995,6 +977,6 @@ class Plugins:
         for name, plugin in (self.deepspeed_plugins or {}).items():
             strategy = launched.strategy_with(None, plugin, None, None)
             if strategy is None:
-                raise ConfigurationError(f"deepspeed_plugins[{name!r}] is None; give a DeepSpeedPlugin.", code="DT-003")
+                raise ConfigurationError(f"deepspeed_plugins[{name!r}] is None; give a DeepSpeedPlugin.")
             found[name] = strategy
         return found

@@ -701,12 +701,9 @@ def _save_tensors(tensors: Any, path: Any) -> None:
         raise ConfigurationError(
             f"safe_serialization=True writes a dict of tensors, but got a {type(tensors).__name__} of other values. "
             "Leave it out for other objects.",
-            code="DT-003",
         )
     if not isinstance(path, str | os.PathLike):
-        raise ConfigurationError(
-            f"safe_serialization=True writes to a path, but got a {type(path).__name__}.", code="DT-003"
-        )
+        raise ConfigurationError(f"safe_serialization=True writes to a path, but got a {type(path).__name__}.")
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
         memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
@@ -946,7 +943,7 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         self.rng_types = list(rng_types or ["generator"])
         self.profile_handler = find_handler(handlers, ProfileKwargs)
         if dynamo_backend is not None and dynamo_plugin is not None:
-            raise ConfigurationError("dynamo_backend and dynamo_plugin are given both; give one.", code="DT-004")
+            raise ConfigurationError("dynamo_backend and dynamo_plugin are given both; give one.")
         dynamo_plugin = TorchDynamoPlugin(dynamo_backend) if dynamo_backend is not None else dynamo_plugin
         options = PreparationOptions(
             device_placement,

@@ -50,7 +50,6 @@ class Compilation:
             raise ConfigurationError(
                 f"dynamo_backend is {self.backend!r}, which torch {torch.__version__} does not have. It has: "
                 f"{', '.join(sorted({*from_torch}))}.",
-                code="DT-001",
             )
 
     def apply(self, model: nn.Module) -> None:

@@ -49,13 +49,12 @@ class LocalSGD:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if local_sgd_steps < 1:
-            raise ConfigurationError(f"local_sgd_steps must be at least 1, got {local_sgd_steps}.", code="DT-002")
+            raise ConfigurationError(f"local_sgd_steps must be at least 1, got {local_sgd_steps}.")
         self.enabled = enabled and accelerator.use_distributed
         if self.enabled and not accelerator.strategy.state.holds_whole:
             raise ConfigurationError(
                 f"LocalSGD needs a copy of the model on every process, but {accelerator.strategy!r} shards it. Use "
                 "strategy='ddp'.",
-                code="DT-068",
             )
         self.accelerator, self.model, self.local_sgd_steps = accelerator, model, local_sgd_steps
         self.num_steps = 0

@@ -73,7 +73,6 @@ class MegatronLMPlugin:
             if name in _OF_THE_TASK:
                 raise ConfigurationError(
                     f"MegatronLMPlugin({name}=...) is a method of the task here: override {_OF_THE_TASK[name]}.",
-                    code="DT-082",
                 )
         further = given.pop("other_megatron_args", {})
         return cast("Strategy", strategy_class("megatron").from_config({**given, **further}))

@@ -115,7 +115,6 @@ class AcceleratorState(PartialState):
             raise ConfigurationError(
                 f"The engine of this process computes in mixed_precision={record.mixed_precision!r}, so its state "
                 f"cannot be one in {mixed_precision!r}. Give it to Accelerator(mixed_precision=...).",
-                code="DT-070",
             )
         object.__setattr__(self, "engine_record", record)
         self.registry()[_ENGINE] = record
@@ -203,7 +202,6 @@ class AcceleratorState(PartialState):
             raise ConfigurationError(
                 f"There is no DeepSpeed plugin {name!r}; named are: {named}. Give this Accelerator all of them: "
                 "Accelerator(deepspeed_plugins={name: plugin, ...}).",
-                code="DT-001",
             )
         return plugins[name]
 
@@ -349,7 +347,6 @@ def make_precision(
                 raise ConfigurationError(
                     f"{type(handler).__name__} are options of a precision given by its name, but mixed_precision is "
                     f"{spec!r} already. Give them to it, as in Float16Mixed(init_scale=1024.0).",
-                    code="DT-070",
                 )
         return spec
     precision = resolve_precision(spec)
@@ -387,9 +384,7 @@ def set_up_strategy(
     given = launched.strategy_with(*asked) if any(plugin is not None for plugin in asked) else None
     if given is not None:
         if spec not in ("auto", given.name):
-            raise ConfigurationError(
-                f"strategy={spec!r} contradicts a plugin, which asks for {given!r}. Give one.", code="DT-004"
-            )
+            raise ConfigurationError(f"strategy={spec!r} contradicts a plugin, which asks for {given!r}. Give one.")
         chosen = given
     elif spec == "auto" and (of_launcher := launched.strategy()) is not None:
         chosen = of_launcher
@@ -406,7 +401,6 @@ def set_up_strategy(
             raise ConfigurationError(
                 f"strategy={strategy.name!r} cannot run on {kind.name!r} devices. Use "
                 f"{' or '.join(map(repr, kind.strategies))}, or another device: cpu=True, Trainer(accelerator='cpu').",
-                code="DT-022",
             )
     else:
         given_as, named = "DistributedDataParallelKwargs", options.strategy_options()
@@ -469,7 +463,6 @@ def make_project(
     elif given is not None and given != configuration.project_dir:
         raise ConfigurationError(
             f"project_dir={given!r} contradicts project_config, which says {configuration.project_dir!r}. Give one.",
-            code="DT-004",
         )
     return configuration
 
@@ -481,7 +474,6 @@ def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration |
     if split_batches and not given.split_batches:
         raise ConfigurationError(
             "split_batches=True contradicts dataloader_config, whose split_batches is False. Set it there.",
-            code="DT-004",
         )
     return replace(given)  # the instance's own, which `even_batches` may change
 
@@ -494,7 +486,6 @@ def make_accumulation(
         raise ConfigurationError(
             f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin, which says "
             f"{plugin.num_steps}. Give one of the two.",
-            code="DT-004",
         )
     if plugin is not None:
         return plugin
@@ -578,7 +569,6 @@ class Preparation:
         if device_placement is not None and len(device_placement) != len(objects):
             raise ConfigurationError(
                 f"device_placement has {len(device_placement)} entries for {len(objects)} objects; give one for each.",
-                code="DT-018",
             )
         placement = list(device_placement or [None] * len(objects))
         prepared: list[Any] = list(objects)

@@ -320,7 +320,6 @@ class NumberedCheckpoints:
             raise ConfigurationError(
                 f"{self._path(number)} exists already, of an earlier run. Continue that run with load_state(), set "
                 "ProjectConfiguration(iteration=...) to the number to go on with, or choose another project_dir.",
-                code="DT-009",
             )
         return self._path(number)
 
@@ -364,7 +363,6 @@ class NumberedCheckpoints:
             raise ConfigurationError(
                 "save_state() and load_state() without a directory need ProjectConfiguration(project_dir=..., "
                 "automatic_checkpoint_naming=True). Name one: save_state('checkpoints/latest').",
-                code="DT-005",
             )
         return Path(str(self.configuration.project_dir)) / "checkpoints"
 
@@ -454,7 +452,6 @@ class RunState:
                 raise ConfigurationError(
                     f"{type(item).__name__} cannot be registered for checkpointing: it needs state_dict() and "
                     "load_state_dict(state).",
-                    code="DT-003",
                 )
             with suppress(Exception):  # one may have no state yet
                 states.append((f"{type(item).__name__}.state_dict()", item.state_dict()))

@@ -128,10 +128,9 @@ class WeightedMean:
             given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)[:80]
             raise ConfigurationError(
                 f"The weight of a loss is one number, such as the number of tokens it is the sum of; got {given}.",
-                code="DT-084",
             )
         if isinstance(weight, Tensor) and weight.requires_grad:
-            raise ConfigurationError("The weight of a loss must not depend on parameters; detach() it.", code="DT-084")
+            raise ConfigurationError("The weight of a loss must not depend on parameters; detach() it.")
         return torch.as_tensor(weight).to(device=device, dtype=_wide(device)).reshape(())
 
 
@@ -322,7 +321,6 @@ class OptimizerStep:
             raise ConfigurationError(
                 "This window has losses with a weight and losses without. Give accelerator.backward(loss, weight=...) "
                 "one for every micro-batch.",
-                code="DT-084",
             )
         if self.weights.in_use is None:
             self.weights.decide(weight)
@@ -473,7 +471,6 @@ class OptimizerStep:
             raise ConfigurationError(
                 "None of the prepared optimizers steps within its backward (fused_backward), as those of lomo-optim "
                 "do.",
-                code="DT-048",
             )
         for optimizer in fused:
             optimizer.fused_backward(loss / self.window.size, learning_rate)

@@ -152,7 +152,6 @@ class CheckpointName:
                 raise ConfigurationError(
                     f"The checkpoint name {self.template!r} writes {name} = {value!r} as {style!r}: {error}. "
                     "Use a format for numbers, such as {epoch:02d} or {val_loss:.3f}.",
-                    code="DT-007",
                 ) from None
             # A metric's name may hold a slash, which would make a directory.
             return f"{name.replace('/', '_')}{self.equals}{text}" if self.insert_names else text

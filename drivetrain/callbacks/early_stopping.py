@@ -105,9 +105,7 @@ class EarlyStopping(Callback):
     ) -> None:
         check_mode(mode, "EarlyStopping")
         if patience < 0:
-            raise ConfigurationError(
-                f"EarlyStopping(patience={patience}): patience is a number of checks, 0 or more.", code="DT-002"
-            )
+            raise ConfigurationError(f"EarlyStopping(patience={patience}): patience is a number of checks, 0 or more.")
         self.monitor = monitor
         self.min_delta = abs(min_delta)
         self.patience = patience
@@ -176,7 +174,7 @@ class EarlyStopping(Callback):
                 lambda: find_typo(trainer.logged.names("validate"), self.monitor, "EarlyStopping")
             )
             if typo is not None and self.strict:
-                raise ConfigurationError(typo, code="DT-089")
+                raise ConfigurationError(typo)
             if typo is not None:
                 logger.warning(typo)
 
@@ -211,9 +209,7 @@ class EarlyStopping(Callback):
         if value is None:
             message = missing_metric_message(metrics, self.monitor, "EarlyStopping")
             if self.strict:
-                raise ConfigurationError(
-                    f"{message} With strict=False checks without the metric are left out.", code="DT-089"
-                )
+                raise ConfigurationError(f"{message} With strict=False checks without the metric are left out.")
             logger.warning_once(message)
         return value
 

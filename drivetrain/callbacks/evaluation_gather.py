@@ -209,7 +209,6 @@ def writer_for(path: str | os.PathLike[str]) -> Callable[[Samples, Path], None]:
         raise ConfigurationError(
             f"EvaluationGather(path={os.fspath(path)!r}): a file {extension or 'without extension'} cannot be "
             f"written. The extension chooses the format: {', '.join(_WRITERS)}.",
-            code="DT-001",
         )
     return _WRITERS[extension]
 
@@ -346,20 +345,17 @@ class EvaluationGather(Callback):
         if metrics is None and path is None:
             raise ConfigurationError(
                 "EvaluationGather has nothing to do: give metrics= to compute, path= to write to, or both.",
-                code="DT-005",
             )
         if metrics is not None and not isinstance(metrics, Mapping) and not _is_metric(metrics):
             raise ConfigurationError(
                 f"EvaluationGather(metrics={metrics!r}): give a dict of names and metrics, "
                 "such as {'val_auroc': metric}, or a torchmetrics.MetricCollection.",
-                code="DT-003",
             )
         for stage in stages:
             if stage not in _STAGES:
                 raise ConfigurationError(
                     f"EvaluationGather(stages={stages!r}): there is no {stage!r}.{nearest(stage, _STAGES)} "
                     f"Stages are {', '.join(map(repr, _STAGES))}.",
-                    code="DT-001",
                 )
         if path is not None:
             writer_for(path)

@@ -358,7 +358,6 @@ class BackboneFinetuning(BaseFinetuning):
             raise ConfigurationError(
                 f"BackboneFinetuning: {type(task).__name__} has no module `backbone`. Name it so, or subclass "
                 "BaseFinetuning.",
-                code="DT-081",
             )
         self.previous_backbone_lr = self._begun_at = self._start = None
         self._elapsed = 0.0

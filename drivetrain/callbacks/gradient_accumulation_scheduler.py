@@ -43,7 +43,6 @@ class GradientAccumulationScheduler(Callback):
             raise ConfigurationError(
                 f"GradientAccumulationScheduler(scheduling={scheduling!r}): give a dict of epochs and micro-batches "
                 "per step, such as {0: 1, 4: 2}.",
-                code="DT-003",
             )
         by_epoch: dict[int, int] = {}
         self._shares: dict[float, int] = {}
@@ -57,13 +56,11 @@ class GradientAccumulationScheduler(Callback):
                 raise ConfigurationError(
                     f"GradientAccumulationScheduler(scheduling={scheduling!r}): Epoch should be an int from 0 on, not "
                     f"{given!r}.",
-                    code="DT-002",
                 )
             if not _is_whole(factor, 1):
                 raise ConfigurationError(
                     f"GradientAccumulationScheduler(scheduling={scheduling!r}): Accumulation factor should be an int "
                     f"from 1 on, not {factor!r}.",
-                    code="DT-002",
                 )
         self._by_epoch = by_epoch
         self.scheduling = {0: 1, **dict(sorted(by_epoch.items()))}
@@ -80,7 +77,6 @@ class GradientAccumulationScheduler(Callback):
             raise ConfigurationError(
                 f"GradientAccumulationScheduler(scheduling): {given!r} is no epoch. How many steps, samples or tokens "
                 "come when depends on the schedule itself. Give epochs (4, '4 epochs') or a share of them ('50%').",
-                code="DT-002",
             )
         return int(duration.amount) if duration.unit is Unit.EPOCHS else float(duration.amount)
 
@@ -103,19 +99,16 @@ class GradientAccumulationScheduler(Callback):
             raise ConfigurationError(
                 f"You have set `accumulate_grad_batches` and are using the `GradientAccumulationScheduler`: leave out "
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), or the callback.",
-                code="DT-095",
             )
         if not task.automatic_optimization and self.going_to_accumulate_grad_batches():
             raise ConfigurationError(
                 f"GradientAccumulationScheduler has no effect on {type(task).__name__}, which optimizes by hand "
                 "(automatic_optimization = False). Step every so many batches in training_step.",
-                code="DT-092",
             )
         if self._shares and trainer.max_epochs < 0:
             raise ConfigurationError(
                 "GradientAccumulationScheduler(scheduling) has a share of the run's epochs, and how many there are is "
                 "not known. Give the Trainer max_epochs, or name epochs.",
-                code="DT-096",
             )
         shares = {int(share * trainer.max_epochs): factor for share, factor in self._shares.items()}
         self.scheduling = {0: 1, **dict(sorted({**self._by_epoch, **shares}.items()))}

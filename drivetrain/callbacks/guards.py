@@ -37,7 +37,6 @@ def check_can_roll_back(trainer: Trainer, owner: str) -> None:
         raise ConfigurationError(
             f"{owner}(action='rollback') needs a ModelCheckpoint that saves more than weights, to go back to. Add one, "
             "such as ModelCheckpoint(every_n_train_steps=1000), or choose 'stop' or 'skip'.",
-            code="DT-098",
         )
 
 
@@ -130,7 +129,6 @@ class Guard(Callback):
             raise ConfigurationError(
                 f"{name}(action={action!r}): give one of {', '.join(map(repr, ACTIONS))}."
                 f"{nearest(str(action), ACTIONS)}",
-                code="DT-001",
             )
         for key, number, least in (
             ("max_rollbacks", max_rollbacks, 0),
@@ -138,12 +136,11 @@ class Guard(Callback):
             ("every_n_steps", every_n_steps if self.rhythm is None else 1, 1),
         ):
             if not isinstance(number, int) or number < least:
-                raise ConfigurationError(f"{name}({key}={number!r}): give {least} or more.", code="DT-002")
+                raise ConfigurationError(f"{name}({key}={number!r}): give {least} or more.")
         if action == "skip" and every_n_steps != 1:
             raise ConfigurationError(
                 f"{name}(action='skip', every_n_steps={every_n_steps}): whether a step is left out must be known "
                 "before it is taken, so each one is read. Leave every_n_steps=1, or choose 'stop' or 'rollback'.",
-                code="DT-004",
             )
         self.monitor = monitor
         self.action = action
@@ -198,7 +195,6 @@ class Guard(Callback):
             raise ConfigurationError(
                 f"{name}(action='skip'): {type(task).__name__} steps its optimizers by hand, so no step can be left "
                 "out for it. Choose 'stop' or 'rollback', or check the loss in training_step.",
-                code="DT-092",
             )
         if self.action == "rollback" and not trainer.fast_dev_run:
             check_can_roll_back(trainer, name)
@@ -268,7 +264,7 @@ class Guard(Callback):
             return losses[0].float() if len(losses) == 1 else torch.stack(losses).float().sum()
         metrics = trainer.callback_metrics
         if self.monitor not in metrics:
-            raise ConfigurationError(missing_metric_message(metrics, self.monitor, type(self).__name__), code="DT-089")
+            raise ConfigurationError(missing_metric_message(metrics, self.monitor, type(self).__name__))
         return torch.as_tensor(metrics[self.monitor], dtype=torch.float32, device=trainer.strategy.topology.device)
 
     def _forget_step(self) -> None:
@@ -390,7 +386,6 @@ class NaNGuard(Guard):
             raise ConfigurationError(
                 f"NaNGuard(check_gradients=True): {type(task).__name__} steps its optimizers by hand, so there is no "
                 "moment to look at its gradients. Leave it False: the loss is watched.",
-                code="DT-092",
             )
 
     def measure(self, trainer: Trainer, value: Tensor) -> Tensor:
@@ -503,12 +498,10 @@ class LossSpikeGuard(Guard):
         super().__init__(monitor, action, max_rollbacks, max_skips, every_n_steps)
         if not isinstance(window, int) or window < 4:
             raise ConfigurationError(
-                f"LossSpikeGuard(window={window!r}): give how many values to compare with, 4 or more.", code="DT-002"
+                f"LossSpikeGuard(window={window!r}): give how many values to compare with, 4 or more."
             )
         if not threshold > 0:
-            raise ConfigurationError(
-                f"LossSpikeGuard(threshold={threshold!r}): give a score above 0, such as 6.", code="DT-002"
-            )
+            raise ConfigurationError(f"LossSpikeGuard(threshold={threshold!r}): give a score above 0, such as 6.")
         self.threshold = threshold
 
     def forget_run(self) -> None:

@@ -86,7 +86,6 @@ class LearningRateMonitor(Callback):
                 f"LearningRateMonitor(logging_interval={interval!r}): logging_interval should be `step`, "
                 f"`epoch` or `None`.{nearest(str(interval), ('step', 'epoch'))} It may also be a number of steps, or a "
                 "duration such as '500 steps'.",
-                code="DT-001",
             ) from error
 
     def _forget(self) -> None:
@@ -108,7 +107,6 @@ class LearningRateMonitor(Callback):
             raise ConfigurationError(
                 "Cannot use LearningRateMonitor with a `Trainer` that has no logger. Give it one, such as "
                 "Trainer(logger='csv'), or take this callback out.",
-                code="DT-094",
             )
         self._forget()
         self._rates = self._find(trainer.optimizers, trainer.lr_scheduler_configs)
@@ -168,7 +166,6 @@ class LearningRateMonitor(Callback):
             raise ConfigurationError(
                 f"Two learning-rate schedulers have the name {twice[0]!r}. LearningRateMonitor logs under these "
                 "names: give each scheduler its own, or none.",
-                code="DT-016",
             )
         classes: Counter[str] = Counter()
         found = []
@@ -215,7 +212,6 @@ class _Rates:
             raise ConfigurationError(
                 "A single `Optimizer` cannot have multiple parameter groups with identical names, which rates are "
                 f"logged under: {twice[0]!r}. Give each group its own `name`, or none.",
-                code="DT-016",
             )
         moved = [monitor.lrs.pop(name, []) for name in self._known]
         for kept in (monitor.last_momentum_values, monitor.last_weight_decay_values):

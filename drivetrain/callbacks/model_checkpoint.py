@@ -56,30 +56,24 @@ def check_options(
         raise ConfigurationError(
             f"ModelCheckpoint(save_top_k={save_top_k!r}): give how many checkpoints to keep, -1 for all or 0 for none. "
             "Must be >= -1.",
-            code="DT-002",
         )
     if monitor is None and save_top_k > 1:
         raise ConfigurationError(
             f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: without monitor= no "
             "checkpoint is better than another. Name a metric, or keep 1 (the newest), -1 (all) or 0 (none). For "
             "the newest few, keep all and give total_limit.",
-            code="DT-005",
         )
     if save_last not in (None, True, False, "link", "copy"):
-        raise ConfigurationError(
-            f"ModelCheckpoint(save_last={save_last!r}): give True, False, 'link' or 'copy'.", code="DT-001"
-        )
+        raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False, 'link' or 'copy'.")
     if total_limit is not None and (not isinstance(total_limit, int) or total_limit < 1):
         raise ConfigurationError(
             f"ModelCheckpoint(total_limit={total_limit!r}): give how many checkpoints the directory may hold, 1 or "
             "more, or None for any number.",
-            code="DT-002",
         )
     if on_save_error not in ON_SAVE_ERROR:
         raise ConfigurationError(
             f"ModelCheckpoint(on_save_error={on_save_error!r}): give 'raise' to end the run where a checkpoint cannot "
             f"be written, or 'warn' to go on.{nearest(str(on_save_error), ON_SAVE_ERROR)}",
-            code="DT-001",
         )
 
 
@@ -120,7 +114,7 @@ class SaveInterval(NamedTuple):
         if duration is None:
             return cls(steps or 0, time, (0 if steps or time else 1) if epochs is None else epochs, None)
         if not duration.amount:
-            raise ConfigurationError(f"ModelCheckpoint(every={every!r}): give more than nothing.", code="DT-002")
+            raise ConfigurationError(f"ModelCheckpoint(every={every!r}): give more than nothing.")
         return cls(
             int(duration.amount) if duration.unit is Unit.STEPS else 0,
             duration.timedelta if duration.unit is Unit.SECONDS else None,
@@ -140,11 +134,10 @@ def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int 
             "ModelCheckpoint: Combination of parameters every_n_train_steps, every_n_epochs and train_time_interval, "
             f"and every: give one of them, not {', '.join(f'{name}={value!r}' for name, value in given.items())}. For "
             "several rhythms, use several ModelCheckpoints.",
-            code="DT-004",
         )
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None and value < 0:
-            raise ConfigurationError(f"ModelCheckpoint({name}={value}): Must be >= 0, where 0 is never.", code="DT-002")
+            raise ConfigurationError(f"ModelCheckpoint({name}={value}): Must be >= 0, where 0 is never.")
 
 
 logger = get_logger(__name__)
@@ -359,7 +352,7 @@ class ModelCheckpoint(Callback):
             message = missing_metric_message(metrics, self.monitor, "ModelCheckpoint")
             is_early = trainer.validates or self.every_n_epochs == 0 or trainer.check_val_every_n_epoch != 1
             if was_validated or not is_early:
-                raise ConfigurationError(message, code="DT-089")
+                raise ConfigurationError(message)
             logger.warning_once(f"{message} There was no validation yet, so nothing is kept for now.")
         elif score != score:
             logger.warning(
@@ -481,7 +474,6 @@ class ModelCheckpoint(Callback):
             raise ConfigurationError(
                 f"ModelCheckpoint(save_last='link') is only supported for local file paths, not for {self.dirpath}. "
                 "Give save_last=True.",
-                code="DT-004",
             )
         self._fits += 1
         self._validations = self._judged = 0
@@ -500,7 +492,7 @@ class ModelCheckpoint(Callback):
                 lambda: find_typo(trainer.logged.names("validate"), str(self.monitor), "ModelCheckpoint")
             )
             if typo is not None:
-                raise ConfigurationError(typo, code="DT-089")
+                raise ConfigurationError(typo)
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         if not self._is_resumed:
@@ -703,7 +695,7 @@ class OnExceptionCheckpoint(Callback):
 
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         if not filename:
-            raise ConfigurationError("OnExceptionCheckpoint(filename=''): give the checkpoint a name.", code="DT-002")
+            raise ConfigurationError("OnExceptionCheckpoint(filename=''): give the checkpoint a name.")
         self.dirpath = os.fspath(dirpath)
         self.filename = filename
         self._fits = 0

@@ -89,12 +89,9 @@ class ModelPruning(Callback):
         ):
             raise ConfigurationError(
                 f"ModelPruning(amount={amount!r}): give a share from 0.0 to 1.0, or a number of elements.",
-                code="DT-002",
             )
         if verbose not in (0, 1, 2):
-            raise ConfigurationError(
-                f"ModelPruning(verbose={verbose!r}): verbose must be any of (0, 1, 2).", code="DT-001"
-            )
+            raise ConfigurationError(f"ModelPruning(verbose={verbose!r}): verbose must be any of (0, 1, 2).")
         self._method: Any = method
         self._method_name = getattr(method, "__name__", type(method).__name__)
         self._is_method = self._is_pruning_method(method)
@@ -178,7 +175,6 @@ class ModelPruning(Callback):
             raise ConfigurationError(
                 f"ModelPruning replaces parameters, which {kind} divides over processes. "
                 'Use strategy="ddp", where each process holds the model whole.',
-                code="DT-068",
             )
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
@@ -270,9 +266,7 @@ class ModelPruning(Callback):
                 if isinstance(module._parameters.get(name), nn.Parameter)
             ]
             if not found:
-                raise ConfigurationError(
-                    f"ModelPruning: no module has a parameter named {' or '.join(names)}.", code="DT-043"
-                )
+                raise ConfigurationError(f"ModelPruning: no module has a parameter named {' or '.join(names)}.")
             return found
         modules = {id(module) for module in task.modules()}
         for module, name in parameters_to_prune:
@@ -280,7 +274,6 @@ class ModelPruning(Callback):
                 raise ConfigurationError(
                     f"ModelPruning(parameters_to_prune=...): {type(module).__name__}.{name} is no parameter of "
                     f"{type(task).__name__}. Give (module, name) of its own modules.",
-                    code="DT-043",
                 )
         return list(parameters_to_prune)
 
@@ -326,24 +319,19 @@ def _method_of(given: Callable[..., Any] | str, is_global: bool, dim: int | None
         raise ConfigurationError(
             f"ModelPruning({given!r}): pruning_fn is expected to be a str in {list(_METHODS)}, a pruning "
             f"method of torch or a function.{nearest(str(given), _METHODS)}",
-            code="DT-001",
         )
     method = _METHODS[given] if isinstance(given, str) else given
     if is_global and getattr(method, "PRUNING_TYPE", None) != "unstructured":
         raise ConfigurationError(
             f"ModelPruning({given!r}): only an unstructured pruning method, which can choose among all "
             "parameters, is supported with `use_global_unstructured=True`. Give use_global_unstructured=False.",
-            code="DT-004",
         )
     if method in (prune.LnStructured, prune.RandomStructured) and dim is None:
-        raise ConfigurationError(
-            f"ModelPruning({given!r}) prunes slices: pruning_dim should be provided.", code="DT-005"
-        )
+        raise ConfigurationError(f"ModelPruning({given!r}) prunes slices: pruning_dim should be provided.")
     if method is prune.LnStructured and norm is None:
         raise ConfigurationError(
             "ModelPruning: requesting `ln_structured` pruning, the `pruning_norm` by which slices are ordered "
             "should be provided, such as 2.",
-            code="DT-005",
         )
     return method
 

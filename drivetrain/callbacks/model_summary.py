@@ -253,9 +253,7 @@ def check_depth(max_depth: Any) -> None:
         ConfigurationError: It is no whole number of at least -1.
     """
     if not isinstance(max_depth, int) or max_depth < -1:
-        raise ConfigurationError(
-            f"ModelSummary(max_depth={max_depth}): give 0 or more, or -1 for all modules.", code="DT-002"
-        )
+        raise ConfigurationError(f"ModelSummary(max_depth={max_depth}): give 0 or more, or -1 for all modules.")
 
 
 def short(count: int) -> str:

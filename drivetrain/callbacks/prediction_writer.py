@@ -44,13 +44,11 @@ def check_format(name: str | None) -> str:
     if name not in FORMATS:
         raise ConfigurationError(
             f"PredictionWriter(file_format={name!r}): give 'parquet' or 'safetensors'.{nearest(str(name), FORMATS)}",
-            code="DT-001",
         )
     if name == "parquet" and not installed:
         raise ConfigurationError(
             "PredictionWriter(file_format='parquet') needs pyarrow: pip install \"drivetrain[parquet]\". Without it "
             "there is 'safetensors'.",
-            code="DT-013",
         )
     return name
 
@@ -162,7 +160,6 @@ class BasePredictionWriter(Callback):
             raise ConfigurationError(
                 f"{type(self).__name__}(write_interval={write_interval!r}): `write_interval` should be one of "
                 f"{list(INTERVALS)}.{nearest(str(write_interval), INTERVALS)}",
-                code="DT-001",
             )
         self.interval = write_interval
         self._predictions: list[list[Any]] = []  # of each loader

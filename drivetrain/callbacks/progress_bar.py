@@ -335,7 +335,7 @@ class TQDMProgressBar(Callback):
     ) -> None:
         for name, number in (("refresh_rate", refresh_rate), ("refresh_seconds", refresh_seconds)):
             if number < 0:
-                raise ConfigurationError(f"TQDMProgressBar({name}={number}): give 0 or more.", code="DT-002")
+                raise ConfigurationError(f"TQDMProgressBar({name}={number}): give 0 or more.")
         self.refresh_rate: float = refresh_rate
         self._batches_between = refresh_rate
         self.process_position = process_position

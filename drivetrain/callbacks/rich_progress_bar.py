@@ -34,9 +34,7 @@ def require_rich(owner: str) -> None:
         ConfigurationError: It is missing; the message has the command that installs it.
     """
     if find_spec("rich") is None:
-        raise ConfigurationError(
-            f'{owner} needs rich, which is not installed: pip install "drivetrain[rich]".', code="DT-013"
-        )
+        raise ConfigurationError(f'{owner} needs rich, which is not installed: pip install "drivetrain[rich]".')
     state = random.getstate()
     import_module("rich.style")
     random.setstate(state)

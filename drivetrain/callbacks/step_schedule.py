@@ -39,7 +39,7 @@ def decide_on_main_process(decide: Callable[[], T]) -> T:
     state = PartialState()
     if not state.use_distributed:
         return decide()
-    message: list[Any] = [None, None, None, None]
+    message: list[Any] = [None, None, None]
     raised: Exception | None = None
     if state.is_main_process:
         try:
@@ -48,12 +48,9 @@ def decide_on_main_process(decide: Callable[[], T]) -> T:
             raised = error
             message[1] = type(error) if isinstance(error, DrivetrainError) else DrivetrainError
             message[2] = error.message if isinstance(error, DrivetrainError) else f"On the main process: {error!r}"
-            message[3] = error.code if isinstance(error, ConfigurationError) else None
     broadcast_object_list(message)
     if raised is not None:
         raise raised
-    if message[3] is not None:
-        raise message[1](message[2], code=message[3])
     if message[1] is not None:
         raise message[1](message[2])
     result: T = message[0]
@@ -253,7 +250,6 @@ class StepLog:
             raise ConfigurationError(
                 f"Cannot use `{owner}` callback. It has nowhere to log to: the Trainer has no logger. Give it one, "
                 "such as Trainer(logger='csv'), or take this callback out.",
-                code="DT-094",
             )
         self._trainer = trainer
         self.every = trainer.log_every_n_steps if every is None else every
@@ -304,7 +300,7 @@ def checked_every(every: Any, owner: str) -> int | Duration | None:
         return None
     interval = interval_of(every, f"{owner}.every")
     if isinstance(interval, bool) or (isinstance(interval, int) and interval < 1):
-        raise ConfigurationError(f"{owner}(every={every!r}): give a whole number of steps from 1 on.", code="DT-002")
+        raise ConfigurationError(f"{owner}(every={every!r}): give a whole number of steps from 1 on.")
     return interval
 
 
@@ -320,7 +316,6 @@ def check_mode(mode: str, owner: str) -> None:
         raise ConfigurationError(
             f"{owner}: `mode` can be 'min' where a lower value is better, such as a loss, or 'max' where a higher one "
             f"is, but got {mode}.{nearest(str(mode), MODES)}",
-            code="DT-001",
         )
 
 

@@ -85,7 +85,6 @@ class StragglerMonitor(Callback):
             raise ConfigurationError(
                 f"StragglerMonitor(every_n_steps={every_n_steps}, threshold={threshold}, "
                 f"measured_steps={measured_steps}): give at least one step, and a threshold above 1.",
-                code="DT-002",
             )
         self.every_n_steps, self.threshold = interval, threshold
         self.measured_steps = measured_steps if isinstance(interval, Duration) else min(measured_steps, interval)

@@ -56,7 +56,6 @@ class Timer(Callback):
             raise ConfigurationError(
                 f"Timer(interval={interval!r}): Unsupported parameter value. Give 'step' or 'epoch'."
                 f"{nearest(str(interval), INTERVALS)}",
-                code="DT-001",
             )
         parsed = clock_time(duration, "duration", " Trainer(max_duration=) takes the other units.")
         self.duration = parsed.total_seconds() if parsed is not None else None
@@ -99,7 +98,6 @@ class Timer(Callback):
             raise ConfigurationError(
                 f"Timer: there is no stage {stage!r}. Ask for one of {', '.join(map(repr, STAGES))}."
                 f"{nearest(stage, STAGES)}",
-                code="DT-001",
             )
         started = self._started.get(stage)
         return self._elapsed[stage] + (time.monotonic() - started if started is not None else 0.0)

@@ -224,9 +224,7 @@ class WeightAveraging(Callback):
         multi_avg_fn: MultiAvgFn | None = None,
     ) -> None:
         if avg_fn is not None and multi_avg_fn is not None:
-            raise ConfigurationError(
-                f"{type(self).__name__}(avg_fn=..., multi_avg_fn=...): give one of the two.", code="DT-004"
-            )
+            raise ConfigurationError(f"{type(self).__name__}(avg_fn=..., multi_avg_fn=...): give one of the two.")
         self.device, self.use_buffers = device, use_buffers
         self.avg_fn, self.multi_avg_fn = avg_fn, multi_avg_fn
         self._average: AveragedTensors | None = None
@@ -374,9 +372,7 @@ class EMAWeightAveraging(WeightAveraging):
         update_starting_at_epoch: int | str | Duration | None = None,
     ) -> None:
         if not 0.0 <= decay <= 1.0:
-            raise ConfigurationError(
-                f"EMAWeightAveraging(decay={decay}): give a number from 0 to 1, such as 0.999.", code="DT-002"
-            )
+            raise ConfigurationError(f"EMAWeightAveraging(decay={decay}): give a number from 0 to 1, such as 0.999.")
         every, start, name = update_every_n_steps, update_starting_at_step, type(self).__name__
         every = interval_of(every, f"{name}.update_every_n_steps")
         if start is not None:
@@ -384,7 +380,6 @@ class EMAWeightAveraging(WeightAveraging):
         if isinstance(every, int) and every < 1:
             raise ConfigurationError(
                 f"EMAWeightAveraging(update_every_n_steps={update_every_n_steps}): give a whole number from 1 on.",
-                code="DT-002",
             )
         super().__init__(device, use_buffers, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
         self.decay = decay
@@ -524,18 +519,14 @@ class StochasticWeightAveraging(Callback):
                 raise ConfigurationError(
                     f"StochasticWeightAveraging(swa_lrs={swa_lrs!r}): the learning rates should be a positive "
                     "float, or a list of positive floats, one for each parameter group.",
-                    code="DT-002",
                 )
         if annealing_strategy not in _ANNEALING:
             raise ConfigurationError(
                 f"StochasticWeightAveraging(annealing_strategy={annealing_strategy!r}): give 'cos' or 'linear'."
                 f"{nearest(str(annealing_strategy), _ANNEALING)}",
-                code="DT-001",
             )
         if annealing < 0:
-            raise ConfigurationError(
-                f"StochasticWeightAveraging(annealing_epochs={annealing_epochs}): give 0 or more.", code="DT-002"
-            )
+            raise ConfigurationError(f"StochasticWeightAveraging(annealing_epochs={annealing_epochs}): give 0 or more.")
         self.swa_lrs, self.swa_epoch_start = swa_lrs, swa_epoch_start
         self.rhythm = swa_epoch_start if isinstance(swa_epoch_start, Duration) else None
         self.annealing_epochs, self.annealing_strategy = annealing, annealing_strategy
@@ -616,13 +607,11 @@ class StochasticWeightAveraging(Callback):
             raise ConfigurationError(
                 "StochasticWeightAveraging averages the last epochs, and this run has none. Give it max_epochs, or "
                 "swa_epoch_start as a whole number.",
-                code="DT-096",
             )
         if not task.automatic_optimization:
             raise ConfigurationError(
                 f"StochasticWeightAveraging cannot change when {type(task).__name__} steps its optimizer, which it "
                 "does by hand (automatic_optimization = False). Use WeightAveraging, or torch.optim.swa_utils.",
-                code="DT-092",
             )
         self._begin()
         self._epochs = ENDLESS if is_endless else trainer.max_epochs
@@ -633,14 +622,12 @@ class StochasticWeightAveraging(Callback):
             raise ConfigurationError(
                 f"StochasticWeightAveraging takes one optimizer, and {type(task).__name__} has "
                 f"{len(trainer.optimizers)}. Use WeightAveraging, which leaves learning rates alone.",
-                code="DT-092",
             )
         groups = len(trainer.optimizers[0].param_groups)
         if isinstance(self.swa_lrs, Sequence) and len(self.swa_lrs) != groups:
             raise ConfigurationError(
                 f"StochasticWeightAveraging(swa_lrs=...) has {len(self.swa_lrs)} learning rates, and the optimizer "
                 f"{groups} parameter group(s). Give as many, or one for all.",
-                code="DT-018",
             )
         self._average = AveragedTensors(
             trainer.strategy, trainer.model, use_buffers=False, device=self.device, avg_fn=self.avg_fn
@@ -746,6 +733,5 @@ def _start_of(start: Any) -> int | float | Duration:
         raise ConfigurationError(
             f"StochasticWeightAveraging(swa_epoch_start={start!r}): give a >0 integer or a float between 0 and 1: an "
             "epoch from 1 on (60), a share of all epochs (0.8), or a duration ('1M samples').",
-            code="DT-002",
         )
     return start  # type: ignore[no-any-return]

@@ -62,7 +62,6 @@ class WeightHistograms(Callback):
             raise ConfigurationError(
                 f"WeightHistograms(every_n_steps={every_n_steps}, weights={weights}, gradients={gradients}, "
                 f"max_values={max_values}): give at least one step and one value, and leave one of the two kinds on.",
-                code="DT-002",
             )
         self.every_n_steps, self.max_values = interval, max_values
         self._rhythm: StepInterval | None = None
@@ -73,7 +72,6 @@ class WeightHistograms(Callback):
             raise ConfigurationError(
                 "WeightHistograms has nowhere to log to: the Trainer has no logger. Give it one, such as "
                 "Trainer(logger='tensorboard'), or take this callback out.",
-                code="DT-094",
             )
         assert trainer.model is not None
         self._rhythm = StepInterval(trainer, self.every_n_steps, "WeightHistograms.every_n_steps")

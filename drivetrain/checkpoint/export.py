@@ -414,9 +414,7 @@ def shard_limit(max_shard_size: int | str) -> int:
     """
     limit = parse_bytes(max_shard_size)
     if limit <= 0:
-        raise ConfigurationError(
-            f"max_shard_size={max_shard_size!r}: a file has to be larger than nothing.", code="DT-002"
-        )
+        raise ConfigurationError(f"max_shard_size={max_shard_size!r}: a file has to be larger than nothing.")
     return limit
 
 
@@ -869,7 +867,6 @@ def load_over_processes(
     if broadcast and not dist.is_initialized():
         raise ConfigurationError(
             "broadcast_from_rank0=True needs a process group. Build an Accelerator first, or leave it out.",
-            code="DT-017",
         )
 
     def dtype_of(name: str, old: torch.dtype | None) -> torch.dtype | None:

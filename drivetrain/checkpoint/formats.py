@@ -138,7 +138,7 @@ class CheckpointFormat:
             CheckpointError: It cannot be written.
             ConfigurationError: Runs are not saved in this format, or not in this way.
         """
-        raise ConfigurationError(f"save_checkpoint(format={self.name!r}): it is only read.", code="DT-001")
+        raise ConfigurationError(f"save_checkpoint(format={self.name!r}): it is only read.")
 
     def content(self, path: str) -> Mapping[str, Any] | None:
         """Return the content of a checkpoint that is not read from its path as any other; else None.
@@ -200,13 +200,12 @@ def find_format(name: str) -> CheckpointFormat:
     """
     if name not in _FORMATS:
         raise ConfigurationError(
-            f"save_checkpoint(format={name!r}): give 'lightning' or 'drivetrain', or leave it out.", code="DT-001"
+            f"save_checkpoint(format={name!r}): give 'lightning' or 'drivetrain', or leave it out."
         )
     module, _, attribute = _FORMATS[name].partition(":")
     if not _is_there(module):
         raise ConfigurationError(
             f"The checkpoint format {name!r}: {module} is not a part of this installation. Install drivetrain again.",
-            code="DT-001",
         )
     made: CheckpointFormat = getattr(import_module(module), attribute)()
     return made

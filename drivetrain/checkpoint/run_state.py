@@ -234,9 +234,7 @@ def import_checkpoint(source: str | os.PathLike[str], output: str | os.PathLike[
             "random_states_0.pkl, and no file of Lightning's."
         )
     if Path(output).exists():
-        raise ConfigurationError(
-            f"{os.fspath(output)} is there already. Name a new directory, or remove it.", code="DT-009"
-        )
+        raise ConfigurationError(f"{os.fspath(output)} is there already. Name a new directory, or remove it.")
     shared, own = found
     step = shared["driver"].get("progress", {}).get("global_step")
     save_run_state(output, shared, own or {}, PartialState(cpu=True), step=step, block=True)

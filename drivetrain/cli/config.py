@@ -46,7 +46,7 @@ def default(group_file: str | None, config_file: str | None, mixed_precision: st
     precision = SETTINGS["mixed_precision"].parse(mixed_precision, "--mixed_precision")
     if path.exists() and not overwrite:
         raise ConfigurationError(
-            f"{path} is there already. Replace it with --overwrite, or see `drivetrain config show`.", code="DT-009"
+            f"{path} is there already. Replace it with --overwrite, or see `drivetrain config show`."
         )
     from drivetrain.runtime.devices import detect_device_kind
 
@@ -104,14 +104,12 @@ def _terminal() -> Terminal:
         raise ConfigurationError(
             "`drivetrain config` asks questions, but this is no terminal. Use `drivetrain config default`, flags of "
             "`drivetrain launch`, or a file of Accelerate's with --config_file.",
-            code="DT-015",
         )
     try:
         import questionary  # noqa: F401
     except ImportError:
         raise ConfigurationError(
             f"`drivetrain config` asks through questionary, which is not installed. Install it: {_INSTALL}.",
-            code="DT-013",
         ) from None
     return Terminal()
 

@@ -75,8 +75,8 @@ _COMMANDS = {
         "Show versions, devices and settings, and where each setting came from.",
     ),
     "explain": (
-        "drivetrain.cli.explain:explain",
-        "Explain an error code: when it is raised, the cause and what to do.",
+        "drivetrain.cli.main:explain",
+        "Deprecated: errors have no codes any more, and their messages have what to do.",
     ),
 }
 
@@ -115,6 +115,13 @@ class LazyGroup(click.Group):
 @click.version_option(drivetrain.__version__, prog_name="drivetrain")
 def cli() -> None:
     """Train PyTorch models: one task class, one fit, any hardware."""
+
+
+@click.command()
+@click.argument("code", required=False)
+def explain(code: str | None) -> None:
+    """Deprecated: errors have no codes any more, and their messages have what to do."""
+    click.echo("Errors have no codes any more: each message has what was given, what is allowed and what to do.")
 
 
 def main() -> None:

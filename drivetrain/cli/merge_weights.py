@@ -82,9 +82,7 @@ def _with_adapters(
     from drivetrain.runtime.errors import ConfigurationError
 
     if module is not None:
-        raise ConfigurationError(
-            "--base writes all weights of the base under its own names. Leave out --module.", code="DT-004"
-        )
+        raise ConfigurationError("--base writes all weights of the base under its own names. Leave out --module.")
     return merge_adapters(checkpoint, base, output, max_shard_size, dtype=dtype, **options)
 
 
@@ -96,13 +94,11 @@ def _check_removable(checkpoint: str, output: str) -> None:
     if not source.is_dir():
         raise ConfigurationError(
             f"--remove-checkpoint-dir removes a directory of this machine, but {checkpoint!r} is none. Leave it out.",
-            code="DT-010",
         )
     if Path(output).resolve().is_relative_to(source.resolve()):
         raise ConfigurationError(
             f"--remove-checkpoint-dir would remove the weights too: {output!r} is inside {checkpoint!r}. Give another "
             "output.",
-            code="DT-004",
         )
 
 

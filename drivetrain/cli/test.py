@@ -84,7 +84,6 @@ def _settings(flags: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
         raise ConfigurationError(
             f"drivetrain test takes the flags of drivetrain launch and no script, but got {parsed['script']!r}. "
             "It brings a script of its own.",
-            code="DT-004",
         )
     given = {name: value for name, value in parsed.items() if name in SETTINGS and value != ()}
     return collect(given, os.environ, parsed["config_file"]), parsed["dry_run"]

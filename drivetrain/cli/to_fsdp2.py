@@ -45,24 +45,18 @@ def to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None
 
     source = Path(config_file)
     if not source.is_file():
-        raise ConfigurationError(f"There is no configuration file {config_file!r}. Check the path.", code="DT-010")
+        raise ConfigurationError(f"There is no configuration file {config_file!r}. Check the path.")
     if output_file is None and not overwrite:
-        raise ConfigurationError(
-            "Give --output_file, or --overwrite to replace the configuration file itself.", code="DT-130"
-        )
+        raise ConfigurationError("Give --output_file, or --overwrite to replace the configuration file itself.")
     target = Path(output_file or config_file)
     if target.exists() and not overwrite:
-        raise ConfigurationError(
-            f"{str(target)!r} is there already. Give another --output_file, or --overwrite.", code="DT-009"
-        )
+        raise ConfigurationError(f"{str(target)!r} is there already. Give another --output_file, or --overwrite.")
     try:
         config = load_yaml(source.read_text())
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"{config_file!r} is no YAML: {error}", code="DT-011") from error
+        raise ConfigurationError(f"{config_file!r} is no YAML: {error}") from error
     if not isinstance(config, dict):
-        raise ConfigurationError(
-            f"{config_file!r} holds no settings. Give a YAML of `drivetrain config`.", code="DT-011"
-        )
+        raise ConfigurationError(f"{config_file!r} holds no settings. Give a YAML of `drivetrain config`.")
     converted, changes = convert(config)
     target.write_text(yaml.safe_dump(converted))
     for change in changes:
@@ -81,11 +75,9 @@ def convert(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """
     old = config.get("fsdp_config")
     if not old:
-        raise ConfigurationError("The file has no fsdp_config: there is nothing to convert.", code="DT-130")
+        raise ConfigurationError("The file has no fsdp_config: there is nothing to convert.")
     if str(old.get("fsdp_version", 1)) == "2":
-        raise ConfigurationError(
-            "fsdp_version is 2 already. If its keys are those of version 1, set it to 1 first.", code="DT-130"
-        )
+        raise ConfigurationError("fsdp_version is 2 already. If its keys are those of version 1, set it to 1 first.")
     strategy, resharding = _strategy_of(old)
     if strategy == "NO_SHARD":
         return _unsharded(config)
@@ -121,7 +113,7 @@ def _strategy_of(old: Mapping[str, Any]) -> tuple[str | None, bool | None]:
     if name in ("TRUE", "FALSE"):
         return None, name == "TRUE"
     if name not in _NUMBERED:
-        raise ConfigurationError(f"{key} is {value!r}, but must be one of {', '.join(_NUMBERED)}.", code="DT-001")
+        raise ConfigurationError(f"{key} is {value!r}, but must be one of {', '.join(_NUMBERED)}.")
     return name, _RESHARDS.get(name)
 
 
@@ -142,7 +134,6 @@ def _hybrid(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if processes % machines:
         raise ConfigurationError(
             f"num_processes is {processes}, which {machines} machines cannot share equally. Take a multiple.",
-            code="DT-033",
         )
     prefix = "parallelism_config_"
     sizes = {

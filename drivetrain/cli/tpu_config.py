@@ -75,7 +75,6 @@ def tpu_config(
         raise ConfigurationError(
             "There is no gcloud on PATH. Install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install), or "
             "give --debug to print the command.",
-            code="DT-015",
         )
     code = subprocess.run(gcloud, check=False).returncode
     click.echo("All workers ran the commands." if code == 0 else f"gcloud ended with exit code {code}.", err=code != 0)
@@ -90,17 +89,17 @@ def _commands(given: Sequence[str], file: str | None, defaults: Mapping[str, Any
     if file is not None:
         path = Path(file)
         if not path.is_file():
-            raise ConfigurationError(f"There is no command file {file!r}. Check the path.", code="DT-010")
+            raise ConfigurationError(f"There is no command file {file!r}. Check the path.")
         given = path.read_text().splitlines()
     lines = [line for line in given if line.strip()]
     if not lines:
-        raise ConfigurationError("There is nothing to run. Give --command or --command_file.", code="DT-130")
+        raise ConfigurationError("There is nothing to run. Give --command or --command_file.")
     return lines
 
 
 def _needed(name: str, value: str | None) -> str:
     if not value:
-        raise ConfigurationError(f"{name} is not given. Give --{name}, or a --config_file that has it.", code="DT-130")
+        raise ConfigurationError(f"{name} is not given. Give --{name}, or a --config_file that has it.")
     return value
 
 
@@ -110,9 +109,7 @@ def _requirement(package: str, version: str) -> str:
     if version == "dev" and package == "accelerate":
         return "git+https://github.com/huggingface/accelerate.git"
     if not version[:1].isdigit():
-        raise ConfigurationError(
-            f"{package}_version is {version!r}, but must be latest or a version, such as 1.0.0.", code="DT-007"
-        )
+        raise ConfigurationError(f"{package}_version is {version!r}, but must be latest or a version, such as 1.0.0.")
     return f"{package}=={version}"
 
 
@@ -127,9 +124,9 @@ def _read(named: str | None) -> Mapping[str, Any]:
     if path is None:
         return {}
     if not path.is_file():
-        raise ConfigurationError(f"There is no configuration file {str(path)!r}. Check the path.", code="DT-010")
+        raise ConfigurationError(f"There is no configuration file {str(path)!r}. Check the path.")
     try:
         config = load_yaml(path.read_text())
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"{str(path)!r} is no YAML: {error}", code="DT-011") from error
+        raise ConfigurationError(f"{str(path)!r} is no YAML: {error}") from error
     return config if isinstance(config, dict) else {}

@@ -139,7 +139,6 @@ def _try(change: Change, result: Path) -> None:
             raise ConfigurationError(
                 f"drivetrain tune cannot see into the processes that strategy={made.strategy.name!r} starts. Give "
                 "strategy='ddp', and the number of processes as a flag: drivetrain tune --num_processes 2 script.py.",
-                code="DT-068",
             )
         kind = type(made)
 

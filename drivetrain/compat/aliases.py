@@ -60,7 +60,6 @@ def install(package: str, *others: str) -> ModuleType:
     if package not in PACKAGES:
         raise ConfigurationError(
             f"install({package!r}): allowed are {', '.join(map(repr, PACKAGES))}.{nearest(package, PACKAGES)}",
-            code="DT-001",
         )
     target = PACKAGES[package]
     loaded = sys.modules.get(package)
@@ -70,7 +69,6 @@ def install(package: str, *others: str) -> ModuleType:
             f"{package} has been imported already, from {origin}, and what holds its names would keep them. Call "
             f"drivetrain.compat.install({package!r}) before anything imports {package}, or start the script with "
             f"`drivetrain launch --as {_framework(package)}`.",
-            code="DT-132",
         )
     finder = AliasFinder(package, target)
     if finder not in sys.meta_path:

@@ -51,13 +51,13 @@ class CombinedLoader:
     def __init__(self, iterables: Any, mode: str = "min_size") -> None:
         if mode not in MODES:
             raise ConfigurationError(
-                f"Unsupported mode {mode!r}: allowed are {', '.join(MODES)}.{nearest(str(mode), MODES)}", code="DT-001"
+                f"Unsupported mode {mode!r}: allowed are {', '.join(MODES)}.{nearest(str(mode), MODES)}"
             )
         self.iterables = iterables
         self.mode = mode
         self.loaders: list[Any] = list(_loaders_in(iterables))
         if not self.loaders:
-            raise ConfigurationError("CombinedLoader needs at least one loader.", code="DT-097")
+            raise ConfigurationError("CombinedLoader needs at least one loader.")
         self.current: BatchInfo | None = None
         self._ended = [False] * len(self.loaders)
         self._epoch: int | None = 0

@@ -31,7 +31,6 @@ class DataShard:
             raise ConfigurationError(
                 f"DataShard(index={self.index}, count={self.count}): there must be at least one part, "
                 "and the index must be from 0 to count - 1.",
-                code="DT-002",
             )
 
 
@@ -119,7 +118,6 @@ def warn_of_workers(owner: str, value: Any) -> None:
     if value != "auto":
         raise ConfigurationError(
             f"num_workers={value!r}: leave it out. A number belongs to the loader: DataLoader(num_workers=...).",
-            code="DT-001",
         )
     hint = "Each loader keeps its own number: DataLoader(num_workers=...)."
     warn_ignored(owner, "num_workers", value, hint, since="0.1.0", removed_in="0.3.0", stacklevel=6)

@@ -204,7 +204,6 @@ class StreamReader:
             raise ConfigurationError(
                 "This DataLoader has in_order=False, so the order of its batches differs from run to run and the "
                 "processes cannot agree about it. Leave in_order at True where there are several processes.",
-                code="DT-101",
             )
         self._seeded = seed is not None
         self._compared = compared or self._sharded

@@ -536,9 +536,7 @@ def _placed(batches: Iterator[PendingBatch]) -> Iterator[Any]:
 def checked_count(num_batches: int) -> int:
     """A number of batches to skip, refused below 0."""
     if num_batches < 0:
-        raise ConfigurationError(
-            f"The number of batches to skip must be 0 or more, but got {num_batches}.", code="DT-002"
-        )
+        raise ConfigurationError(f"The number of batches to skip must be 0 or more, but got {num_batches}.")
     return num_batches
 
 

@@ -204,7 +204,6 @@ class MapReader:
             raise ConfigurationError(
                 "This DataLoader has in_order=False, so the order of its batches differs from run to run and the "
                 "processes cannot agree about it. Leave in_order at True where there are several processes.",
-                code="DT-101",
             )
         self._stream = IndexStream()
         self._workers_are_there = False

@@ -124,7 +124,6 @@ class PermutationSampler(Sampler[int]):
             raise ConfigurationError(
                 "PermutationSampler needs a dataset with a length, or the length itself, but got "
                 f"{type(data_source).__name__!r}.",
-                code="DT-100",
             )
         self._source = data_source
         self.seed = seed
@@ -133,9 +132,7 @@ class PermutationSampler(Sampler[int]):
         self._cached: tuple[tuple[int, int, int], KeyedPermutation] | None = None
         length = data_source if isinstance(data_source, int) else len(data_source)
         if not 0 <= length < _LARGEST_LENGTH:
-            raise ConfigurationError(
-                f"PermutationSampler takes lengths from 0 to 2**62 - 1, but got {length}.", code="DT-002"
-            )
+            raise ConfigurationError(f"PermutationSampler takes lengths from 0 to 2**62 - 1, but got {length}.")
 
     @property
     def epoch(self) -> int:

@@ -119,7 +119,6 @@ def prepare_loader(
         raise ConfigurationError(
             f"Cannot prepare a {type(loader).__name__!r} as a loader: it cannot be iterated. Give a "
             "torch.utils.data.DataLoader, or an iterable of batches.",
-            code="DT-100",
         )
     config = config or DataLoaderConfiguration()
     if tail is TailPolicy.COMPLETE and not config.even_batches:
@@ -176,7 +175,6 @@ def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, s
             raise ConfigurationError(
                 f"The dataset {type(loader.dataset).__name__} is a data pipe, which torch has deprecated and shards "
                 "between processes by itself. Give a torch.utils.data.IterableDataset instead.",
-                code="DT-100",
             )
         plain = False
     streams = plain and isinstance(loader.dataset, IterableDataset)
@@ -209,7 +207,6 @@ def _sample_seed_of(config: DataLoaderConfiguration, seed: int | None) -> int | 
             raise ConfigurationError(
                 "seed_samples=True derives each sample's random state from the run's seed, but the run has none. Call "
                 "set_seed(...) before the loader is prepared, or leave seed_samples out.",
-                code="DT-102",
             )
     return seed
 

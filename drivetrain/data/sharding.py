@@ -83,7 +83,6 @@ class Layout(NamedTuple):
                 f"split_batches=True splits each batch over {self.shard.count} processes, but the loader's batch size "
                 f"{self.batch_size} does not divide by {self.shard.count}. Give a batch size that does, or leave "
                 "split_batches out: then each process gets whole batches.",
-                code="DT-042",
             )
 
     def steps(self, batches: int, last_rows: int | None = None) -> int:

@@ -188,7 +188,6 @@ class PeftLayers:
         if ours:
             raise ConfigurationError(
                 f"QLoRA(peft_options=...) has {ours[0]!r}. Give QLoRA's rank, alpha, dropout and targets instead.",
-                code="DT-004",
             )
         beginning = self._options.get("init_lora_weights", True)
         reads = "use_dora" if self._options.get("use_dora") else ""
@@ -197,7 +196,6 @@ class PeftLayers:
             raise ConfigurationError(
                 f"QLoRA(backend='peft'): {reads} reads the weights below the adapters, which are packed. Use peft's "
                 "get_peft_model over quantize_model for it.",
-                code="DT-004",
             )
         self._options |= {"r": rank, "lora_alpha": 2 * rank if alpha is None else alpha, "lora_dropout": dropout}
 
@@ -219,7 +217,6 @@ class PeftLayers:
             if name not in known:
                 raise ConfigurationError(
                     f"peft.LoraConfig has no option {name!r}.{nearest(name, known)} See QLoRA(peft_options=...).",
-                    code="DT-006",
                 )
 
     def add(self, model: nn.Module, layers: Sequence[str]) -> None:
@@ -369,21 +366,18 @@ class QLoRA:
         peft_options: Mapping[str, Any] | None = None,
     ) -> None:
         if rank < 1:
-            raise ConfigurationError(f"QLoRA(rank={rank}): give 1 or more.", code="DT-002")
+            raise ConfigurationError(f"QLoRA(rank={rank}): give 1 or more.")
         if not 0.0 <= dropout < 1.0:
-            raise ConfigurationError(f"QLoRA(dropout={dropout}): give a share from 0 to below 1.", code="DT-002")
+            raise ConfigurationError(f"QLoRA(dropout={dropout}): give a share from 0 to below 1.")
         for name, given, allowed in (("base", base, _BASES), ("backend", backend, _BACKENDS)):
             if given not in allowed:
                 raise ConfigurationError(
                     f"QLoRA({name}={given!r}): give {' or '.join(map(repr, allowed))}.{nearest(str(given), allowed)}",
-                    code="DT-001",
                 )
         self.base, self.backend = base, backend
         self._peft = PeftLayers(rank, alpha, dropout, peft_options) if backend == "peft" else None
         if peft_options is not None and self._peft is None:
-            raise ConfigurationError(
-                "QLoRA(peft_options=...) are those of backend='peft'. Ask for it, or drop them.", code="DT-005"
-            )
+            raise ConfigurationError("QLoRA(peft_options=...) are those of backend='peft'. Ask for it, or drop them.")
         self.rank, self.alpha = rank, 2.0 * rank if alpha is None else float(alpha)
         self.targets = None if targets is None else tuple(targets)
         self.dropout = dropout
@@ -422,7 +416,6 @@ class QLoRA:
             raise ConfigurationError(
                 f"QLoRA finds no linear layer within {type(model).__name__} to give an adapter. Put the layer into a "
                 "module, such as nn.Sequential(layer).",
-                code="DT-044",
             )
         model.requires_grad_(False)
         digest = digest_of(model)
@@ -451,7 +444,6 @@ class QLoRA:
                 raise ConfigurationError(
                     f"QLoRA(targets=...) names {target!r}, and no linear layer of {type(model).__name__} is called so."
                     f"{nearest(target, parts)}",
-                    code="DT-043",
                 )
         return [name for name in known if is_within(name, self.targets)]
 

@@ -288,7 +288,6 @@ def _kept_in_memory(module: nn.Module, tensors: Mapping[str, Tensor], tied: Tied
         raise ConfigurationError(
             f"{empty[0]!r} of {type(module).__name__} is on the meta device, so there is no value to offload; "
             "give weights_map=, or load the model first.",
-            code="DT-066",
         )
     kept = {}
     for name, tensor in tensors.items():
@@ -315,7 +314,6 @@ def _refuse_gradient(parameter: Tensor, what: str) -> None:
         raise ConfigurationError(
             f"{what} is offloaded, so its gradient would be lost. Freeze it with requires_grad_(False) and train "
             "other parameters beside it, or keep the module on its device.",
-            code="DT-067",
         )
 
     watch: Any = parameter.register_hook
@@ -333,7 +331,6 @@ def _load_elsewhere(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
             raise ConfigurationError(
                 f"{prefix + name!r} is offloaded to a weights_map that was given, so it cannot be loaded in place. "
                 "Remove the hooks first, or load the model before it is offloaded.",
-                code="DT-067",
             )
         held = hook.weights_map[name]
         if held.shape == value.shape:  # torch refuses it otherwise

@@ -71,12 +71,10 @@ def groups_of(
     """
     if kind not in KINDS:
         raise ConfigurationError(
-            f"groups={kind!r}: give one of {', '.join(map(repr, KINDS))}.{nearest(str(kind), KINDS)}", code="DT-001"
+            f"groups={kind!r}: give one of {', '.join(map(repr, KINDS))}.{nearest(str(kind), KINDS)}"
         )
     if num_blocks_per_group < 1:
-        raise ConfigurationError(
-            f"num_blocks_per_group={num_blocks_per_group}: a group has at least one block.", code="DT-002"
-        )
+        raise ConfigurationError(f"num_blocks_per_group={num_blocks_per_group}: a group has at least one block.")
     preloaded = set(preload_module_classes or ())
     whole = {id(module) for module in model.modules() if type(module).__name__ in preloaded}
     blocks = set() if kind == "leaf" else {id(module) for module in _blocks(model)}

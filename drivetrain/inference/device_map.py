@@ -60,9 +60,7 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
     parsed = {as_device(device): parse_bytes(size) for device, size in max_memory.items()}
     negative = [device for device, size in parsed.items() if size < 0]
     if negative:
-        raise ConfigurationError(
-            f"max_memory gives {negative[0]!r} {parsed[negative[0]]} bytes; give 0 or more.", code="DT-002"
-        )
+        raise ConfigurationError(f"max_memory gives {negative[0]!r} {parsed[negative[0]]} bytes; give 0 or more.")
     absent = [device for device in parsed if device not in STORES and not is_there(device)]
     if absent:
         logger.info(f"max_memory names devices that this machine does not have: {', '.join(map(str, absent))}.")
@@ -102,10 +100,10 @@ def as_device(given: Any) -> Device:
         ConfigurationError: It is none.
     """
     if isinstance(given, bool) or not isinstance(given, (int, str, torch.device)):
-        raise ConfigurationError(f"{given!r} is no device. Give a number, a name, or a torch.device.", code="DT-020")
+        raise ConfigurationError(f"{given!r} is no device. Give a number, a name, or a torch.device.")
     if isinstance(given, int):
         if given < 0:
-            raise ConfigurationError(f"{given} is no device; accelerators are counted from 0.", code="DT-020")
+            raise ConfigurationError(f"{given} is no device; accelerators are counted from 0.")
         return given
     name = str(given)
     if name in STORES:
@@ -119,7 +117,6 @@ def as_device(given: Any) -> Device:
         raise ConfigurationError(
             f"{name!r} is no device.{nearest(name, known)} Give a number for an accelerator, its name such as "
             '"cuda:0", "cpu" or "disk".',
-            code="DT-020",
         ) from None
     return name
 
@@ -258,7 +255,7 @@ class DeviceMap(dict[str, Any]):
         found = found or [block for block in self._problem.blocks for unit in block.names if _is_within(unit, name)]
         if not found:
             names = {unit[:end] for block in self._problem.blocks for unit in block.names for end in _ends(unit)}
-            raise ConfigurationError(f"The model has no module {name!r}.{nearest(name, names)}", code="DT-043")
+            raise ConfigurationError(f"The model has no module {name!r}.{nearest(name, names)}")
         return "\n".join(explain(self._problem, self._placement, block) for block in dict.fromkeys(found))
 
     def html(self) -> str:
@@ -384,7 +381,6 @@ def _policy(name: str) -> Policy:
     if name not in DEVICE_MAP_NAMES:
         raise ConfigurationError(
             f"{name!r} is no device map.{nearest(name, DEVICE_MAP_NAMES)} Names: {', '.join(DEVICE_MAP_NAMES)}.",
-            code="DT-001",
         )
     policy: Any = "balanced" if name == "auto" else name
     assert policy in get_args(Policy)
@@ -472,7 +468,6 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"The device map gives no device to {', '.join(missing[:3])}{more}.{hint} Add them, a module that they are "
             'in, or "" for all that is not named.',
-            code="DT-110",
         )
     refuse_two_devices(model, device_map)
 
@@ -494,7 +489,6 @@ def refuse_two_devices(model: nn.Module, device_map: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 f"The device map names {inside!r} twice: {device_map[inside]!r} by its own name, and "
                 f"{device_map[name]!r} by {name!r}. Name the other modules of {name!r} one by one.",
-                code="DT-110",
             )
     for group in find_tied_parameters(model):
         devices = {name: _device_of(name, where) for name in group}
@@ -505,7 +499,6 @@ def refuse_two_devices(model: nn.Module, device_map: Mapping[str, Any]) -> None:
                 f"{one} and {other} are one weight, but the device map puts them on {_device_of(one, device_map)!r} "
                 f"and {_device_of(other, device_map)!r}. Put both on one device"
                 + (f", with {', '.join(sorted({*group} - {one, other}))}." if len(group) > 2 else "."),
-                code="DT-054",
             )
 
 
@@ -566,9 +559,7 @@ def resolve_device_map(
             device_map = {"": as_device(device_map)}
         except ConfigurationError as error:
             hint = nearest(str(device_map), DEVICE_MAP_NAMES)
-            raise ConfigurationError(
-                f"{error.message}{hint} Names of maps: {', '.join(DEVICE_MAP_NAMES)}.", code="DT-110"
-            ) from None
+            raise ConfigurationError(f"{error.message}{hint} Names of maps: {', '.join(DEVICE_MAP_NAMES)}.") from None
     check_device_map(model, device_map)
     for name, device in device_map.items():
         if not is_there(as_device(device)):

@@ -185,13 +185,9 @@ def parse_arguments(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(
-            f"--kwargs {text!r} is no JSON: {error}. Give an object, such as '{{}}'.", code="DT-007"
-        ) from error
+        raise ConfigurationError(f"--kwargs {text!r} is no JSON: {error}. Give an object, such as '{{}}'.") from error
     if not isinstance(value, dict):
-        raise ConfigurationError(
-            f"--kwargs {text!r} must be a JSON object, such as '{{\"width\": 64}}'.", code="DT-003"
-        )
+        raise ConfigurationError(f"--kwargs {text!r} must be a JSON object, such as '{{\"width\": 64}}'.")
     return value
 
 
@@ -205,9 +201,7 @@ def _measured(
     if not inputs:
         return {}
     if isinstance(model, ModelSize):
-        raise ConfigurationError(
-            "--input needs a model that can run, but safetensors files hold weights alone.", code="DT-004"
-        )
+        raise ConfigurationError("--input needs a model that can run, but safetensors files hold weights alone.")
     found = {}
     for each in precisions:
         kept = estimate_training(size, "single", each, 1, optimizer).total

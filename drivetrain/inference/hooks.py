@@ -388,8 +388,6 @@ def _left(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 class StreamedModelError(ConfigurationError, RuntimeError):
     """Something was asked of a model over devices, memory and disk that only one in one place can do."""
 
-    code = "DT-067"
-
 
 class MoveGuard:
     """Stands before what moves or casts modules, and lets pass what changes nothing.

@@ -53,15 +53,12 @@ def location(given: torch.device | str | int) -> Location:
             raise ConfigurationError(
                 f"Device {given} was named, and there are {count} accelerators here. Available: "
                 f"{', '.join(each.name for each in available_device_kinds())}, disk.",
-                code="DT-020",
             )
         return kind.device(given)
     try:
         device = torch.device(given)
     except RuntimeError as error:
-        raise ConfigurationError(
-            f"{given!r} names no device. Give such as 0, 'cuda:1', 'cpu' or 'disk'.", code="DT-020"
-        ) from error
+        raise ConfigurationError(f"{given!r} names no device. Give such as 0, 'cuda:1', 'cpu' or 'disk'.") from error
     if device.type == "meta":
         return device
     kind = get_device_kind(device.type)
@@ -83,9 +80,7 @@ def execution_device(given: torch.device | str | int | None, others: Collection[
     if given is not None:
         found = location(given)
         if not isinstance(found, torch.device):
-            raise ConfigurationError(
-                "Nothing can be computed on disk. Give a device, such as 0 or 'cpu'.", code="DT-020"
-            )
+            raise ConfigurationError("Nothing can be computed on disk. Give a device, such as 0 or 'cpu'.")
         return found
     there = next((each for each in others if isinstance(each, torch.device) and each != CPU), None)
     if there is not None:
@@ -112,15 +107,13 @@ def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | in
     known = {*(name for name, _ in model.named_modules(remove_duplicate=False)), *places}
     for name in device_map:
         if name not in known:
-            raise ConfigurationError(
-                f"device_map names {name!r}, which is not in the model.{nearest(name, known)}", code="DT-043"
-            )
+            raise ConfigurationError(f"device_map names {name!r}, which is not in the model.{nearest(name, known)}")
     parsed = {name: location(value) for name, value in device_map.items()}
     found = {name: longest(name, parsed) for name in places}
     missed = [name for name, place in places.items() if found[name] is None and place.is_parameter]
     if missed:
         near = nearest(missed[0].rpartition(".")[0], device_map)
-        raise ConfigurationError(f"device_map has no entry for {', '.join(missed[:8])}.{near}", code="DT-110")
+        raise ConfigurationError(f"device_map has no entry for {', '.join(missed[:8])}.{near}")
     refuse_two_devices(model, device_map)
     rest = next(iter(parsed.values()), CPU)  # buffers of the model itself, which maps leave out
     return {name: rest if where is None else where for name, where in found.items()}
@@ -161,9 +154,7 @@ def as_dict(
         return dict(device_map.to_dict())
     if device_map not in DEVICE_MAP_NAMES:
         if isinstance(device_map, str) and device_map != DISK and nearest(device_map, DEVICE_MAP_NAMES):
-            raise ConfigurationError(
-                f"device_map={device_map!r} is no map.{nearest(device_map, DEVICE_MAP_NAMES)}", code="DT-001"
-            )
+            raise ConfigurationError(f"device_map={device_map!r} is no map.{nearest(device_map, DEVICE_MAP_NAMES)}")
         location(device_map)
         return {"": device_map}
     return resolve_device_map(
@@ -228,7 +219,6 @@ def load_checkpoint_in_model(
             raise ConfigurationError(
                 f"device_map={device_map!r}: weights that process 0 sends, or that are sharded, go where the model's "
                 "parameters are. Leave it out, or broadcast_from_rank0.",
-                code="DT-004",
             )
         keep = keep_in_fp32_modules or ()
         files.load_over_processes(model, checkpoint, wanted, strict, full_state_dict, broadcast_from_rank0, keep)
@@ -447,7 +437,7 @@ class _Loading:
         if not written:
             return
         if folder is None:
-            raise ConfigurationError(self._why_written(written), code="DT-005")
+            raise ConfigurationError(self._why_written(written))
         sources = {item.names[0]: item for item in written}
         entries = [Entry(name, item.dtype, tuple(item.old.shape)) for name, item in sources.items()]
         file = write_offloaded(

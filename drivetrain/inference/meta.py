@@ -212,7 +212,6 @@ class LayerwiseCastingHook(ModelHook):
                 raise ConfigurationError(
                     f"{role}={dtype!r} is no floating-point dtype; give one such as torch.float8_e4m3fn to store "
                     "weights in, and torch.bfloat16 to compute in.",
-                    code="DT-003",
                 )
         self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
         self._stored: dict[int, list[_Cast]] = {}
@@ -313,7 +312,6 @@ def attach_layerwise_casting_hooks(
             f"{type(module).__name__} has no linear or convolution layer that is not skipped, so there is nothing to "
             "cast. Check skip_modules_pattern and skip_modules_classes, or add a LayerwiseCastingHook to the modules "
             "yourself with add_hook_to_module.",
-            code="DT-044",
         )
     for each in found:
         if not _casts(hook_of(each)):  # a layer that is used in two places is met twice

@@ -87,7 +87,6 @@ def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool =
     raise ConfigurationError(
         f"{source!r} is no model. Give package.module:Class (with --kwargs for its arguments), the config.json of a "
         "transformers model or its folder, or a safetensors file or folder.",
-        code="DT-131",
     )
 
 
@@ -105,13 +104,10 @@ def _from_class(source: str, kwargs: Mapping[str, Any]) -> nn.Module:
         raise ConfigurationError(
             f"{source!r}: the module {module_name!r} cannot be imported ({error}). Modules are found from the current "
             "folder and PYTHONPATH.",
-            code="DT-131",
         ) from error
     for name in path.split("."):
         if not hasattr(found, name):
-            raise ConfigurationError(
-                f"{source!r}: there is no {name!r} in it.{nearest(name, dir(found))}", code="DT-131"
-            )
+            raise ConfigurationError(f"{source!r}: there is no {name!r} in it.{nearest(name, dir(found))}")
         found = getattr(found, name)
     with torch.device("meta"):
         try:
@@ -120,16 +116,12 @@ def _from_class(source: str, kwargs: Mapping[str, Any]) -> nn.Module:
             raise ConfigurationError(
                 f"{source!r} cannot be built from the arguments {dict(kwargs)}: {error}. Give them as JSON, such as "
                 "--kwargs '{\"width\": 64}'.",
-                code="DT-131",
             ) from error
     if not isinstance(model, nn.Module):
-        raise ConfigurationError(
-            f"{source!r} gives a {type(model).__name__}, but must give a torch.nn.Module.", code="DT-131"
-        )
+        raise ConfigurationError(f"{source!r} gives a {type(model).__name__}, but must give a torch.nn.Module.")
     if not any(True for _ in model.parameters()):
         raise ConfigurationError(
             f"{source!r} has no parameters once it is built. Name the class of a module that makes them in __init__.",
-            code="DT-131",
         )
     return model
 
@@ -139,7 +131,7 @@ def _from_config(config: Path, trust_remote_code: bool) -> nn.Module:
         import transformers  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
         raise ConfigurationError(
-            f"{config} needs transformers, which is not installed: pip install transformers", code="DT-013"
+            f"{config} needs transformers, which is not installed: pip install transformers"
         ) from error
     loaded = transformers.AutoConfig.from_pretrained(str(config), trust_remote_code=trust_remote_code)
     named = (getattr(loaded, "architectures", None) or [None])[0]
@@ -259,7 +251,7 @@ def read_header(path: Path) -> dict[str, Any]:
         except (ValueError, RecursionError):
             header = None
     if not isinstance(header, dict):
-        raise ConfigurationError(f"{path} is no safetensors file: its header cannot be read.", code="DT-011")
+        raise ConfigurationError(f"{path} is no safetensors file: its header cannot be read.")
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
@@ -472,7 +464,7 @@ def estimate_training(
     for what, given, allowed in choices:
         if given not in allowed:
             raise ConfigurationError(
-                f"{what} is {given!r}, but must be one of {', '.join(allowed)}.{nearest(given, allowed)}", code="DT-001"
+                f"{what} is {given!r}, but must be one of {', '.join(allowed)}.{nearest(given, allowed)}"
             )
     case = Case(
         size,
@@ -509,15 +501,13 @@ def read_config(source: str) -> Mapping[str, Any]:
     path = Path(source)
     config = path / "config.json" if path.is_dir() else path
     if config.suffix != ".json" or not config.is_file():
-        raise ConfigurationError(
-            f"--seq needs the config.json of a transformers model or its folder; got {source!r}.", code="DT-131"
-        )
+        raise ConfigurationError(f"--seq needs the config.json of a transformers model or its folder; got {source!r}.")
     try:
         found = json.loads(config.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{config} is no JSON: {error}.", code="DT-011") from error
+        raise ConfigurationError(f"{config} is no JSON: {error}.") from error
     if not isinstance(found, dict):
-        raise ConfigurationError(f"{config} holds no JSON object.", code="DT-011")
+        raise ConfigurationError(f"{config} holds no JSON object.")
     return found
 
 
@@ -567,7 +557,6 @@ def _given(config: Mapping[str, Any], what: str, required: bool = True) -> int:
     if required:
         raise ConfigurationError(
             f"The configuration gives none of {', '.join(_KEYS[what])}, so the key-value cache cannot be counted.",
-            code="DT-011",
         )
     return 0
 
@@ -632,7 +621,6 @@ def parse_inputs(given: Sequence[str]) -> Inputs:
             raise ConfigurationError(
                 f"--input {text!r} cannot be read. Give [NAME=]SHAPE[:DTYPE], such as 8x128:int64 or "
                 "input_ids=8x128:int64.",
-                code="DT-007",
             )
         entry = (tuple(map(int, found["shape"].split("x"))), dtype)
         if found["name"]:
@@ -720,7 +708,5 @@ def _loss_of(output: Any) -> torch.Tensor:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.requires_grad
     ]
     if not floats:
-        raise ConfigurationError(
-            "The model returns nothing that depends on its parameters, so it cannot be trained.", code="DT-085"
-        )
+        raise ConfigurationError("The model returns nothing that depends on its parameters, so it cannot be trained.")
     return floats[0].float().mean()

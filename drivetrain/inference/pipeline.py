@@ -87,7 +87,7 @@ class PipelineInference:
         self._state = PartialState()
         for name, number in (("num_chunks", num_chunks), ("in_flight", in_flight)):
             if number is not None and number < 1:
-                raise ConfigurationError(f"{name} must be at least 1, got {number}.", code="DT-002")
+                raise ConfigurationError(f"{name} must be at least 1, got {number}.")
         self.model, self._chunks = model, num_chunks or self._state.num_processes
         self._gathers = gather_output
         loader = _Loader(weights, find_tied_parameters(model), self._state.device)
@@ -226,15 +226,12 @@ def _lay_out(
 ) -> StageLayout:
     """The stages of a model; a tie between two of them is undone, since neither is trained."""
     if isinstance(split_points, str) and split_points != "auto":
-        raise ConfigurationError(
-            f"split_points must be 'auto' or a list of module names, got {split_points!r}.", code="DT-003"
-        )
+        raise ConfigurationError(f"split_points must be 'auto' or a list of module names, got {split_points!r}.")
     splits = choose_splits(model, count, classes, _SPLITS) if isinstance(split_points, str) else tuple(split_points)
     if len(splits) != count - 1:
         raise ConfigurationError(
             f"split_points={list(splits)} makes {len(splits) + 1} stages, but there are {count} processes; name "
             f"{count - 1} modules, or start {len(splits) + 1} processes.",
-            code="DT-059",
         )
     ties = find_tied_parameters(model)
     for name in (name for group in ties for name in group[1:]):
@@ -272,7 +269,6 @@ class _Loader:
             raise ConfigurationError(
                 f"{len(empty)} tensors of this stage are on the meta device, such as {empty[0]!r}; give weights=, a "
                 "file or a directory to load them from.",
-                code="DT-066",
             )
         moved: dict[int, Tensor] = {}
         for module in model.modules():
@@ -345,7 +341,6 @@ def _merged(outputs: Sequence[Any], rows: Sequence[int | None]) -> Any:
                 raise ConfigurationError(
                     f"The model returns {what} for a part of {count} rows, which cannot be put together with those of "
                     "the other parts. Set num_chunks=1, or have it not returned (as with use_cache=False).",
-                    code="DT-112",
                 )
     whole = iter([None if parts[0] is None else torch.cat(parts) for parts in zip(*columns, strict=True)])
     return recursively_apply(lambda _: next(whole), outputs[0], test_type=is_leaf)

@@ -548,13 +548,11 @@ def group_offload(
         raise ConfigurationError(
             f"offload_type={offload_type!r}: give one of {', '.join(map(repr, _TYPES))}."
             f"{nearest(offload_type, _TYPES)}",
-            code="DT-001",
         )
     if loading.location(offload_device) != loading.CPU:
         raise ConfigurationError(
             f"offload_device={offload_device!r}: weights can be on the CPU between calls, or on disk with "
             "offload_to_disk_path=...",
-            code="DT-001",
         )
     options = StreamOptions(
         groups=_TYPES[offload_type],
@@ -661,7 +659,6 @@ def _to_disk(places: Mapping[str, Place], names: Sequence[str], folder: Folder |
         raise ConfigurationError(
             f"{listed([same[0] for same in sharing.values()])}: on disk by the map, and in no safetensors file. Pass "
             "offload_dir=..., where they are written.",
-            code="DT-005",
         )
     tensors = {same[0]: places[same[0]].tensor for same in sharing.values()}
     entries = [Entry(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()]

@@ -42,7 +42,7 @@ def dtype_byte_size(dtype: torch.dtype | str | Any) -> float:
         bits = dtype_byte_size(getattr(torch, name)) * 8
     if bits is None:
         raise ConfigurationError(
-            f"{dtype!r} is no dtype with a number of bits. Give one such as torch.bfloat16 or 'int4'.", code="DT-007"
+            f"{dtype!r} is no dtype with a number of bits. Give one such as torch.bfloat16 or 'int4'."
         )
     return bits / 8
 
@@ -394,7 +394,6 @@ def activations_of(
         raise ConfigurationError(
             f"The activations cannot be measured: the forward does not run on tensors without values ({error}). "
             "Leave the example inputs out, and keep room for activations in max_memory.",
-            code="DT-112",
         ) from error
     finally:
         for handle in handles:

@@ -515,7 +515,6 @@ def refuse(problem: Problem, unsplit: Container[str]) -> ConfigurationError:
         return ConfigurationError(
             f"The model takes {as_bytes(total)}, but the budgets hold {as_bytes(room)} in all: "
             f'{as_bytes(total - room)} are short. {ways}; without a limit for "disk" the rest is kept there.',
-            code="DT-111",
         )
     computing = [problem.budgets[index] for index in problem.executors]
     needed = largest.streamed + largest.activations + sum(block.resident for block in problem.blocks)
@@ -529,12 +528,10 @@ def refuse(problem: Problem, unsplit: Container[str]) -> ConfigurationError:
             f"{largest.names[0] or 'The model'!r} takes {as_bytes(needed)} on the device that computes it, but {where}"
             f", {as_bytes(limit)}: {as_bytes(needed - limit)} are short. Give one device at least {int(needed)} bytes"
             f'{split}, or add "cpu" with that much to max_memory.',
-            code="DT-111",
         )
     return ConfigurationError(
         f"The model takes {as_bytes(total)}, and its blocks (the largest is {largest.names[0]!r}, "
         f"{as_bytes(largest.size)}) do not go into the budgets: "
         + ", ".join(f"{each.device!r} {as_bytes(each.limit)}" for each in problem.budgets)
         + f". {ways}{split}.",
-        code="DT-111",
     )

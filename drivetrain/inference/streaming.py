@@ -45,7 +45,6 @@ class StreamOptions:
         if (self.prefetch is not None and self.prefetch < 0) or (self.budget is not None and self.budget < 0):
             raise ConfigurationError(
                 f"prefetch={self.prefetch}, budget={self.budget}: give a number of groups, and bytes; 0 for none.",
-                code="DT-002",
             )
 
 

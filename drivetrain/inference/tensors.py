@@ -185,13 +185,12 @@ def set_module_tensor_to_device(
     target = torch.device(device)
     if value is None and old.is_meta and target.type != "meta":
         raise ConfigurationError(
-            f"{tensor_name!r} is on the meta device and has no value to put on {target}; give value=...", code="DT-066"
+            f"{tensor_name!r} is on the meta device and has no value to put on {target}; give value=..."
         )
     if value is not None and value.shape != old.shape and type(old) in (nn.Parameter, torch.Tensor):
         raise ConfigurationError(
             f"{tensor_name!r} has the shape {tuple(old.shape)}, and the value given for it {tuple(value.shape)}; "
             "give one of the same shape.",
-            code="DT-018",
         )
     source = old if value is None else value
     address = tied_address(source, tied_params_map)
@@ -244,7 +243,6 @@ def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
     known = [each for each, _ in (*module.named_parameters(), *module.named_buffers())]
     raise ConfigurationError(
         f"{type(module).__name__} has no parameter or buffer named {tensor_name!r}.{nearest(tensor_name, known)}",
-        code="DT-043",
     )
 
 
@@ -282,9 +280,7 @@ def torch_dtype(given: str | torch.dtype) -> torch.dtype:
     found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
         known = [name for name, each in vars(torch).items() if isinstance(each, torch.dtype)]
-        raise ConfigurationError(
-            f"{given!r} is no dtype; give one such as 'bfloat16'.{nearest(str(given), known)}", code="DT-007"
-        )
+        raise ConfigurationError(f"{given!r} is no dtype; give one such as 'bfloat16'.{nearest(str(given), known)}")
     return found
 
 

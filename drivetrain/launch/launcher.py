@@ -83,25 +83,21 @@ class LaunchPlan:
                     f"{local_processes} processes were asked for on this machine, but it has {count} {kind.name} "
                     f"device(s). Ask for at most {count * options.max_machines} over all machines, or run on the "
                     "CPU with cpu (`--cpu`).",
-                    code="DT-030",
                 )
             if kind.drives_all and local_processes > 1:
                 raise ConfigurationError(
                     f"{local_processes} processes were asked for on this machine, but one drives all of its {count} "
                     f"{kind.name} device(s). Leave the number out. In a notebook, notebook_launcher can start one for "
                     "each.",
-                    code="DT-030",
                 )
         variables = options.variables
         if options.enable_cpu_affinity:
             if not hasattr(os, "sched_setaffinity"):
-                raise ConfigurationError("enable_cpu_affinity needs Linux. Leave it out on this system.", code="DT-015")
+                raise ConfigurationError("enable_cpu_affinity needs Linux. Leave it out on this system.")
             variables[AFFINITY_VARIABLE] = "1"
         if options.device_ids is not None:
             if (name := kind.visible_variable) is None:
-                raise ConfigurationError(
-                    f"gpu_ids cannot choose among {kind.name} devices. Leave it out.", code="DT-024"
-                )
+                raise ConfigurationError(f"gpu_ids cannot choose among {kind.name} devices. Leave it out.")
             variables[name] = ",".join(options.device_ids)
         if options.num_cpu_threads_per_process is not None:
             variables[THREADS_VARIABLE] = str(options.num_cpu_threads_per_process)
@@ -204,7 +200,7 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
         for name, value in plan.variables.items():
             announce(f"{name}={value}")
     if options.log_dir is not None and os.path.isfile(options.log_dir):
-        raise ConfigurationError(f"log_dir {options.log_dir!r} is a file. Name a directory.", code="DT-009")
+        raise ConfigurationError(f"log_dir {options.log_dir!r} is a file. Name a directory.")
     with ExitStack() as stack:
         if not options.debug:
             stack.enter_context(_quiet_loggers())
@@ -646,7 +642,6 @@ def mpi_command(options: LaunchOptions, script: str, args: Sequence[str] = ()) -
     if options.min_machines != options.max_machines:
         raise ConfigurationError(
             f"num_machines is {options.num_machines!r}, but mpirun starts a fixed number. Give a single one.",
-            code="DT-033",
         )
     plan = LaunchPlan.make(options)
     variables = {

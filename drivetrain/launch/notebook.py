@@ -239,7 +239,6 @@ def launch_on_xla(
         raise ConfigurationError(
             f"num_nodes={num_nodes}: on TPUs notebook_launcher runs on one host. Start the script on each host "
             "instead.",
-            code="DT-034",
         )
     devices = xla.device_count()
     apart = xla.has_process_per_device()
@@ -253,19 +252,16 @@ def launch_on_xla(
         raise ConfigurationError(
             f"num_processes={processes}: XLA on the CPU cannot join several processes; each would train alone and seem "
             "to work. Give num_processes=1; CPU_NUM_DEVICES=4 gives it four devices.",
-            code="DT-034",
         )
     if not apart:
         raise ConfigurationError(
             f"num_processes={processes}: on TPUs v2 and v3 a process drives two cores in threads, which share what "
             "drivetrain keeps for each process. Give num_processes=1, which drives all cores.",
-            code="DT-030",
         )
     if processes != devices:
         raise ConfigurationError(
             f"num_processes={processes}, but this host has {devices} XLA devices. Allowed: 1, which drives all "
             f"of them, or {devices}, one for each.",
-            code="DT-030",
         )
     refuse_what_a_fork_would_break("xla")
     variables = {**plan.variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -801,14 +797,11 @@ def call_in_processes(
 
 def _check_start(method: str, restarts: int, machines: int) -> None:
     if method not in _START_METHODS:
-        raise ConfigurationError(
-            f"start_method is {method!r}, but must be one of {', '.join(_START_METHODS)}.", code="DT-001"
-        )
+        raise ConfigurationError(f"start_method is {method!r}, but must be one of {', '.join(_START_METHODS)}.")
     if restarts and machines > 1:
         raise ConfigurationError(
             f"max_restarts is {restarts} for {machines} machines, which would start again one by one. Leave it "
             "out, or save the training as a file and run `drivetrain launch --max_restarts` on it.",
-            code="DT-033",
         )
 
 
@@ -816,11 +809,7 @@ def _port(given: str | int, machines: int) -> int | None:
     try:
         port = int(given)
     except ValueError:
-        raise ConfigurationError(
-            f"use_port is {given!r}, but must be a number; 0 takes a free port.", code="DT-003"
-        ) from None
+        raise ConfigurationError(f"use_port is {given!r}, but must be a number; 0 takes a free port.") from None
     if port == 0 and machines > 1:
-        raise ConfigurationError(
-            "use_port is 0, but several machines must agree on one. Give the same port on each.", code="DT-033"
-        )
+        raise ConfigurationError("use_port is 0, but several machines must agree on one. Give the same port on each.")
     return port

@@ -324,7 +324,6 @@ class LaunchOptions:
                 if key not in keys:
                     raise ConfigurationError(
                         f"Unknown key {key!r} in {name}. Allowed: {', '.join(sorted(keys))}.{nearest(str(key), keys)}",
-                        code="DT-006",
                     )
                 parsed = keys[key].parse(value, f"{key} in {name}")
                 if parsed is not None:
@@ -334,14 +333,11 @@ class LaunchOptions:
         for names in ALTERNATIVES:
             asked = [name for name in names if getattr(self, name)]
             if len(asked) > 1:
-                raise ConfigurationError(
-                    f"{' and '.join(asked)} contradict each other. Give one of them.", code="DT-004"
-                )
+                raise ConfigurationError(f"{' and '.join(asked)} contradict each other. Give one of them.")
         if self.use_parallelism_config and (self.use_deepspeed or self.use_megatron_lm):
             other = "use_deepspeed" if self.use_deepspeed else "use_megatron_lm"
             raise ConfigurationError(
                 f"use_parallelism_config and {other} contradict each other: a grid goes with use_fsdp. Give one.",
-                code="DT-004",
             )
         self._check_values()
         self._check_machines()
@@ -421,9 +417,7 @@ class LaunchOptions:
         for name in ("deepspeed_config_file", "mpirun_hostfile"):
             file = self.values.get(name)
             if file is not None and not os.path.isfile(os.path.expanduser(file)):
-                raise ConfigurationError(
-                    f"{name} is {file!r}, but there is no such file. Give its path.", code="DT-010"
-                )
+                raise ConfigurationError(f"{name} is {file!r}, but there is no such file. Give its path.")
         if self.module:
             return
         if self.no_python:
@@ -431,14 +425,12 @@ class LaunchOptions:
                 raise ConfigurationError(
                     f"There is no program {script!r}. Give its path or a name on PATH, or leave no_python out if it "
                     "is Python.",
-                    code="DT-035",
                 )
         elif not os.path.exists(script):
             beside = glob.glob(os.path.join(glob.escape(os.path.dirname(script)), "*.py"))
             raise ConfigurationError(
                 f"There is no script {script!r} in {os.getcwd()}.{nearest(script, beside)} "
                 "Give the path of a Python file (or a module's name with -m).",
-                code="DT-035",
             )
 
     @property
@@ -463,7 +455,6 @@ class LaunchOptions:
         if not limit >= 0:
             raise ConfigurationError(
                 f"{HANG_TIMEOUT_VARIABLE}={given!r} is no number of seconds. Give one above 0, or 0 for no limit.",
-                code="DT-007",
             )
         return limit
 
@@ -493,26 +484,22 @@ class LaunchOptions:
             if value is not None and value < minimum:
                 of_processes = " Leave it out for one process per accelerator (or one on the CPU)."
                 hint = of_processes if name == "num_processes" else ""
-                raise ConfigurationError(f"{name} is {value}, but must be at least {minimum}.{hint}", code="DT-002")
+                raise ConfigurationError(f"{name} is {value}, but must be at least {minimum}.{hint}")
         for name in ("monitor_interval", "preemption_grace_period"):
             if getattr(self, name) <= 0:
-                raise ConfigurationError(
-                    f"{name} is {getattr(self, name)}, but must be more than 0 seconds.", code="DT-002"
-                )
+                raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be more than 0 seconds.")
         if self.hang_timeout is not None and not self.hang_timeout >= 0:
             raise ConfigurationError(
-                f"hang_timeout is {self.hang_timeout}, but must be at least 0 seconds; 0 is no limit.", code="DT-002"
+                f"hang_timeout is {self.hang_timeout}, but must be at least 0 seconds; 0 is no limit."
             )
         if any("=" not in pair for pair in self.rdzv_conf.split(",") if pair.strip()):
             raise ConfigurationError(
                 f'rdzv_conf is {self.rdzv_conf!r}, but must be "key=value,key=value", such as "timeout=60".',
-                code="DT-007",
             )
         if self.tee is not None and not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", self.tee):
             raise ConfigurationError(
                 f"tee is {self.tee!r}, but must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), "
                 'or these by local rank, such as "0:3,1:1".',
-                code="DT-007",
             )
 
     def _check_machines(self) -> None:
@@ -520,42 +507,36 @@ class LaunchOptions:
         if len(numbers) > 2 or not all(number.strip().removeprefix("-").isdigit() for number in numbers):
             raise ConfigurationError(
                 f'num_machines is {self.num_machines!r}, but must be a number, or "least:most", such as "1:2".',
-                code="DT-007",
             )
         least, most = int(numbers[0]), int(numbers[-1])
         object.__setattr__(self, "min_machines", least)
         object.__setattr__(self, "max_machines", most)
         if least < 1:
-            raise ConfigurationError(f"num_machines is {self.num_machines}, but must be at least 1.", code="DT-002")
+            raise ConfigurationError(f"num_machines is {self.num_machines}, but must be at least 1.")
         if most < least:
             raise ConfigurationError(
                 f"num_machines is {self.num_machines!r}, but the most cannot be fewer than the least. "
                 f'Give "{most}:{least}".',
-                code="DT-033",
             )
         if self.machine_rank >= most:
             raise ConfigurationError(
                 f"machine_rank is {self.machine_rank}, but with num_machines={self.num_machines} it must be "
                 f"0 to {most - 1}. Give each machine its own rank, the first one 0.",
-                code="DT-033",
             )
         if most > 1 and not self.main_process_ip:
             raise ConfigurationError(
                 f"num_machines is {self.num_machines}, but main_process_ip is not given. "
                 "Name the address of machine 0, the same on every machine.",
-                code="DT-033",
             )
         if least != most and self.rdzv_backend == "static":
             raise ConfigurationError(
                 f"num_machines is {self.num_machines!r}, but with rdzv_backend='static' it cannot change. "
                 "Leave rdzv_backend out, or give a single number of machines.",
-                code="DT-033",
             )
         if self.num_processes is not None and self.num_processes % most:
             raise ConfigurationError(
                 f"num_processes is {self.num_processes} over all machines, which {most} "
                 f"machines cannot share equally. Take a multiple of {most}.",
-                code="DT-033",
             )
         lowest = 0 if most == 1 else 1
         port = self.main_process_port
@@ -563,7 +544,6 @@ class LaunchOptions:
             raise ConfigurationError(
                 f"main_process_port is {port}, but must be {lowest} to 65535. "
                 "Leave it out for a free port on one machine.",
-                code="DT-002",
             )
 
     def _check_devices(self) -> None:
@@ -577,23 +557,21 @@ class LaunchOptions:
                 raise ConfigurationError(
                     f"{unused[0]} is {self.values[unused[0]]!r}, which has no effect with launcher='ray': Ray decides "
                     "which machines and devices the processes get. Leave one of the two out.",
-                    code="DT-005",
                 )
         asked = "gpu_ids" if self.gpu_ids is not None else "multi_gpu" if self.multi_gpu else None
         if self.cpu and asked is not None:
-            raise ConfigurationError(f"cpu and {asked} contradict each other. Give one of them.", code="DT-004")
+            raise ConfigurationError(f"cpu and {asked} contradict each other. Give one of them.")
         ids = self.device_ids
         if ids is None:
             return
         if any(not part.isdigit() for part in ids) or len(set(ids)) != len(ids):
             raise ConfigurationError(
-                f'gpu_ids is {self.gpu_ids!r}, but must be "all" or different numbers, such as "0,1".', code="DT-007"
+                f'gpu_ids is {self.gpu_ids!r}, but must be "all" or different numbers, such as "0,1".'
             )
         if self.num_processes is not None and self.num_processes // self.max_machines > len(ids):
             raise ConfigurationError(
                 f"gpu_ids names {len(ids)} device(s) for {self.num_processes // self.max_machines} processes "
                 "on this machine. Name one device for each process, or leave num_processes out.",
-                code="DT-018",
             )
 
 
@@ -683,7 +661,6 @@ def merge(sources: Iterable[Mapping[str, Given]]) -> dict[str, Given]:
                 raise ConfigurationError(
                     f"There is no launch option {name!r}.{nearest(name, SETTINGS)} "
                     f"Allowed: {', '.join(sorted(SETTINGS))}.",
-                    code="DT-006",
                 )
             if given.value is not None and name not in taken:
                 merged.setdefault(name, given)

@@ -73,7 +73,7 @@ class SlurmJob:
             )
         except ValueError as error:
             raise ConfigurationError(
-                f"A variable of SLURM's is no number ({error}). Unset it, or SLURM_JOB_ID.", code="DT-032"
+                f"A variable of SLURM's is no number ({error}). Unset it, or SLURM_JOB_ID."
             ) from None
 
     @property
@@ -92,7 +92,6 @@ class SlurmJob:
             raise ConfigurationError(
                 f"srun has started {self.tasks_here} tasks on this machine, each of which would launch processes of "
                 "its own. Give srun --ntasks-per-node=1, or let it start the script itself: `srun python train.py`.",
-                code="DT-037",
             )
         found: dict[str, Any] = {}
         if len(self.hosts) > 1:
@@ -145,7 +144,6 @@ def slurm_options(given: Mapping[str, Any], environ: Mapping[str, str] | None = 
             raise ConfigurationError(
                 f"This job has {len(job.hosts)} machines, but there is no srun on PATH to start the launcher on each. "
                 "Load SLURM's commands, or give --num_machines 1 to run on this machine alone.",
-                code="DT-037",
             ) from None
     found = job.options()
     passed = (os.environ if environ is None else environ).get("DRIVETRAIN_SLURM_PROCESSES")
@@ -165,12 +163,12 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 def _check(name: str, value: str | None, pattern: re.Pattern[str], allowed: str) -> None:
     if value is not None and not pattern.fullmatch(value):
-        raise ConfigurationError(f"{name} is {value!r}, but must be {allowed}.", code="DT-001")
+        raise ConfigurationError(f"{name} is {value!r}, but must be {allowed}.")
 
 
 def _check_count(name: str, value: int | None, minimum: int = 1) -> None:
     if value is not None and value < minimum:
-        raise ConfigurationError(f"{name} is {value}, but must be at least {minimum}.", code="DT-002")
+        raise ConfigurationError(f"{name} is {value}, but must be at least {minimum}.")
 
 
 @dataclass(frozen=True)
@@ -213,9 +211,7 @@ class SbatchFile:
             _check_count(name, getattr(self, name))
         _check_count("signal_seconds", self.signal_seconds, minimum=30)
         if self.signal_seconds > 65535:
-            raise ConfigurationError(
-                f"signal_seconds is {self.signal_seconds}, but SLURM takes 65535 at most.", code="DT-002"
-            )
+            raise ConfigurationError(f"signal_seconds is {self.signal_seconds}, but SLURM takes 65535 at most.")
         _check("time", self.time, _TIME, "minutes, MM:SS, HH:MM:SS, or D-HH:MM:SS, such as 1-12:00:00")
         _check("memory", self.memory, _MEMORY, "a number with K, M, G or T, such as 64G; 0 for all")
         for name in ("partition", "account", "job_name", "output"):

@@ -187,7 +187,6 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         raise ConfigurationError(
             f"Unknown reduction {reduction!r}. Allowed: {', '.join(_REDUCTIONS)}."
             + nearest(str(reduction), _REDUCTIONS),
-            code="DT-001",
         )
     state = PartialState()
     if state.debug and state.use_distributed and reduction != "none":
@@ -381,7 +380,6 @@ def _check_rank(rank: int, state: PartialState) -> None:
     if not 0 <= rank < state.num_processes:
         raise ConfigurationError(
             f"from_process={rank} is no rank of this run, which has ranks 0 to {state.num_processes - 1}.",
-            code="DT-036",
         )
 
 

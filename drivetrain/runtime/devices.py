@@ -408,7 +408,7 @@ def register_device(kind: DeviceKind, *, replace: bool = False) -> None:
     taken = [name for name in names if name in _KINDS]
     if taken and not replace:
         raise ConfigurationError(
-            f"A device kind named {taken[0]!r} is registered already; pass replace=True to replace it.", code="DT-016"
+            f"A device kind named {taken[0]!r} is registered already; pass replace=True to replace it."
         )
     for name in taken:
         if name in _KINDS and _KINDS[name].name == name:
@@ -448,7 +448,6 @@ def get_device_kind(name: str) -> DeviceKind:
         raise ConfigurationError(
             f"Unknown device {name!r}. Known: {', '.join(sorted(_KINDS))}.{nearest(base, _KINDS)} "
             "Another one can be added with drivetrain.register_device.",
-            code="DT-020",
         )
     if not kind.is_available():
         raise DeviceNotAvailableError(
@@ -476,7 +475,6 @@ def get_device(name: str) -> tuple[DeviceKind, int | None]:
     if not number.isdigit() or (chooses and int(number) >= kind.count()):
         raise ConfigurationError(
             f"Device {name!r} was asked for, but this process sees {kind.count()} {kind.name} device(s), from 0 on.",
-            code="DT-020",
         )
     return kind, int(number) if chooses else None
 

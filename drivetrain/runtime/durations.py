@@ -115,7 +115,7 @@ class Duration:
             return cls(value.total_seconds(), Unit.SECONDS)
         if isinstance(value, str):
             return cls._of_text(value.strip(), name)
-        raise ConfigurationError(f"{name}={value!r} is no duration. Give {_ALLOWED}.", code="DT-007")
+        raise ConfigurationError(f"{name}={value!r} is no duration. Give {_ALLOWED}.")
 
     @classmethod
     def _of_text(cls, text: str, name: str) -> Duration:
@@ -127,17 +127,16 @@ class Duration:
         if ":" in text:
             raise ConfigurationError(
                 f"{name}={text!r}: a time with colons has the format DD:HH:MM:SS, such as '00:06:00:00' for six hours.",
-                code="DT-007",
             )
         found = _TEXT.fullmatch(text)
         if found is None:
-            raise ConfigurationError(f"{name}={text!r} is no duration. Give {_ALLOWED}.", code="DT-007")
+            raise ConfigurationError(f"{name}={text!r} is no duration. Give {_ALLOWED}.")
         written = found["unit"] or ""
         spelling = written if len(written) == 1 else written.lower()  # an M alone is a million, not a minute
         if spelling not in _SPELLINGS:
             wrong = f"{written!r} is no unit" if written else "the unit is missing"
             raise ConfigurationError(
-                f"{name}={text!r}: {wrong}. The units are {_UNITS}.{nearest(spelling, _SPELLINGS)}", code="DT-007"
+                f"{name}={text!r}: {wrong}. The units are {_UNITS}.{nearest(spelling, _SPELLINGS)}"
             )
         unit, size = _SPELLINGS[spelling]
         amount = float(re.sub("[_,]", "", found["number"])) * _LARGE.get((found["large"] or "").upper(), 1) * size
@@ -149,10 +148,10 @@ class Duration:
             return amount
         if unit is Unit.RUN:
             if not 0 < amount <= 1:
-                raise ConfigurationError(f"{given}: give a part of the run, above 0 % and up to 100 %.", code="DT-002")
+                raise ConfigurationError(f"{given}: give a part of the run, above 0 % and up to 100 %.")
             return amount
         if round(amount, 6) != int(amount):
-            raise ConfigurationError(f"{given}: give a whole number of {unit}.", code="DT-002")
+            raise ConfigurationError(f"{given}: give a whole number of {unit}.")
         return int(amount)
 
     @property
@@ -189,7 +188,6 @@ def clock_time(value: Any, name: str, otherwise: str = "") -> timedelta | None:
         raise ConfigurationError(
             f"{name}={value!r} is no time: give one such as '10 min', a timedelta, a dict such as {{'hours': 2}}, or "
             f"'DD:HH:MM:SS'.{otherwise}",
-            code="DT-007",
         )
     return duration.timedelta
 
@@ -211,7 +209,6 @@ def interval_of(value: Any, name: str) -> int | Duration:
         raise ConfigurationError(
             f"{name}={value!r}: give a number of steps from 1 on, or a duration such as '500 steps', '1M samples', "
             "'10 min' or '10%'.",
-            code="DT-002",
         )
     return int(duration.amount) if duration.unit is Unit.STEPS else duration
 
@@ -234,6 +231,6 @@ def count_of(value: Any, name: str, unit: Unit, otherwise: str = "") -> Any:
     assert duration is not None
     if duration.unit is not unit:
         raise ConfigurationError(
-            f"{name}={value!r} is no number of {unit}: give one, such as 2 or '2 {unit}'.{otherwise}", code="DT-007"
+            f"{name}={value!r} is no number of {unit}: give one, such as 2 or '2 {unit}'.{otherwise}"
         )
     return int(duration.amount)

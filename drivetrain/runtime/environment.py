@@ -61,7 +61,7 @@ def _numbers(ranges: str, hosts: str) -> list[str]:
 
 def _unreadable(hosts: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{hosts!r} is no list of hosts. One is like 'node[003-005,9],other', as in SLURM_JOB_NODELIST.", code="DT-007"
+        f"{hosts!r} is no list of hosts. One is like 'node[003-005,9],other', as in SLURM_JOB_NODELIST."
     )
 
 
@@ -102,13 +102,11 @@ class ProcessEnvironment:
             raise ConfigurationError(
                 f"rank {self.rank} of a world of {self.world_size} (from {self.source}) cannot be: "
                 "ranks go from 0 to the world size - 1. Check the launcher's variables.",
-                code="DT-032",
             )
         if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
             raise ConfigurationError(
                 f"local rank {self.local_rank} of {self.local_world_size} processes on this machine, in a "
                 f"world of {self.world_size} (from {self.source}), cannot be. Check the launcher's variables.",
-                code="DT-032",
             )
 
     @property
@@ -165,7 +163,6 @@ class ProcessEnvironment:
                 f"SLURM_PROCID=0 and SLURM_NTASKS={world_size} are set, but no SLURM_STEP_ID: this is the batch script "
                 f"itself, which srun has not started {world_size} times, so there are no other ranks. Start the "
                 "script with srun or `drivetrain launch`, or unset SLURM_NTASKS to run one process.",
-                code="DT-037",
             )
         if source == "torchrun" and variables.get(LAUNCHED_VARIABLE) == "1":
             source = "drivetrain launch"
@@ -179,7 +176,6 @@ class ProcessEnvironment:
                 raise ConfigurationError(
                     f"{world_size} processes, {local_world_size} of them on this machine (from {source}), "
                     "but MASTER_ADDR, the address of rank 0, is not set. Set it to the name of rank 0's machine.",
-                    code="DT-032",
                 )
             address = "127.0.0.1"
         port = _integer(variables, "MASTER_PORT", default=_slurm_port(variables))
@@ -229,7 +225,6 @@ def _refuse_incomplete(variables: Mapping[str, str], source: str, identifying: t
     raise ConfigurationError(
         f"{', '.join(f'{key}={variables[key]}' for key in given)} is set but {missing} is not. Start the script with "
         "`drivetrain launch`, torchrun or srun, or unset the variables to run one process.",
-        code="DT-032",
     )
 
 
@@ -240,13 +235,12 @@ def _integer(variables: Mapping[str, str], key: str, default: int | None = None)
             raise ConfigurationError(
                 f"{key} is not set, though the launcher's other variables are. "
                 "Start the script with `drivetrain launch` or torchrun, or set it.",
-                code="DT-032",
             )
         return default
     try:
         return int(value)
     except ValueError:
-        raise ConfigurationError(f"{key}={value!r} is not an integer.", code="DT-032") from None
+        raise ConfigurationError(f"{key}={value!r} is not an integer.") from None
 
 
 def _integer_or_slurm_list(variables: Mapping[str, str], key: str, node: int) -> int | None:
@@ -258,7 +252,7 @@ def _integer_or_slurm_list(variables: Mapping[str, str], key: str, node: int) ->
     for part in value.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise ConfigurationError(f"{key}={value!r} is not a count of processes.", code="DT-032")
+            raise ConfigurationError(f"{key}={value!r} is not a count of processes.")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts[min(node, len(counts) - 1)]
 

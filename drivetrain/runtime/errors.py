@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from drivetrain.runtime.terminal import shown
 
-NO_CODE = "DT-000"
-
 
 class DrivetrainError(Exception):
     """Base class of every error raised on purpose by drivetrain.
@@ -44,41 +42,23 @@ class ConfigurationError(DrivetrainError, ValueError):
 
     Args:
         *args: The message.
-        code: Names the cause, such as `"DT-012"`: `drivetrain explain DT-012` and the page of error codes describe it
-            and what to do. The class's own if None.
-
-    Attributes:
-        code: The code; `"DT-000"` where none was given, as in errors that other packages raise.
+        see: A page of the manual, such as `"precision.md"`, which the message then names.
+        code: Deprecated and without effect: errors have no codes any more.
     """
 
-    code: str = NO_CODE
-
-    def __init__(self, *args: object, code: str | None = None) -> None:
+    def __init__(self, *args: object, see: str | None = None, code: str | None = None) -> None:
+        warn_ignored("ConfigurationError", "code", code, "Messages have what to do.", since="0.1.0", removed_in="0.3.0")
+        if see is not None and args:
+            args = (f"{args[0]} See {see} in the manual.", *args[1:])
         super().__init__(*args)
-        if code is not None:
-            self.code = code
-
-    @property
-    def message(self) -> str:
-        """The message without the line that names its code."""
-        return super().__str__()
-
-    def __str__(self) -> str:
-        if self.code == NO_CODE:
-            return self.message
-        return f"{self.message}\n[{self.code}: drivetrain explain {self.code}]"
 
 
 class ArgumentTypeError(ConfigurationError, TypeError):
     """An argument is of a type that it cannot be."""
 
-    code = "DT-003"
-
 
 class PackageMissingError(ConfigurationError, ModuleNotFoundError):
     """A package is not installed; the message has the line that installs it."""
-
-    code = "DT-013"
 
 
 class DeviceNotAvailableError(DrivetrainError, RuntimeError):
@@ -261,8 +241,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 class UnknownArgumentError(ConfigurationError, TypeError):
     """A function was given a keyword argument that it does not take."""
-
-    code = "DT-006"
 
 
 def known_keywords(function: F) -> F:

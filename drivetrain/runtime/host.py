@@ -27,7 +27,7 @@ def parse_bytes(size: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([KMGT]?I?)B?\s*", str(size), re.IGNORECASE)
     units = _DECIMAL | _BINARY
     if match is None or match[2].upper() not in units:
-        raise ConfigurationError(f"{size!r} is no size; give bytes, or text such as '5GB' or '500MiB'.", code="DT-007")
+        raise ConfigurationError(f"{size!r} is no size; give bytes, or text such as '5GB' or '500MiB'.")
     bits = re.search(r"[KMGT]i?b\s*$", str(size)) is not None  # "5Gb" means bits
     return int(float(match[1]) * units[match[2].upper()]) // (8 if bits else 1)
 

@@ -146,7 +146,6 @@ def _parse_level(level: str | int, source: str) -> int:
     if name not in _LEVELS:
         raise ConfigurationError(
             f"{source}={level!r} is not a log level. Allowed: {', '.join(_LEVELS)}.{nearest(name, _LEVELS)}",
-            code="DT-001",
         )
     return int(getattr(logging, name))
 

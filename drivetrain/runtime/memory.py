@@ -146,7 +146,6 @@ def find_executable_batch_size(
             raise ConfigurationError(
                 f"{function.__name__} is given its batch size, its first argument, by find_executable_batch_size. Call "
                 f"it with the others only: {function.__name__}({', '.join(names[1:])}).",
-                code="DT-103",
             )
         size = starting_batch_size
         failure: MemoryError | None = None
@@ -171,9 +170,7 @@ def _next(size: int, reduce: Callable[..., int] | None) -> int:
     takes = bool(inspect.signature(reduce).parameters)
     smaller = int(reduce(size) if takes else reduce())
     if takes and smaller >= size:
-        raise ConfigurationError(
-            f"reduce_batch_size_fn made {smaller} of a batch size of {size}, which is no smaller.", code="DT-103"
-        )
+        raise ConfigurationError(f"reduce_batch_size_fn made {smaller} of a batch size of {size}, which is no smaller.")
     return smaller
 
 

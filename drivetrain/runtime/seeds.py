@@ -368,14 +368,14 @@ def _checked_seed(seed: int) -> int:
     except TypeError:
         value = -1
     if not 0 <= value <= MAX_SEED:
-        raise ConfigurationError(f"A seed is an integer from 0 to {MAX_SEED} (2**32 - 1), got {seed!r}.", code="DT-002")
+        raise ConfigurationError(f"A seed is an integer from 0 to {MAX_SEED} (2**32 - 1), got {seed!r}.")
     return value
 
 
 def make_deterministic(mode: bool | str) -> None:
     """Turn on torch's deterministic algorithms, and what cuBLAS and cuDNN need for them."""
     if mode not in (True, "warn"):
-        raise ConfigurationError(f"deterministic must be True, False or 'warn', got {mode!r}.", code="DT-001")
+        raise ConfigurationError(f"deterministic must be True, False or 'warn', got {mode!r}.")
     # cuBLAS reads it when its handle is made: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=mode == "warn")

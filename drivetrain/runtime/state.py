@@ -121,7 +121,6 @@ class PartialState:
                 raise ConfigurationError(
                     f"This process already runs on {str(self.device)!r}, so it cannot be moved to {asked!r}. "
                     "Name the device where the first Accelerator, Trainer or PartialState is made.",
-                    code="DT-023",
                 )
             return
         if asked is None and _is_set("DRIVETRAIN_USE_CPU", "ACCELERATE_USE_CPU"):
@@ -134,7 +133,6 @@ class PartialState:
                 f"{environment.local_world_size} processes on this machine, but only {kind.count()} "
                 f"{kind.name} device(s). Start fewer processes, or run on the CPU "
                 "(`drivetrain launch --cpu`).",
-                code="DT-030",
             )
         chosen = kind.device(environment.local_rank if number is None else number)
         kind.set_device(chosen)
@@ -347,7 +345,7 @@ class PartialState:
             lengths = {key: len(value) for key, value in inputs.items()}
             if len(set(lengths.values())) > 1:
                 raise ConfigurationError(
-                    f"split_between_processes needs values of one length in a dict, got {lengths}.", code="DT-036"
+                    f"split_between_processes needs values of one length in a dict, got {lengths}."
                 )
         length = len(next(iter(inputs.values()))) if isinstance(inputs, dict) and inputs else len(inputs)
         each, more = divmod(length, self.num_processes)
@@ -363,7 +361,6 @@ class PartialState:
             raise ConfigurationError(
                 "split_between_processes takes no apply_padding with dynamic=True: how many items a process will take "
                 "is not known. Leave one of them out.",
-                code="DT-004",
             )
         store = (self.store or group_store()) if self.use_distributed else HashStore()
         queue = WorkQueue(inputs, store, self.process_index, self.num_processes, self.heartbeat.beat)
@@ -469,7 +466,6 @@ def _in_existing_group(environment: ProcessEnvironment) -> ProcessEnvironment:
             f"torch.distributed was initialised as rank {rank} of {world_size}, but this process is rank "
             f"{environment.rank} of {environment.world_size} (from {environment.source}). Initialise it with "
             "what the launcher says, or let PartialState do it.",
-            code="DT-032",
         )
     return ProcessEnvironment(rank, world_size, rank, world_size, source="torch.distributed")
 
@@ -496,7 +492,6 @@ def _part(inputs: Any, start: int, end: int, missing: int) -> Any:
     raise ConfigurationError(
         f"split_between_processes cannot repeat the last item of a {type(inputs).__name__}. Give a list, a "
         "tuple or a tensor, or leave apply_padding off.",
-        code="DT-036",
     )
 
 

@@ -99,7 +99,7 @@ class WorkQueue:
 
     def __next__(self) -> Any:
         if not self._is_open:
-            raise ConfigurationError("A work queue is used within the `with` block that makes it.", code="DT-017")
+            raise ConfigurationError("A work queue is used within the `with` block that makes it.")
         if self._current is not None:
             self.done(None)
         self._beat()
@@ -119,9 +119,7 @@ class WorkQueue:
             ConfigurationError: No item is open.
         """
         if self._current is None:
-            raise ConfigurationError(
-                "There is no item to be done with: take one first, `for item in work:`.", code="DT-017"
-            )
+            raise ConfigurationError("There is no item to be done with: take one first, `for item in work:`.")
         (index, _), self._current = self._current, None
         content = pickle.dumps(send_to_device(result, "cpu"))
         pieces = [content[start : start + _PIECE] for start in range(0, len(content), _PIECE)]
@@ -157,7 +155,6 @@ class WorkQueue:
         if not self._is_open or self._pending():
             raise ConfigurationError(
                 "results() is called within the `with` block, after the queue has been iterated to its end.",
-                code="DT-017",
             )
         holders = [self._get(f"done/{index}") for index in range(self._length)]
         failed = [index for index, holder in enumerate(holders) if holder == _GIVEN_UP]
@@ -315,9 +312,7 @@ def _length(inputs: Any) -> int:
         return len(inputs)
     lengths = {key: len(value) for key, value in inputs.items()}
     if len(set(lengths.values())) > 1:
-        raise ConfigurationError(
-            f"split_between_processes needs values of one length in a dict, got {lengths}.", code="DT-036"
-        )
+        raise ConfigurationError(f"split_between_processes needs values of one length in a dict, got {lengths}.")
     return next(iter(lengths.values()), 0)
 
 

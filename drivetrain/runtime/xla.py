@@ -65,7 +65,6 @@ def check_pair(torch_version: str, xla_version: str) -> None:
             f"torch_xla {xla_version} was built for torch {theirs}, but torch {torch_version} is installed. Install a "
             f"pair: pip install torch=={theirs}.* torch_xla=={theirs}.* or, if it is released, "
             f"pip install torch_xla=={ours}.*",
-            code="DT-014",
         )
 
 
@@ -91,7 +90,6 @@ def start(spmd: bool) -> None:
         raise ConfigurationError(
             f"This process's XLA runtime runs {now} already and cannot run {asked} too. Use one way in a process: "
             "XLA(spmd=False) for one device, XLA() or XLAFSDP() for all.",
-            code="DT-023",
         )
     if not is_started():
         if spmd:
@@ -109,7 +107,6 @@ def start(spmd: bool) -> None:
             "A backward ran on the CPU in this process before its XLA device was first used, so torch cannot run "
             "backwards on XLA here any more. Make the Accelerator or Trainer before anything calls backward(); in a "
             "notebook, restart the kernel.",
-            code="DT-023",
         ) from None
 
 

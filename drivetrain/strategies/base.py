@@ -103,7 +103,6 @@ def refuse_left_behind(before: Mapping[str, nn.Parameter], model: nn.Module, opt
                     f"{type(optimizer).__name__} holds {gone[id(parameter)]} as it was before the model was placed: "
                     "placing has made a new parameter, which would not be trained. Bring the model to its device and "
                     "dtype before you make the optimizer.",
-                    code="DT-046",
                 )
 
 
@@ -122,7 +121,6 @@ def _move(name: str, parameter: nn.Parameter, device: torch.device) -> None:
             f"Parameter {name!r} cannot be moved to {device} since something else refers to it: a graph of a forward "
             "that is still alive, or a weak reference. Prepare the model, or call fit, before anything computes "
             "with it.",
-            code="DT-017",
         ) from error
     parameter.__dict__.update(attributes)
     if gradient is not None:
@@ -257,7 +255,6 @@ def _refuse_old_names(cls: type, names: Mapping[str, str]) -> None:
     for old in names.keys() & vars(cls).keys():
         raise ConfigurationError(
             f"{cls.__name__} overrides {old}, which strategies do not have any more. Override {names[old]} instead.",
-            code="DT-003",
         )
 
 
@@ -423,7 +420,6 @@ def refuse_several_losses(reason: str) -> NoReturn:
     """
     raise ConfigurationError(
         f'training_step returned a loss for each optimizer. {reason} Return one loss, or use strategy="ddp" or "fsdp".',
-        code="DT-068",
     )
 
 
@@ -437,7 +433,6 @@ def refuse_left_out_batch(task: nn.Module, rank: int) -> NoReturn:
         f"{type(task).__name__}.training_step returned None on rank {rank}. With a sharded model every process must "
         "run as many forwards and backwards. Return a loss that counts for nothing instead, such as loss * 0, or leave "
         "the sample out of the dataset.",
-        code="DT-052",
     )
 
 

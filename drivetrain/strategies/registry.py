@@ -32,7 +32,6 @@ class Single(Strategy):
                 f"strategy={self.name!r} runs one process, but this is rank {environment.rank} of "
                 f"{environment.world_size} (from {environment.source}). Use strategy='ddp' or 'auto', "
                 "or start one process.",
-                code="DT-034",
             )
         super().setup(state)
 
@@ -68,7 +67,6 @@ class Spawned(Single, StartsProcesses):
                 f"strategy={self.name!r} runs each verb of a Trainer in processes of its own, and an Accelerator has "
                 "no verbs. Start processes for a function of yours with drivetrain.notebook_launcher, or for the "
                 "script with drivetrain launch, and use strategy='ddp' there.",
-                code="DT-068",
             )
         super().setup(state)
 
@@ -103,9 +101,7 @@ def register_strategy(name: str, factory: Callable[[], Strategy], *, replace: bo
         ConfigurationError: The name is taken and `replace` is False.
     """
     if (name == "auto" or name in _STRATEGIES) and not replace:
-        raise ConfigurationError(
-            f"A strategy named {name!r} is registered already; pass replace=True to replace it.", code="DT-016"
-        )
+        raise ConfigurationError(f"A strategy named {name!r} is registered already; pass replace=True to replace it.")
     _STRATEGIES[name] = factory
 
 
@@ -145,7 +141,7 @@ def strategy_class(name: str) -> Any:
     module, _, attribute = _CLASSES[name].partition(":")
     if find_spec(module) is None:
         raise ConfigurationError(
-            f"strategy={name!r}: {module} is not a part of this installation. Install drivetrain again.", code="DT-001"
+            f"strategy={name!r}: {module} is not a part of this installation. Install drivetrain again."
         )
     return getattr(import_module(module), attribute)
 
@@ -192,13 +188,11 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
     if isinstance(spec, type):
         raise ConfigurationError(
             f"strategy must be a name or a Strategy, got the class {spec.__name__}. Make one: {spec.__name__}().",
-            code="DT-003",
         )
     if not isinstance(spec, str):
         raise ConfigurationError(
             f"strategy must be a name or a Strategy, got {type(spec).__name__}. "
             f"Names: {', '.join(available_strategies())}.",
-            code="DT-003",
         )
     usual = "ddp" if environment.world_size > 1 else "single"
     name = (kind.strategies[0] if kind is not None and kind.strategies else usual) if spec == "auto" else spec
@@ -206,13 +200,11 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
         raise ConfigurationError(
             f"strategy={spec!r} needs to know over how many processes: give strategy=Parallel(tp=2, tp_plan={{...}}), "
             "Parallel(cp=2), Parallel(pp=2), or several of these sizes at once.",
-            code="DT-005",
         )
     if name not in _STRATEGIES:
         raise ConfigurationError(
             f"Unknown strategy {spec!r}. Allowed: {', '.join(available_strategies())}."
             f"{nearest(name, available_strategies())} Another one can be added with drivetrain.register_strategy.",
-            code="DT-001",
         )
     return _STRATEGIES[name]()
 
@@ -247,7 +239,6 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
     if spec not in ("auto", DDP.name):
         raise ConfigurationError(
             f"{given}: options of strategy={DDP.name!r}, but strategy={spec!r} was given. Leave one of the two out.",
-            code="DT-004",
         )
     return DDP(**options) if environment.is_distributed else resolve_strategy("auto", environment)
 

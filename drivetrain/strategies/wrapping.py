@@ -43,7 +43,7 @@ def _chosen(model: nn.Module, wrap: Any, option: str) -> list[nn.Module]:
     if isinstance(wrap, str) and wrap == "auto":
         return _automatic(model)
     if isinstance(wrap, bool):
-        raise ConfigurationError(f"{option}={wrap!r}: give {_ALLOWED}.", code="DT-001")
+        raise ConfigurationError(f"{option}={wrap!r}: give {_ALLOWED}.")
     if isinstance(wrap, int):
         return _by_size(model, wrap, option)
     if isinstance(wrap, str | type):
@@ -52,7 +52,7 @@ def _chosen(model: nn.Module, wrap: Any, option: str) -> list[nn.Module]:
         return _by_class(model, list(wrap), option)
     if callable(wrap):
         return _by_function(model, wrap, option)
-    raise ConfigurationError(f"{option} must be {_ALLOWED}; got a {type(wrap).__name__}.", code="DT-003")
+    raise ConfigurationError(f"{option} must be {_ALLOWED}; got a {type(wrap).__name__}.")
 
 
 def _innermost_first(model: nn.Module) -> list[nn.Module]:
@@ -99,7 +99,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def _by_function(model: nn.Module, function: Callable[[nn.Module], bool], option: str) -> list[nn.Module]:
     found = [module for module in model.modules() if module is not model and function(module)]
     if not found:
-        raise ConfigurationError(f"The {option} function says True for no module. {classes_of(model)}", code="DT-044")
+        raise ConfigurationError(f"The {option} function says True for no module. {classes_of(model)}")
     return found
 
 
@@ -107,7 +107,7 @@ def _by_class(model: nn.Module, classes: list[Any], option: str) -> list[nn.Modu
     found: list[nn.Module] = []
     for wanted in classes:
         if not isinstance(wanted, str | type):
-            raise ConfigurationError(f"{option} takes classes and their names, got {wanted!r}.", code="DT-003")
+            raise ConfigurationError(f"{option} takes classes and their names, got {wanted!r}.")
         matching = [
             module
             for module in model.modules()
@@ -119,23 +119,21 @@ def _by_class(model: nn.Module, classes: list[Any], option: str) -> list[nn.Modu
             raise ConfigurationError(
                 f"{option} names {name!r}, but the model has no module of this class. {classes_of(model)}"
                 f"{nearest(name, sorted({type(module).__name__ for module in model.modules()}))}",
-                code="DT-043",
             )
         found.extend(matching)
     if not found:
-        raise ConfigurationError(f"{option} names no class. Give {_ALLOWED}.", code="DT-003")
+        raise ConfigurationError(f"{option} names no class. Give {_ALLOWED}.")
     return found
 
 
 def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
     """Modules with at least so many parameters that no unit further in has taken."""
     if least < 1:
-        raise ConfigurationError(f"{option}={least}: a unit needs at least 1 parameter.", code="DT-002")
+        raise ConfigurationError(f"{option}={least}: a unit needs at least 1 parameter.")
     total = sum(parameter.numel() for parameter in model.parameters())
     if total < least:
         raise ConfigurationError(
             f"{option}={least} asks for units of at least {least} parameters, but the whole model has {total}.",
-            code="DT-044",
         )
     found: list[nn.Module] = []
     taken: set[int] = set()

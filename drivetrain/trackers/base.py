@@ -317,7 +317,6 @@ def hyperparameters_of(params: Any) -> dict[str, Any]:
     raise ConfigurationError(
         f"Hyper-parameters were given as {type(params).__name__}. "
         "Give a dict, a dataclass instance or an argparse.Namespace.",
-        code="DT-003",
     )
 
 
@@ -427,7 +426,7 @@ class GeneralTracker(Tracker):
             raise ConfigurationError(
                 f"The tracker class {type(self).__name__} lacks {', '.join(missing)}. Define them in the class: `name` "
                 "(text), `requires_logging_directory` (bool) and `tracker` (a property, the object behind it).",
-                code="DT-120",
+                see="trackers.md",
             )
 
     @classmethod
@@ -494,7 +493,6 @@ def _images(name: str, value: Any) -> list[NDArray[Any]]:
         raise ConfigurationError(
             f"The image {name!r} has the shape {tuple(array.shape)}. Give (H, W), (C, H, W), (H, W, C) with 1, 3 or 4 "
             "channels, or several as (N, C, H, W) or (N, H, W, C).",
-            code="DT-018",
         )
     if stack.dtype.kind == "f":
         stack = np.nan_to_num(stack).clip(0, 1) * 255 + 0.5

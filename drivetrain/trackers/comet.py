@@ -71,19 +71,14 @@ class CometLogger(BackgroundTracker):
         if not self.is_available():
             raise refuse_missing("CometLogger", "comet_ml", "comet")
         if mode is not None and mode not in _MODES:
-            raise ConfigurationError(
-                f"CometLogger(mode={mode!r}): allowed are {', '.join(map(repr, _MODES))}.", code="DT-001"
-            )
+            raise ConfigurationError(f"CometLogger(mode={mode!r}): allowed are {', '.join(map(repr, _MODES))}.")
         if project is not None and project_name not in (None, project):
             raise ConfigurationError(
                 f"CometLogger got project={project!r} and project_name={project_name!r}, which mean the same. "
                 "Give one.",
-                code="DT-004",
             )
         if mode == "get" and experiment_key is None:
-            raise ConfigurationError(
-                "CometLogger(mode='get') needs the experiment_key of the experiment to continue.", code="DT-005"
-            )
+            raise ConfigurationError("CometLogger(mode='get') needs the experiment_key of the experiment to continue.")
         place = {"workspace": workspace, "project_name": project or project_name, "online": online}
         self._run_of_comet = _CometRun(api_key, place, experiment_key, mode, prefix or "", kwargs)
         super().__init__(self._run_of_comet)

@@ -688,7 +688,7 @@ class TrackerGroup:
             if tracker.name == wanted:
                 return tracker if self._is_called(tracker) else AbsentTracker(wanted)
         known = ", ".join(repr(tracker.name) for tracker in self.trackers) or "none"
-        raise ConfigurationError(f"There is no tracker {name!r} in this run, which has: {known}.", code="DT-001")
+        raise ConfigurationError(f"There is no tracker {name!r} in this run, which has: {known}.")
 
     def _is_called(self, tracker: Tracker) -> bool:
         return self.is_main or not tracker.main_process_only

@@ -48,13 +48,12 @@ def register_tracker(tracker: TrackerClass) -> TrackerClass:
     if not isinstance(name, str) or not name:
         raise ConfigurationError(
             f"{tracker.__qualname__} has no `name`. Give the class one to register it, such as name = 'mine'.",
-            code="DT-120",
+            see="trackers.md",
         )
     known = _registered(name)
     if known is not None and known.__qualname__ != tracker.__qualname__:
         raise ConfigurationError(
             f"The tracker name {name!r} belongs to {known.__qualname__}. Give {tracker.__qualname__} another.",
-            code="DT-016",
         )
     _TRACKERS[name] = tracker
     return tracker
@@ -79,7 +78,6 @@ def find_tracker(name: str) -> type[Tracker]:
         raise ConfigurationError(
             f"There is no tracker {name!r}.{nearest(name, _TRACKERS)} Known are "
             f"{', '.join(map(repr, _TRACKERS))}; `register_tracker` adds one of your own.",
-            code="DT-001",
         )
     return tracker
 
@@ -130,7 +128,7 @@ def resolve_trackers(
             raise ConfigurationError(
                 f"A tracker was given as {item!r}. Give a Tracker object, or one of the names "
                 f"{', '.join(map(repr, _TRACKERS))}.",
-                code="DT-120",
+                see="trackers.md",
             )
     _share_version(trackers)
     return trackers

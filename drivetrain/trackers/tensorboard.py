@@ -58,7 +58,6 @@ class TensorBoardLogger(DirectoryTracker):
             raise ConfigurationError(
                 "TensorBoardLogger needs TensorBoard, which is not installed. "
                 "Install it with `pip install 'drivetrain[tensorboard]'`, or use CSVLogger instead.",
-                code="DT-013",
             )
         super().__init__(save_dir, name, version, prefix)
         self._sub_dir = sub_dir or ""

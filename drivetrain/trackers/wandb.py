@@ -77,7 +77,6 @@ class WandbLogger(PackageLogger):
         if add_file_policy not in _POLICIES:
             raise ConfigurationError(
                 f"WandbLogger(add_file_policy={add_file_policy!r}): allowed are {', '.join(map(repr, _POLICIES))}.",
-                code="DT-001",
             )
         place = os.fspath(dir) if dir is not None and save_dir == "." else os.fspath(save_dir)
         options = {

@@ -65,13 +65,11 @@ def compile_plugin(given: bool | str | Mapping[str, Any]) -> TorchDynamoPlugin:
         raise ConfigurationError(
             f"compile={given!r}: give True, 'blocks' for the repeated blocks of the model, False, or a dict of "
             f"{', '.join(_OPTIONS)}.{nearest(str(given), ('blocks', *_OPTIONS))}",
-            code="DT-001",
         )
     for name in given:
         if name not in _OPTIONS:
             raise ConfigurationError(
                 f"compile has the key {name!r}; allowed are {', '.join(_OPTIONS)}.{nearest(str(name), _OPTIONS)}",
-                code="DT-006",
             )
     chosen = {"backend": "inductor", **given}
     return TorchDynamoPlugin(use_regional_compilation=bool(chosen.pop("blocks", False)), **chosen)

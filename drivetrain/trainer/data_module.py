@@ -70,7 +70,7 @@ class DataHooks:
 
 
 def _undefined(name: str) -> ConfigurationError:
-    return ConfigurationError(f"`{name}` must be implemented to be used with the Trainer.", code="DT-081")
+    return ConfigurationError(f"`{name}` must be implemented to be used with the Trainer.")
 
 
 # A checkpoint as the hooks of tasks and callbacks see it, and back

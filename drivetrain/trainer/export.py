@@ -87,7 +87,6 @@ class TaskFiles(nn.Module):
             raise ConfigurationError(
                 f"load_from_checkpoint(strict={strict}) is in conflict with "
                 f"{cls.__name__}.strict_loading={set_strict}: leave strict out.",
-                code="DT-004",
             )
         task.configure_model()
         state = for_hooks(engine, 0, driver)
@@ -140,7 +139,7 @@ class TaskFiles(nn.Module):
         needed = ("onnx", "onnxscript") if kwargs.get("dynamo", True) else ("onnx",)
         for name in needed:
             if find_spec(name) is None:
-                raise ConfigurationError(f'to_onnx needs {name}: pip install "drivetrain[onnx]".', code="DT-013")
+                raise ConfigurationError(f'to_onnx needs {name}: pip install "drivetrain[onnx]".')
         if isinstance(file_path, Path):
             file_path = os.fspath(file_path)
         with Exporting(self):
@@ -170,9 +169,7 @@ class TaskFiles(nn.Module):
             ConfigurationError: The method is another one, or there is nothing to trace with.
         """
         if method not in ("script", "trace"):
-            raise ConfigurationError(
-                f"to_torchscript(method={method!r}): it only supports 'script' or 'trace'.", code="DT-001"
-            )
+            raise ConfigurationError(f"to_torchscript(method={method!r}): it only supports 'script' or 'trace'.")
         inputs = None
         if method == "trace":
             inputs = self._sample("to_torchscript(method='trace')", "example_inputs", example_inputs)
@@ -220,7 +217,6 @@ class TaskFiles(nn.Module):
             raise ConfigurationError(
                 f"{method} requires either `{argument}` or `model.example_input_array`, to call {type(self).__name__} "
                 "with. Give one of the two.",
-                code="DT-005",
             )
         task: Any = self
         prepared = task.on_before_batch_transfer(sample, 0)

@@ -58,7 +58,6 @@ class MegatronTask(Task):
         raise ConfigurationError(
             f"{type(self).__name__} has no transformer_config; override it, such as with `return "
             "TransformerConfig(num_layers=12, hidden_size=768, num_attention_heads=12)`.",
-            code="DT-081",
         )
 
     def model_provider(
@@ -79,7 +78,6 @@ class MegatronTask(Task):
             f"{type(self).__name__} has no model_provider; override it, such as with `return GPTModel(config, "
             "get_gpt_layer_local_spec(), vocab_size=..., max_sequence_length=..., pre_process=pre_process, "
             "post_process=post_process, vp_stage=vp_stage)`.",
-            code="DT-081",
         )
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
@@ -180,6 +178,6 @@ class MegatronTask(Task):
             raise ConfigurationError(
                 f"{type(self).__name__} is a MegatronTask, whose model strategy='megatron' builds and runs, but the "
                 f"strategy is {strategy!r}. Use Trainer(strategy=Megatron(...)), also on one process.",
-                code="DT-064",
+                see="megatron.md",
             )
         return found

@@ -58,13 +58,12 @@ class SchedulerConfig:
             raise ConfigurationError(
                 f"The \"interval\" key in lr scheduler dict must be 'epoch' or 'step', got {self.interval!r}."
                 f"{nearest(str(self.interval), ('epoch', 'step'))}",
-                code="DT-087",
             )
         if isinstance(self.frequency, str | Duration):
             self._read_frequency(self.frequency)
         elif not isinstance(self.frequency, int) or self.frequency < 1:
             raise ConfigurationError(
-                f"A scheduler's frequency must be a whole number of at least 1, got {self.frequency!r}.", code="DT-087"
+                f"A scheduler's frequency must be a whole number of at least 1, got {self.frequency!r}."
             )
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
         if isinstance(self.scheduler, OneCycleLR) and self.interval == "epoch":
@@ -82,7 +81,6 @@ class SchedulerConfig:
             raise ConfigurationError(
                 f"A scheduler's frequency cannot be a time, as {given!r} is: learning rates would differ from run to "
                 "run. Give steps, epochs, samples, tokens or a part of the run.",
-                code="DT-087",
             )
         self.interval = "step"
         self.frequency = frequency
@@ -113,7 +111,6 @@ def names_of(configured: Any) -> tuple[str, ...]:
             raise ConfigurationError(
                 f"configure_optimizers returned a dict with the name {name!r}. Name optimizers by texts other than "
                 "'loss' and 'weight', which mean a single loss.",
-                code="DT-086",
             )
     owners: dict[int, str] = {}
     for name, item in configured.items():
@@ -123,7 +120,6 @@ def names_of(configured: Any) -> tuple[str, ...]:
                     raise ConfigurationError(
                         f"The optimizers {owners[id(parameter)]!r} and {name!r} hold the same parameter, so it would "
                         "be stepped twice. Give each parameter to one of them.",
-                        code="DT-088",
                     )
     return tuple(configured)
 
@@ -148,21 +144,18 @@ def parse_configured_optimizers(
             raise ArgumentTypeError(
                 f"The provided lr scheduler `{type(config.scheduler).__name__}` is invalid: it doesn't follow "
                 "PyTorch's LRScheduler, which has a step() method.",
-                code="DT-087",
             )
         if config.reduce_on_plateau and config.monitor is None and not by_hand:
             raise ConfigurationError(
                 "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is used: the "
                 "logged value to watch. Return "
                 "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}.",
-                code="DT-087",
             )
         owner = getattr(config.scheduler, "optimizer", None)
         if isinstance(owner, Optimizer) and not any(owner is each for each in optimizers):
             raise ConfigurationError(
                 f"The scheduler {type(config.scheduler).__name__} is attached with an optimizer that wasn't returned "
                 "from configure_optimizers. Return that optimizer too.",
-                code="DT-087",
             )
     return optimizers, schedulers
 
@@ -192,7 +185,6 @@ def _parse(configured: Any, config: Callable[..., SchedulerConfig]) -> tuple[lis
     raise ConfigurationError(
         f"Unknown configuration for model optimizers: configure_optimizers returned {_describe(configured)}. Return "
         f"{_ALLOWED}.",
-        code="DT-086",
     )
 
 
@@ -212,10 +204,9 @@ def _from_dicts(
                 raise ConfigurationError(
                     f"configure_optimizers returned a dict with the key {key!r}; "
                     f"allowed: {', '.join(allowed)}.{nearest(str(key), allowed)}",
-                    code="DT-086",
                 )
         if "optimizer" not in item:
-            raise ConfigurationError("configure_optimizers returned a dict without the key 'optimizer'.", code="DT-086")
+            raise ConfigurationError("configure_optimizers returned a dict without the key 'optimizer'.")
         optimizers.append(item["optimizer"])
         if item.get("lr_scheduler") is not None:
             schedulers.append(config(item["lr_scheduler"], item.get("monitor")))
@@ -235,7 +226,6 @@ def _scheduler_config(
         key = sorted(map(str, unknown))[0]
         raise ConfigurationError(
             f"A scheduler's dict has the key {key!r}; allowed: {', '.join(allowed)}.{nearest(key, allowed)}",
-            code="DT-087",
         )
     if unknown:
         words = f"Found unsupported keys in the lr scheduler dict: {unknown}. Allowed are {', '.join(allowed)}."
@@ -251,7 +241,6 @@ def _scheduler_config(
     if "scheduler" not in item:
         raise ConfigurationError(
             "The lr scheduler dict must have the key \"scheduler\"; there is no key 'scheduler' in a dict returned.",
-            code="DT-087",
         )
     return SchedulerConfig(**{"monitor": monitor, **{key: item[key] for key in item if key in allowed}})
 
@@ -262,13 +251,11 @@ def _checked(optimizers: list[Any]) -> list[Optimizer]:
             raise ConfigurationError(
                 f"Unknown configuration for model optimizers: configure_optimizers returned {_describe(optimizer)} "
                 f"where an optimizer was expected. Return {_ALLOWED}.",
-                code="DT-086",
             )
         if not any(group["params"] for group in optimizer.param_groups):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} holds no parameters. Give it the task's: "
                 "torch.optim.SGD(self.parameters(), lr=...).",
-                code="DT-086",
             )
     return optimizers
 
@@ -341,7 +328,6 @@ def _step(trainer: Trainer, config: SchedulerConfig) -> None:
                 raise ConfigurationError(
                     f"{message}. Available metrics are: {', '.join(known) or 'none'}."
                     f"{nearest(config.monitor or '', known)} Log it, or set strict=False in the scheduler's dict.",
-                    code="DT-089",
                 )
             warnings.warn(f"{message} but strict is `False`: the rate stays as it is.", RuntimeWarning, stacklevel=2)
             return

@@ -64,7 +64,6 @@ class TrainerOptions:
                 raise ConfigurationError(
                     f"`Trainer` was passed invalid value {name}={value!r}: give a whole number of batches (10), or a "
                     "fraction from 0.0 to 1.0 (0.25).",
-                    code="DT-002",
                 )
         for name, least in _COUNTS.items():
             value = getattr(self, name)
@@ -76,7 +75,6 @@ class TrainerOptions:
                     f"{name}={value!r}: `{name}` must be a non-negative integer or -1, a whole number."
                     if least < 0
                     else f"{name}={value!r} should be {kind}. Give a whole number of at least {least}.",
-                    code="DT-002",
                 )
         if self.gradient_clip_val is not None or self.gradient_clip_algorithm is not None:
             check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
@@ -87,13 +85,11 @@ class TrainerOptions:
                 f"val_check_interval={self.val_check_interval!r} is a fraction of an epoch. `val_check_interval` "
                 "should be an integer or a time-based duration (str 'DD:HH:MM:SS', datetime.timedelta, or dict kwargs "
                 "for timedelta) when `check_val_every_n_epoch=None`. Other units ('1000 steps') are fine too.",
-                code="DT-003",
             )
         if self.on_interrupt not in ON_INTERRUPT:
             raise ConfigurationError(
                 f"on_interrupt={self.on_interrupt!r}: give 'raise' to end the script at Ctrl-C once the run has saved, "
                 f"or 'return' to return from fit().{nearest(str(self.on_interrupt), ON_INTERRUPT)}",
-                code="DT-001",
             )
 
     @classmethod
@@ -109,7 +105,6 @@ class TrainerOptions:
         if given["fast_dev_run"] < 0:
             raise ConfigurationError(
                 f"fast_dev_run={given['fast_dev_run']} should be >= 0: the number of batches of everything to run.",
-                code="DT-002",
             )
         options = cls(**by_unit(chosen))
         if given["max_epochs"] is None and options.has_end_without_epochs:
@@ -236,14 +231,13 @@ def check_clipping(value: float | None, algorithm: str | None) -> None:
         raise ConfigurationError(
             f"`gradient_clip_algorithm` {algorithm} is invalid: allowed are {', '.join(CLIPPING)}."
             f"{nearest(str(algorithm), CLIPPING)}",
-            code="DT-001",
         )
     if value is not None and not isinstance(value, int | float):
         raise ArgumentTypeError(
             f"`gradient_clip_val` should be an int or a float of at least 0, or None, got {value!r}."
         )
     if value is not None and (math.isnan(value) or value < 0):
-        raise ConfigurationError(f"gradient_clip_val={value!r}: give a number of at least 0, or None.", code="DT-002")
+        raise ConfigurationError(f"gradient_clip_val={value!r}: give a number of at least 0, or None.")
 
 
 def check_validation_interval(interval: Any) -> None:
@@ -256,7 +250,6 @@ def check_validation_interval(interval: Any) -> None:
         raise ConfigurationError(
             f"`Trainer` was passed invalid value val_check_interval={interval!r}: give a whole number of batches, a "
             "fraction of an epoch (0.25), or a duration ('1000 steps', '1M samples', '10 min').",
-            code="DT-003",
         )
 
 
@@ -291,13 +284,11 @@ def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigurationError(
                 f"max_duration={given['max_duration']!r}: a run's length cannot be a part of it. Give "
                 "'500 steps', '2 epochs', '1M samples', '50M tokens' or '10 min'.",
-                code="DT-002",
             )
         counted = _LIMIT_OF.get(limit.unit)
         if counted is not None and chosen.get(counted) not in (None, -1):
             raise ConfigurationError(
                 f"max_duration={given['max_duration']!r} and {counted}={chosen[counted]!r} limit the same; give one.",
-                code="DT-004",
             )
         chosen["max_duration"] = limit if counted is None else None
         if counted is not None:
@@ -312,7 +303,7 @@ def _read_interval(chosen: dict[str, Any], interval: Duration | None, written: A
     """Write how often to validate under the option that counts in its unit."""
     assert interval is not None
     if not interval.amount:
-        raise ConfigurationError(f"val_check_interval={written!r}: give more than nothing.", code="DT-002")
+        raise ConfigurationError(f"val_check_interval={written!r}: give more than nothing.")
     chosen["val_check_interval"] = interval.timedelta if interval.unit is Unit.SECONDS else interval
     if interval.unit is Unit.SECONDS:
         return
@@ -320,7 +311,6 @@ def _read_interval(chosen: dict[str, Any], interval: Duration | None, written: A
         raise ConfigurationError(
             f"val_check_interval={written!r} counts through all epochs, so check_val_every_n_epoch="
             f"{chosen['check_val_every_n_epoch']} cannot be given too. Leave one of them out.",
-            code="DT-004",
         )
     chosen["check_val_every_n_epoch"] = None
     if interval.unit is Unit.EPOCHS:

@@ -82,7 +82,7 @@ class TaskRun:
             loaders: What was given for each kind of loader that may be needed; None for what a method makes.
         """
         if not isinstance(task, Task):
-            raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.", code="DT-080")
+            raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
         self.task, self.datamodule = task, data
         self.stage, self.checkpoint_path = stage, None
         task.trainer = self.trainer

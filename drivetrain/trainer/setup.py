@@ -44,8 +44,6 @@ logger = get_logger(__name__)
 class TwinCallbacksError(ConfigurationError, RuntimeError):
     """Two callbacks have the same key for their states in a checkpoint."""
 
-    code = "DT-095"
-
 
 def make_accelerator(
     accelerator: str | Accelerator,
@@ -74,7 +72,6 @@ def make_accelerator(
             raise ConfigurationError(
                 f"Trainer(accelerator=<Accelerator>) runs on what that Accelerator is, so {', '.join(changed)} cannot "
                 "be given too. Give them to the Accelerator.",
-                code="DT-004",
             )
         return accelerator
     kind = None if accelerator == "auto" else get_device_kind(accelerator)
@@ -114,7 +111,6 @@ def _refuse_launched_sharding(strategy: str | Strategy) -> None:
             f"Trainer(sync_batchnorm=True) is an option of strategy='ddp', but the launcher was asked for "
             f"strategy={launched.name!r}. Launch without it, give Trainer(strategy='ddp'), or leave sync_batchnorm out "
             "and convert the model in configure_model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).",
-            code="DT-004",
         )
 
 
@@ -160,7 +156,6 @@ def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions)
             "tensors, and a process that has no memory in the middle of that cannot call the others back. It works "
             "with strategy='single', and 'ddp' without comm_hook and sync_batchnorm. Else give a smaller batch size "
             "and a larger accumulate_grad_batches; Tuner(trainer).scale_batch_size finds one.",
-            code="DT-068",
         )
     return options
 
@@ -178,13 +173,12 @@ def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
             raise ConfigurationError(
                 f"devices={count!r}: give the number of processes on this machine, the numbers of its devices "
                 "([0, 1]), -1 for all, or 'auto'.",
-                code="DT-003",
             )
         return count, None
     texts = [str(each) for each in numbers if not isinstance(each, bool)]
     if not texts or len(texts) < len(numbers) or not all(map(str.isdigit, texts)) or len(set(texts)) < len(texts):
         raise ConfigurationError(
-            f"devices={devices!r}: give the numbers of devices, each once, such as [0, 1] or '0,1'.", code="DT-003"
+            f"devices={devices!r}: give the numbers of devices, each once, such as [0, 1] or '0,1'."
         )
     return len(texts), [int(each) for each in texts]
 
@@ -239,19 +233,16 @@ def _start_processes(
                 f"devices={count}, but the launcher ({environment.source}) started {here} process(es) on this "
                 f"machine. Leave devices='auto', or start {count}: "
                 f"drivetrain launch --num_processes {count} script.py.",
-                code="DT-031",
             )
         if num_nodes not in (1, environment.num_nodes):
             raise ConfigurationError(
                 f"num_nodes={num_nodes}, but the launcher ({environment.source}) started {environment.num_nodes}.",
-                code="DT-031",
             )
         return
     if num_nodes > 1:
         raise ConfigurationError(
             f"num_nodes={num_nodes} needs a launcher on every machine: drivetrain launch --num_machines {num_nodes} "
             "--machine_rank <0…> --main_process_ip <address> script.py, or srun.",
-            code="DT-031",
         )
     found, wanted = _wanted_processes(kind, count, numbers)
     if wanted <= 1:
@@ -273,7 +264,7 @@ def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark
     if seed is not None:
         set_seed(seed)
     if deterministic not in (None, True, False, "warn"):
-        raise ConfigurationError(f"deterministic={deterministic!r}: allowed are True, False and 'warn'.", code="DT-001")
+        raise ConfigurationError(f"deterministic={deterministic!r}: allowed are True, False and 'warn'.")
     if deterministic:
         make_deterministic(deterministic)
     if benchmark is not None:
@@ -324,14 +315,11 @@ def make_callbacks(
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise ConfigurationError(
-                f"callbacks holds {described(callback)}; give instances of drivetrain.Callback.", code="DT-003"
-            )
+            raise ConfigurationError(f"callbacks holds {described(callback)}; give instances of drivetrain.Callback.")
     saving = [callback for callback in callbacks if callback.saves_checkpoints]
     if saving and checkpointing is False and not quiet:
         raise ConfigurationError(
             f"`enable_checkpointing=False` but found `{type(saving[0]).__name__}` in callbacks. Remove one of the two.",
-            code="DT-095",
         )
     if quiet:  # a ModelCheckpoint does nothing in a trial run, and scripts that read it find it there
         kept = () if options.barebones else (ModelCheckpoint,)
@@ -343,13 +331,11 @@ def make_callbacks(
         raise ConfigurationError(
             f"You added multiple progress bar callbacks: {' and '.join(map(described, bars))}. They would draw over "
             "each other: keep one.",
-            code="DT-095",
         )
     if bars and arguments["enable_progress_bar"] is False:
         raise ConfigurationError(
             f"You set `enable_progress_bar=False` but found `{type(bars[0]).__name__}` in callbacks. Remove one of the "
             "two.",
-            code="DT-095",
         )
     if progress_bar is not False and not bars:
         callbacks.append(TQDMProgressBar())

@@ -295,7 +295,6 @@ def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
             "and functions at the top level of a file, and make what cannot be pickled (lambdas, open files, locks, "
             "connections) in setup() or configure_model(), which run in each process. Or use strategy='ddp_fork', "
             "which sends nothing, or 'ddp', which runs the script in each process.",
-            code="DT-038",
         ) from error
 
 

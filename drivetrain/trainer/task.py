@@ -229,7 +229,7 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
         Returns:
             The mean loss as a scalar tensor; or a dict with it under `"loss"`; or None to leave the batch out.
         """
-        raise ConfigurationError(f"{type(self).__name__} has no training_step; override it to train.", code="DT-081")
+        raise ConfigurationError(f"{type(self).__name__} has no training_step; override it to train.")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         """Evaluate one validation batch; may take `dataloader_idx` too, the number of the loader."""
@@ -252,7 +252,6 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
         raise ConfigurationError(
             f"{type(self).__name__} has no configure_optimizers; override it, such as with "
             "`return torch.optim.AdamW(self.parameters(), lr=1e-3)`.",
-            code="DT-081",
         )
 
     # logging
@@ -347,7 +346,6 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
         raise ConfigurationError(
             f"The {type(module).__name__} given to log() is not part of the task. Keep it as an attribute "
             "(self.accuracy = ...), so that it is moved to the device and reset with it.",
-            code="DT-091",
         )
 
     # where am I
@@ -428,9 +426,7 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
             sync_grads: Not supported; use `torch.distributed.nn` where gradients must flow.
         """
         if sync_grads:
-            raise ConfigurationError(
-                "all_gather(sync_grads=True) is not supported; use torch.distributed.nn.", code="DT-008"
-            )
+            raise ConfigurationError("all_gather(sync_grads=True) is not supported; use torch.distributed.nn.")
         if PartialState().num_processes == 1:
             return data
         return recursively_apply(lambda tensor: gather(tensor.unsqueeze(0)), data)
@@ -457,7 +453,6 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
         if self.automatic_optimization:
             raise ConfigurationError(
                 "manual_backward() is for tasks with automatic_optimization = False; this one returns its loss.",
-                code="DT-092",
             )
         named = dict(zip(("gradient", "retain_graph", "create_graph"), args, strict=False))
         self.trainer.accelerator.backward(loss, **named, **kwargs)

@@ -64,12 +64,11 @@ def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
     if not isinstance(task, Task):
         raise ConfigurationError(
             f"Trainer.fit takes a Task, got {described(task)}. Subclass drivetrain.Task and pass an instance.",
-            code="DT-080",
         )
     if data is not None and not isinstance(data, DataModule):
-        raise ConfigurationError(f"datamodule must be a DataModule, got a {type(data).__name__}.", code="DT-003")
+        raise ConfigurationError(f"datamodule must be a DataModule, got a {type(data).__name__}.")
     if data is not None and (train is not None or val is not None):
-        raise ConfigurationError("Give loaders or a datamodule, not both.", code="DT-004")
+        raise ConfigurationError("Give loaders or a datamodule, not both.")
 
 
 def check_training_step(task: Task, accumulate: int, clip: float | None) -> None:
@@ -78,18 +77,15 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
         raise ConfigurationError(
             f"No `training_step()` method defined in {type(task).__name__}. Define training_step(self, batch, "
             "batch_idx) and return the loss.",
-            code="DT-081",
         )
     if "optimizer_idx" in inspect.signature(task.training_step).parameters:
         raise ConfigurationError(
             "One training_step serves all optimizers. Remove the `optimizer_idx` argument from `training_step`: return "
             "a dict of losses by the optimizers' names, or set automatic_optimization = False and step them there.",
-            code="DT-082",
         )
     if task.configure_optimizers is None:
         raise ConfigurationError(
             f"No `configure_optimizers()` method defined in {type(task).__name__}. Define it and return an optimizer.",
-            code="DT-081",
         )
     if not task.automatic_optimization and type(task).optimizer_step is not Task.optimizer_step:
         logger.warning_once(
@@ -103,29 +99,22 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
             f"Automatic gradient {what} is not supported for {type(task).__name__}, which optimizes by hand "
             f"(automatic_optimization = False), so Trainer({given}) has no effect. Step every so many batches, or call "
             "self.clip_gradients, in training_step.",
-            code="DT-092",
         )
 
 
 def check_evaluation(task: Any, stage: Stage) -> Task:
     """Raise unless a task can be evaluated; returns it."""
     if task is None:
-        raise ConfigurationError(
-            f"{stage.verb}() without a model needs a fit() before it. Pass the task.", code="DT-017"
-        )
+        raise ConfigurationError(f"{stage.verb}() without a model needs a fit() before it. Pass the task.")
     if not isinstance(task, Task):
-        raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.", code="DT-080")
+        raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
     step, name = stage.step_name, type(task).__name__
     if getattr(task, step) is None and stage is Stage.PREDICT:
-        raise ConfigurationError(f"`{step}` cannot be None. Leave it out of {name}, or define it.", code="DT-081")
+        raise ConfigurationError(f"`{step}` cannot be None. Leave it out of {name}, or define it.")
     if stage is not Stage.PREDICT and not is_overridden(task, Task, step):
-        raise ConfigurationError(
-            f"No `{step}()` method defined in {name}. Define {step}(self, batch, batch_idx).", code="DT-081"
-        )
+        raise ConfigurationError(f"No `{step}()` method defined in {name}. Define {step}(self, batch, batch_idx).")
     if stage is Stage.PREDICT and task.forward is None:
-        raise ConfigurationError(
-            f"`{name}.predict_step` requires `forward` method to run. Define one of the two.", code="DT-081"
-        )
+        raise ConfigurationError(f"`{name}.predict_step` requires `forward` method to run. Define one of the two.")
     return task
 
 
@@ -150,7 +139,6 @@ def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
                 raise ConfigurationError(
                     f"{defining.__name__}.{name} is a hook of Lightning 1.x, which is never called here. "
                     f"Use {replacement}.",
-                    code="DT-082",
                 )
             if not hasattr(base, name):
                 _warn_of_mistyped(owner, base, name, defining)

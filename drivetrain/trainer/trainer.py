@@ -658,9 +658,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             train_dataloaders, datamodule = None, train_dataloaders
         task_checks.check_task(model, train_dataloaders, val_dataloaders, datamodule)
         if resume is not None and ckpt_path is not None:
-            raise ConfigurationError(
-                f"resume={resume!r} and ckpt_path={ckpt_path!r} mean the same; give one.", code="DT-004"
-            )
+            raise ConfigurationError(f"resume={resume!r} and ckpt_path={ckpt_path!r} mean the same; give one.")
         if self.spawning is not None:
             asked = asked_to_resume(ckpt_path if resume is None else resume)
             self._spawned(Stage.TRAIN, model, train_dataloaders, val_dataloaders, datamodule, asked, None, weights_only)
@@ -936,7 +934,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         """
         training = self.task_run.sources.get(Stage.TRAIN)
         if training is None:
-            raise ConfigurationError("estimated_stepping_batches is known within fit() only.", code="DT-017")
+            raise ConfigurationError("estimated_stepping_batches is known within fit() only.")
         loader = training.prepare_training()
         self.current.training_batches = epoch_length(self, loader)
         return estimate_steps(self, loader)

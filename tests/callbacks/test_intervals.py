@@ -388,9 +388,8 @@ ENDLESS: list[tuple[Callable[[], Callback], str]] = [
 
 @pytest.mark.parametrize(("make", "said"), ENDLESS, ids=[said for _, said in ENDLESS])
 def test_a_part_of_a_run_without_an_end_is_refused(make: Callable[[], Callback], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said) as raised:
+    with pytest.raises(ConfigurationError, match=said):
         run([make()], Rows(), max_epochs=-1)
-    assert raised.value.code == "DT-096"
 
 
 def test_a_scheduler_does_not_follow_the_clock() -> None:

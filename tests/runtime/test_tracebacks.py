@@ -45,42 +45,33 @@ def trainer(**options):
 
 RANK = ("-m", "drivetrain.launch.worker", "script")
 
-# What goes wrong, the last line of the user's code that the traceback has, and the code in its message.
+# What goes wrong, the last line of the user's code that the traceback has.
 SCRIPTS = {
-    "an argument of the Trainer": ("trainer(max_epochs='ten')", "return Trainer(", "DT-002"),
-    "an unknown argument of the Trainer": ("Trainer(gpus=2)", "Trainer(gpus=2)", "DT-006"),
+    "an argument of the Trainer": ("trainer(max_epochs='ten')", "return Trainer("),
+    "an unknown argument of the Trainer": ("Trainer(gpus=2)", "Trainer(gpus=2)"),
     "an argument of the Accelerator": (
         "Accelerator(mixed_precision='bf17', cpu=True)",
         "Accelerator(mixed_precision='bf17', cpu=True)",
-        "DT-001",
     ),
-    "an argument of a callback": ("EarlyStopping('loss', patience=-1)", "patience=-1", "DT-002"),
-    "an argument of fit": ("trainer().fit(torch.nn.Linear(2, 1), loader())", "trainer().fit(", "DT-080"),
+    "an argument of a callback": ("EarlyStopping('loss', patience=-1)", "patience=-1"),
+    "an argument of fit": ("trainer().fit(torch.nn.Linear(2, 1), loader())", "trainer().fit("),
     "a limit that leaves no batch": (
         "trainer(limit_train_batches=0.1).fit(Net(), loader())",
         "trainer(limit_train_batches=0.1).fit(",
-        "DT-002",
     ),
-    "prepare": (
-        "Accelerator(cpu=True).prepare_data_loader(3)",
-        "Accelerator(cpu=True).prepare_data_loader(3)",
-        "DT-100",
-    ),
+    "prepare": ("Accelerator(cpu=True).prepare_data_loader(3)", "Accelerator(cpu=True).prepare_data_loader(3)"),
     "backward": (
         "a = Accelerator(cpu=True); a.backward(torch.ones(1, requires_grad=True).sum(), weight='x')",
         "a.backward(",
-        "DT-084",
     ),
     "what a step returned": (
         "Net.loss = lambda self, batch: self.layer(batch)\ntrainer().fit(Net(), loader())",
         "trainer().fit(",
-        "DT-083",
     ),
     "log in a step": (
         "def step(self, batch, batch_idx):\n    self.log('x', torch.ones(3))\n    return self.loss(batch)\n"
         "Net.training_step = step\ntrainer().fit(Net(), loader())",
         "self.log('x', torch.ones(3))",
-        "DT-090",
     ),
 }
 
@@ -111,20 +102,20 @@ def ours(text: str) -> list[str]:
     return [file for file in frames(text) if file.startswith(f"{PACKAGE}/")]
 
 
-@pytest.mark.parametrize(("lines", "last", "code"), SCRIPTS.values(), ids=SCRIPTS)
-def test_an_error_of_drivetrain_ends_at_the_users_line(lines: str, last: str, code: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lines", "last"), SCRIPTS.values(), ids=SCRIPTS)
+def test_an_error_of_drivetrain_ends_at_the_users_line(lines: str, last: str, tmp_path: Path) -> None:
     shown = run(tmp_path, lines)
     of_user = [file for file in frames(shown) if file.endswith("script.py")]
     assert 1 <= len(ours(shown)) <= 3
     assert len(frames(shown)) == len(of_user) + len(ours(shown))
     assert last in shown
-    assert shown.rstrip().endswith(f"[{code}: drivetrain explain {code}]")
+    assert re.search(r"^drivetrain\.[\w.]+Error: ", shown, re.MULTILINE)
 
 
 def test_plain_python_shows_all_frames_for_its_hook_is_left_alone(tmp_path: Path) -> None:
     shown = run(tmp_path, SCRIPTS["what a step returned"][0], "-u")
     assert len(ours(shown)) > 5
-    assert shown.rstrip().endswith("[DT-083: drivetrain explain DT-083]")
+    assert re.search(r"^drivetrain\.[\w.]+Error: ", shown, re.MULTILINE)
 
 
 def test_all_frames_are_shown_where_the_variable_asks_for_them(tmp_path: Path) -> None:
@@ -154,7 +145,7 @@ def test_an_error_under_the_launcher_ends_at_the_users_line(tmp_path: Path) -> N
     short = launch("--num_processes", "1", "--cpu", "script.py", cwd=tmp_path, timeout=100)
     assert (short.code, 1 <= len(ours(short.err)) <= 3) == (1, True), short.err
     assert "trainer().fit(Net(), loader())" in short.err
-    assert short.err.rstrip().endswith("[DT-083: drivetrain explain DT-083]")
+    assert re.search(r"drivetrain\.[\w.]+Error: ", short.err)
     whole = launch("--num_processes", "1", "--cpu", "--full_traceback", "script.py", cwd=tmp_path, timeout=100)
     assert len(ours(whole.err)) > 5
 

@@ -650,11 +650,10 @@ def find_run(name: str, directory: str | os.PathLike[str] = ".") -> Path:
     if name in known and os.path.exists(known[name]):
         return Path(known[name])
     if name in known:
-        raise ConfigurationError(f"The run {name!r} is in the index, but {known[name]} is gone.", code="DT-121")
+        raise ConfigurationError(f"The run {name!r} is in the index, but {known[name]} is gone.")
     raise ConfigurationError(
         f"There is no run {name!r}: it is neither a path nor a name in {Path(directory, DIRECTORY, NAME)}."
         f"{nearest(name, known)} `drivetrain runs --dir {os.fspath(directory)}` lists those that are there.",
-        code="DT-121",
     )
 
 

@@ -309,7 +309,6 @@ def read_values(place: str | os.PathLike[str]) -> RunValues:
     raise ConfigurationError(
         f"{os.fspath(place)!r} holds no values of a run. Give the folder of a run, with a {TABLE} or TensorBoard's "
         "event files in it, or one such file.",
-        code="DT-121",
     )
 
 
@@ -387,7 +386,6 @@ def read_events(place: str | os.PathLike[str]) -> RunValues:
         raise ConfigurationError(
             f"{os.fspath(place)!r} holds TensorBoard's event files, and TensorBoard is not installed. Install it with "
             '`pip install "drivetrain[tensorboard]"`.',
-            code="DT-013",
         ) from error
     events = EventAccumulator(os.fspath(place), size_guidance={SCALARS: 0})
     events.Reload()
@@ -477,31 +475,28 @@ def resumption_of(place: Path) -> Resumption:
     """
     record = read_record(place)
     if not record:
-        raise ConfigurationError(f"{place} has no {NAME}, so it is not known how the run was started.", code="DT-121")
+        raise ConfigurationError(f"{place} has no {NAME}, so it is not known how the run was started.")
     if record.get("state") == RUNNING:
         process = record.get("process", {})
         raise ConfigurationError(
             f"The run in {place} is running, as process {process.get('id')} on {process.get('host')}. Stop it first.",
-            code="DT-121",
         )
     best = record.get("best", {})
     checkpoint = best.get("newest") or best.get("path")
     if not checkpoint:
         raise ConfigurationError(
-            f"The run in {place} has no checkpoint to resume. Start it again: {record.get('command')}", code="DT-121"
+            f"The run in {place} has no checkpoint to resume. Start it again: {record.get('command')}"
         )
     if HIDDEN in str(checkpoint):
         raise ConfigurationError(
             f"The checkpoint of the run in {place} is at an address with credentials, which are not recorded: "
             f"{checkpoint}. Start it again with {RESUME_VARIABLE} set to the whole address: {record.get('command')}",
-            code="DT-121",
         )
     if not record.get("argv"):
         raise ConfigurationError(
             f"The command of the run in {place} is not known as a whole: it holds a secret, or another launcher has "
             f"started the run. Start it again with {RESUME_VARIABLE}={checkpoint} in its environment: "
             f"{record.get('command')}",
-            code="DT-121",
         )
     return Resumption(list(record["argv"]), str(record.get("cwd", ".")), str(checkpoint))
 

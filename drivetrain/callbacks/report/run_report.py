@@ -405,7 +405,7 @@ class RunReport(Callback):
 
     def __init__(self, seconds: float = 10.0) -> None:
         if not seconds > 0:
-            raise ConfigurationError(f"RunReport(seconds={seconds}): give a time above 0, such as 10.", code="DT-002")
+            raise ConfigurationError(f"RunReport(seconds={seconds}): give a time above 0, such as 10.")
         self.seconds = seconds
         self._clock: Clock | None = None
         self._sampler: RunSampler | None = None

@@ -314,13 +314,11 @@ class Accelerator(ReadMembers):
                 raise ConfigurationError(
                     f"accelerator.scaler was given a loss scaler, but mixed_precision={self.mixed_precision!r} scales "
                     'no loss. Make the Accelerator with mixed_precision="fp16", whose scaler can then be replaced.',
-                    code="DT-071",
                 )
         elif scales and isinstance(precision.scaler, AgreeingGradScaler) and not isinstance(scaler, AgreeingGradScaler):
             raise ConfigurationError(
                 f"Under {self.distributed_type.value} the processes must agree on overflow, which the scaler that was "
                 "assigned does not. Give its options instead: Accelerator(kwargs_handlers=[GradScalerKwargs(...)]).",
-                code="DT-071",
             )
         else:
             off: Any = torch.amp.GradScaler(self.kind.autocast_type, enabled=False)
@@ -433,7 +431,7 @@ def _refuse_without_directory(log_with: Sequence[Any], directory: str | None) ->
             raise ConfigurationError(
                 f"log_with={name!r} writes files, and no directory was given. Give Accelerator(project_dir=...), or "
                 "logging_dir in its project_config.",
-                code="DT-120",
+                see="trackers.md",
             )
 
 

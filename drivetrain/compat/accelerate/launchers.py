@@ -55,9 +55,7 @@ def notebook_launcher(
     }
     unknown = set(options) - known
     if unknown:
-        raise ConfigurationError(
-            f"notebook_launcher has no {', '.join(sorted(unknown))}; it has {', '.join(known)}.", code="DT-006"
-        )
+        raise ConfigurationError(f"notebook_launcher has no {', '.join(sorted(unknown))}; it has {', '.join(known)}.")
     if num_processes is not None and num_processes > 1 and "bitsandbytes" in sys.modules:
         raise LaunchError(
             "bitsandbytes was imported in this process and may have started CUDA, whose state does not survive a fork. "

@@ -58,7 +58,6 @@ class AcceleratedOptimizer(PreparedOptimizer):
             raise ConfigurationError(
                 "optimizer.scaler was given another loss scaler than its Accelerator has. All optimizers share one: "
                 "assign accelerator.scaler, before optimizer.scaler.",
-                code="DT-071",
             )
 
     @property

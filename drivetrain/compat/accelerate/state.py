@@ -36,7 +36,7 @@ def latest_or_refused(name: str) -> Accelerator:
     """
     found = latest_accelerator()
     if found is None:
-        raise ConfigurationError(f"{name} is part of an Accelerator's loop: make an Accelerator first.", code="DT-003")
+        raise ConfigurationError(f"{name} is part of an Accelerator's loop: make an Accelerator first.")
     return found
 
 

@@ -124,14 +124,10 @@ def check_lightning_file(path: str | os.PathLike[str]) -> str:
     """
     storage, target = storage_of(path)
     if not isinstance(storage, LocalStorage):
-        raise ConfigurationError(
-            f"{os.fspath(path)} is a URL. Write a file of Lightning's locally, and copy it there.", code="DT-003"
-        )
+        raise ConfigurationError(f"{os.fspath(path)} is a URL. Write a file of Lightning's locally, and copy it there.")
     if os.path.isdir(target) and not os.path.islink(target):
         what = "a checkpoint of drivetrain" if has_manifest(storage, target) else "a directory"
-        raise ConfigurationError(
-            f"{target} is {what}. Name another file for Lightning's format, or remove it.", code="DT-009"
-        )
+        raise ConfigurationError(f"{target} is {what}. Name another file for Lightning's format, or remove it.")
     return target
 
 
@@ -250,7 +246,6 @@ class LightningFormat(CheckpointFormat):
         if not block:
             raise ConfigurationError(
                 "save_checkpoint(format='lightning', block=False): it is written at once. Leave block out.",
-                code="DT-004",
             )
         target = decide_on_main_process(lambda: self.place_of(path))
         if trainer.strategy.state.holds_whole:

@@ -70,7 +70,7 @@ class Accelerator(metaclass=KindOfDevice):
             ConfigurationError: It is of another kind.
         """
         if device.type != self.kind:
-            raise ConfigurationError(f"Device should be {self.kind.upper()}, got {device} instead.", code="DT-020")
+            raise ConfigurationError(f"Device should be {self.kind.upper()}, got {device} instead.")
         if self.kind == "cuda":
             torch.get_device_module(device).set_device(device)
 
@@ -151,12 +151,10 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     if count == 0:
         raise ConfigurationError(
             f"You requested to find {num_devices} devices but there are no visible CUDA devices on this machine.",
-            code="DT-020",
         )
     if num_devices > count:
         raise ConfigurationError(
             f"You requested to find {num_devices} devices but this machine only has {count} GPUs. Ask for fewer.",
-            code="DT-020",
         )
     return list(range(count if num_devices < 0 else num_devices))
 

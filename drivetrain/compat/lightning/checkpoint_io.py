@@ -103,7 +103,6 @@ class TorchCheckpointIO(CheckpointIO):
                 "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for "
                 f"`{type(self).__name__}`. Please implement your custom `CheckpointIO` to define how you'd like to use "
                 "`storage_options`.",
-                code="DT-008",
             )
         write_lightning_content(path, checkpoint, objects=True)
 

@@ -31,5 +31,5 @@ def refuse_machinery(given: Mapping[str, Any], owner: str, others: Sequence[str]
     refused = (*_MACHINERY, *others)
     for name in refused:
         if given.get(name) is not None:
-            raise ConfigurationError(f"{owner}({name}=...) is not taken. {PLUGIN}", code="DT-008")
+            raise ConfigurationError(f"{owner}({name}=...) is not taken. {PLUGIN}")
     return {name: value for name, value in given.items() if name not in (*refused, *_TAKEN_BY_TRAINER)}

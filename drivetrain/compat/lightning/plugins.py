@@ -231,7 +231,7 @@ class ScaledPrecision(Precision):
     def _choose_scaler(self, scaler: Any, make: Callable[[], Any]) -> None:
         if self.precision != "16-mixed" and scaler is not None:
             raise ConfigurationError(
-                f"`precision={self.precision!r}` does not use a scaler, found {scaler}. Leave it out.", code="DT-070"
+                f"`precision={self.precision!r}` does not use a scaler, found {scaler}. Leave it out."
             )
         self.scaler = make() if scaler is None and self.precision == "16-mixed" else scaler
 
@@ -249,7 +249,6 @@ class MixedPrecision(ScaledPrecision):
         if precision not in ("16-mixed", "bf16-mixed"):
             raise ConfigurationError(
                 f"Passed `{type(self).__name__}({precision=})`. Precision must be '16-mixed' or 'bf16-mixed'.",
-                code="DT-001",
             )
         self.precision = precision
         self.device = "cpu" if device is None else device
@@ -414,9 +413,7 @@ def under_old_name(name: str, kind: type[Precision], *dropped: str) -> type[Prec
 
 def _check(precision: str, allowed: tuple[str, ...], refusal: str) -> None:
     if precision not in allowed:
-        raise ConfigurationError(
-            f"{refusal} `precision` must be one of {', '.join(map(repr, allowed))}.", code="DT-001"
-        )
+        raise ConfigurationError(f"{refusal} `precision` must be one of {', '.join(map(repr, allowed))}.")
 
 
 def _sharded_scaler() -> Any:

@@ -39,7 +39,6 @@ def _checked(environment: Any) -> ClusterEnvironment | None:
         f"cluster_environment={environment!r} is no cluster environment. Give an object of a class derived from "
         "lightning.fabric.plugins.environments.ClusterEnvironment, or leave it out: the launcher's variables are "
         "found.",
-        code="DT-003",
     )
 
 
@@ -98,7 +97,6 @@ class StrategyMembers:
             raise ConfigurationError(
                 f"checkpoint_io={checkpoint_io!r} writes no checkpoints. Give an object of a class derived from "
                 "lightning.pytorch.plugins.CheckpointIO, or leave it out.",
-                code="DT-003",
             )
         vars(self.holder)[_CHECKPOINT_IO] = checkpoint_io
 

@@ -262,9 +262,7 @@ def register_quantizer(kind: type[Quantizer]) -> type[Quantizer]:
         ConfigurationError: The name is taken.
     """
     if kind.name in {*_BUILT_IN, *_CLASSES} or _registered.get(kind.name, kind) is not kind:
-        raise ConfigurationError(
-            f"There is a quantizer {kind.name!r} already. Give {kind.__name__}.name another one.", code="DT-016"
-        )
+        raise ConfigurationError(f"There is a quantizer {kind.name!r} already. Give {kind.__name__}.name another one.")
     _registered[kind.name] = kind
     return kind
 
@@ -287,7 +285,6 @@ def get_quantizer(given: str | Quantizer) -> Quantizer:
         known = [*_BUILT_IN, *_registered]
         raise ConfigurationError(
             f"There is no quantizer {given!r}. Give one of {', '.join(known)}.{nearest(str(given), known)}",
-            code="DT-001",
         )
     module, _, options = _BUILT_IN[given]
     found: Quantizer = class_of(module)(**options)
@@ -305,7 +302,6 @@ def class_of(name: str) -> type[Any]:
     if name not in _CLASSES:
         raise ConfigurationError(
             f"There is no quantizer {name!r}; known: {', '.join([*_CLASSES, *_registered])}. Register it first.",
-            code="DT-001",
         )
     module, kind = _CLASSES[name]
     found: type[Any] = getattr(importlib.import_module(module), kind)

@@ -45,10 +45,10 @@ class BitsAndBytes(Quantizer):
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
-            raise ConfigurationError(f"bits={self.bits!r}: bitsandbytes stores weights in 4 or 8.", code="DT-001")
+            raise ConfigurationError(f"bits={self.bits!r}: bitsandbytes stores weights in 4 or 8.")
         if self.quant_type not in _TYPES:
             raise ConfigurationError(
-                f"quant_type={self.quant_type!r}: give 'nf4' or 'fp4'.{nearest(self.quant_type, _TYPES)}", code="DT-001"
+                f"quant_type={self.quant_type!r}: give 'nf4' or 'fp4'.{nearest(self.quant_type, _TYPES)}"
             )
         if self.compute_dtype is not None:
             self.compute_dtype = dtype_of("compute_dtype", self.compute_dtype)
@@ -236,7 +236,6 @@ class BnbQuantizationConfig:
             both = "and" if self.load_in_8bit else "nor"
             raise ConfigurationError(
                 f"load_in_8bit={self.load_in_8bit} {both} load_in_4bit={self.load_in_4bit}: ask for one of the two.",
-                code="DT-004",
             )
         self.bnb_4bit_compute_dtype = dtype_of("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
         default = torch.float16 if self.load_in_8bit else self.bnb_4bit_compute_dtype
@@ -285,5 +284,5 @@ def dtype_of(argument: str, given: torch.dtype | str) -> torch.dtype:
     """
     found = _SHORT.get(given) or getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
-        raise ConfigurationError(f"{argument}={given!r}: give a dtype, or 'fp32', 'fp16' or 'bf16'.", code="DT-003")
+        raise ConfigurationError(f"{argument}={given!r}: give a dtype, or 'fp32', 'fp16' or 'bf16'.")
     return found

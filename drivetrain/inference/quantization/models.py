@@ -132,7 +132,6 @@ def quantize_model(
         raise ConfigurationError(
             f"No layer of {type(model).__name__} can be quantised: all linear ones are left out by skip_modules="
             f"{skipped!r}, or are on the CPU or disk beside an accelerator.",
-            code="DT-044",
         )
     used: set[str] = set()
     for name in layers:
@@ -269,7 +268,6 @@ def save_quantized(model: nn.Module, directory: str | os.PathLike[str], max_shar
     if how is None:
         raise ConfigurationError(
             f"{type(model).__name__} is not quantised. quantize_model(model, 'nf4') does it; save_model saves others.",
-            code="DT-047",
         )
     state: dict[str, Tensor] = {}
     texts: dict[str, dict[str, str]] = {}

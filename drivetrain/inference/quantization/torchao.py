@@ -52,17 +52,13 @@ class TorchAO(Quantizer):
         if self.scheme == "nf4":
             raise ConfigurationError(
                 "torchao has no 'nf4' any more. Give BitsAndBytes(4, quant_type='nf4'), or 'nf4' for short.",
-                code="DT-014",
             )
         if self.scheme not in _SCHEMES:
             raise ConfigurationError(
                 f"TorchAO({self.scheme!r}): give one of {', '.join(_SCHEMES)}.{nearest(self.scheme, _SCHEMES)}",
-                code="DT-001",
             )
         if self.group_size is not None and self.scheme != "int4wo":
-            raise ConfigurationError(
-                f"group_size is for 'int4wo'; {self.scheme!r} has a scale for each row.", code="DT-005"
-            )
+            raise ConfigurationError(f"group_size is for 'int4wo'; {self.scheme!r} has a scale for each row.")
 
     def check(self) -> None:
         if find_spec("torchao") is None:
@@ -77,7 +73,6 @@ class TorchAO(Quantizer):
             raise ConfigurationError(
                 f"torchao cannot store weights in {self.scheme!r} on this machine: {error} On any there are 'int8wo', "
                 "'int8dq' and 'float8wo', and 'nf4' of bitsandbytes.",
-                code="DT-021",
             ) from error
 
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
@@ -129,7 +124,6 @@ class TorchAO(Quantizer):
             raise ConfigurationError(
                 f"torchao {version('torchao')} cannot write weights in {self.scheme!r} to files ({error}). Install "
                 "torchao>=0.18, which needs a newer torch than 2.9.",
-                code="DT-014",
             ) from error
         return {name.removeprefix(_PREFIX): value for name, value in tensors.items()}, texts
 

@@ -80,7 +80,7 @@ class Setting:
                 return None
         parsed = getattr(self, f"_{self.kind}")(value, where)
         if self.refused and parsed and str(parsed).lower() not in ("no", "none"):
-            raise ConfigurationError(f"{where}: {self.refused}", code="DT-008")  # without the value: it may be a secret
+            raise ConfigurationError(f"{where}: {self.refused}")  # without the value: it may be a secret
         return parsed
 
     def text(self, value: Any) -> str:
@@ -92,7 +92,7 @@ class Setting:
         return str(value)
 
     def _refuse(self, value: Any, where: str, allowed: str) -> ConfigurationError:
-        return ConfigurationError(f"{where}={value!r}: give {allowed}.", code="DT-001")
+        return ConfigurationError(f"{where}={value!r}: give {allowed}.")
 
     def _bool(self, value: Any, where: str) -> bool:
         known = _TRUTH.get(str(value).lower()) if isinstance(value, bool | int | str) else None
@@ -151,7 +151,6 @@ class Setting:
             raise ConfigurationError(
                 f"{where} is {_short(value)}, but must be one of {', '.join(self.choices)}."
                 f"{nearest(named.lower(), spelled)}",
-                code="DT-001",
             )
         return spelled[named.lower()]
 
@@ -216,9 +215,7 @@ class Group:
 
 def _printable(text: str, where: str) -> str:
     if "\0" in text:
-        raise ConfigurationError(
-            f"{where} holds a zero byte, which no environment variable can hold. Remove it.", code="DT-007"
-        )
+        raise ConfigurationError(f"{where} holds a zero byte, which no environment variable can hold. Remove it.")
     return text
 
 
@@ -427,7 +424,7 @@ def check_grid(values: dict[str, object], where: str) -> None:
 
     size = values.get("parallelism_config_sp_size")
     if isinstance(size, int) and size > 1:
-        raise ConfigurationError(f"{where}={size}: {_NO_ULYSSES}", code="DT-008")
+        raise ConfigurationError(f"{where}={size}: {_NO_ULYSSES}")
 
 
 # Settings of number formats and of compilation, and of a launch through MPI

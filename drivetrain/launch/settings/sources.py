@@ -164,9 +164,7 @@ def settings_of(given: Any, where: str) -> dict[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise ConfigurationError(
-            f"{where} holds {type(given).__name__}, but must be a mapping of keys to values.", code="DT-003"
-        )
+        raise ConfigurationError(f"{where} holds {type(given).__name__}, but must be a mapping of keys to values.")
     reader = _Reader(where)
     for key, value in given.items():
         reader.read(key, value)
@@ -198,7 +196,7 @@ class _Reader:
             self._type = _TYPE.parse(value, self._place(key))
         elif key == _PLACE.name:
             if _PLACE.parse(value, self._place(key)) == "AMAZON_SAGEMAKER":
-                raise ConfigurationError(f"{self._place(key)}: {SETTINGS['aws_access_key_id'].refused}", code="DT-008")
+                raise ConfigurationError(f"{self._place(key)}: {SETTINGS['aws_access_key_id'].refused}")
         elif key == _FP16.name:
             self._half = bool(_FP16.parse(value, self._place(key)))
         elif key == "dynamo_backend":
@@ -230,7 +228,6 @@ class _Reader:
             raise ConfigurationError(
                 f"{self._where} has distributed_type: {kind}, but also use_cpu: true. Leave use_cpu out, or give "
                 "distributed_type: MULTI_CPU.",
-                code="DT-133",
             )
         if found.get("cpu"):
             found.pop("gpu_ids", None)
@@ -241,7 +238,6 @@ class _Reader:
         if not isinstance(value, Mapping):
             raise ConfigurationError(
                 f"{self._place(name)} holds {type(value).__name__}, but must be a mapping of keys to values.",
-                code="DT-003",
             )
         keys: Mapping[str, Setting | None] = GROUPS[name].keys() if name in GROUPS else _OLD_GROUPS[name]
         for key, each in value.items():
@@ -249,7 +245,6 @@ class _Reader:
                 raise ConfigurationError(
                     f"Unknown key {key!r} in {name} of {self._where}. Allowed: {', '.join(sorted(keys))}."
                     f"{nearest(str(key), keys)}",
-                    code="DT-006",
                 )
             setting = keys[key]
             if setting is not None:
@@ -263,19 +258,15 @@ class _Reader:
             raise ConfigurationError(
                 f"{place} is {parsed!r}, but the file gives {setting.name} as {self.found[setting.name]!r} too, in "
                 "another spelling. Give one.",
-                code="DT-133",
             )
         self.found[setting.name] = parsed
 
     def _refuse_key(self, key: Any) -> None:
         inside = SETTINGS.get(key) if isinstance(key, str) else None
         if inside is not None and inside.group:
-            raise ConfigurationError(
-                f"{key!r} in {self._where} belongs under {inside.group}. Move it there.", code="DT-133"
-            )
+            raise ConfigurationError(f"{key!r} in {self._where} belongs under {inside.group}. Move it there.")
         raise ConfigurationError(
             f"Unknown key {key!r} in {self._where}.{nearest(str(key), KEYS)} Allowed: {', '.join(sorted(set(KEYS)))}.",
-            code="DT-006",
         )
 
     def _place(self, key: str) -> str:
@@ -334,9 +325,7 @@ def write_config(path: Path, values: Mapping[str, Any]) -> None:
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        raise ConfigurationError(
-            f"{path} cannot be written: {error}. Name another file with --config_file.", code="DT-010"
-        ) from None
+        raise ConfigurationError(f"{path} cannot be written: {error}. Name another file with --config_file.") from None
 
 
 def _written(setting: Setting, value: Any) -> Any:
@@ -361,10 +350,9 @@ def _load(path: Path) -> Any:
         raise ConfigurationError(
             f"There is no configuration file {str(path)!r}.{nearest(str(path), beside)} Write one with "
             "`drivetrain config`, or name another with --config_file.",
-            code="DT-010",
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}", code="DT-010") from None
+        raise ConfigurationError(f"{path} cannot be read: {error}") from None
     import json
 
     import yaml
@@ -376,7 +364,7 @@ def _load(path: Path) -> Any:
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "YAML"
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigurationError(f"{path} is not {kind}: {reason[:300]}.", code="DT-011") from None
+        raise ConfigurationError(f"{path} is not {kind}: {reason[:300]}.") from None
 
 
 def collect(
@@ -423,12 +411,10 @@ def collect(
         if name in from_flags and switch and (switch not in merged or not merged[switch].value):
             raise ConfigurationError(
                 f"--{name} {given.value} has no effect without --{switch}. Add that flag, or leave --{name} out.",
-                code="DT-005",
             )
     if "ray_address" in from_flags and ("launcher" not in merged or merged["launcher"].value != "ray"):
         raise ConfigurationError(
             "--ray_address has no effect without --launcher ray. Add that flag, or leave --ray_address out.",
-            code="DT-005",
         )
     return merged
 
@@ -451,10 +437,8 @@ def _take_endpoint_apart(flags: dict[str, Given]) -> None:
     address, _, port = given.value.rpartition(":") if ":" in given.value else (given.value, "", "")
     if not address or (port and not port.isdigit()):
         raise ConfigurationError(
-            f"--rdzv_endpoint={given.value!r}: give an address and a port, such as 10.0.0.1:29500.", code="DT-007"
+            f"--rdzv_endpoint={given.value!r}: give an address and a port, such as 10.0.0.1:29500."
         )
     for name, value in (("main_process_ip", address), ("main_process_port", int(port) if port else None)):
         if value is not None and flags.setdefault(name, Given(value, given.source)).value != value:
-            raise ConfigurationError(
-                f"--rdzv_endpoint={given.value!r} contradicts --{name}. Give one of the two.", code="DT-004"
-            )
+            raise ConfigurationError(f"--rdzv_endpoint={given.value!r} contradicts --{name}. Give one of the two.")

@@ -97,7 +97,6 @@ def register_communication_hook(
             allowed = [each for each in inspect.signature(powerSGD_hook.PowerSGDState).parameters if each[0] != "_"]
             raise ConfigurationError(
                 f"comm_hook_options={options!r} do not suit PowerSGD ({error}). Allowed: {', '.join(allowed[1:])}.",
-                code="DT-006",
             ) from error
         hook = _power_sgd if name == "powersgd" else _batched_power_sgd
     if wrapper is not None:
@@ -224,23 +223,20 @@ class DDP(Strategy):
         check_copies_every: int = 2000,
     ) -> None:
         if bucket_cap_mb <= 0:
-            raise ConfigurationError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.", code="DT-002")
+            raise ConfigurationError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.")
         if check_copies_every < 0:
             raise ConfigurationError(
-                f"check_copies_every={check_copies_every}: give a number of steps, or 0 for no check.", code="DT-002"
+                f"check_copies_every={check_copies_every}: give a number of steps, or 0 for no check."
             )
         _refuse_hooks(comm_hook, comm_hook_options, comm_wrapper)
         if find_unused_parameters not in (True, False, "auto"):
-            raise ConfigurationError(
-                f'find_unused_parameters={find_unused_parameters!r}: it is True, False or "auto".', code="DT-001"
-            )
+            raise ConfigurationError(f'find_unused_parameters={find_unused_parameters!r}: it is True, False or "auto".')
         self._ends_search = find_unused_parameters == "auto"
         if self._ends_search and (static_graph or comm_hook not in (None, "fp16", "bf16")):
             beside = "static_graph=True" if static_graph else f"comm_hook={comm_hook!r}"
             raise ConfigurationError(
                 f'find_unused_parameters="auto" beside {beside}, which buckets that change later do not suit: give '
                 "True or False.",
-                code="DT-004",
             )
         self.wrapper_options: dict[str, Any] = {
             "find_unused_parameters": bool(find_unused_parameters),
@@ -266,9 +262,7 @@ class DDP(Strategy):
         self._copies.are_several = state.use_distributed
         self._agree = _agreement(state) if state.use_distributed else None
         if self.sync_batchnorm and self.topology.kind.name == "cpu":
-            raise ConfigurationError(
-                "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm has no CPU kernel.", code="DT-024"
-            )
+            raise ConfigurationError("sync_batchnorm=True needs GPUs: torch's SyncBatchNorm has no CPU kernel.")
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
@@ -383,16 +377,14 @@ def _refuse_hooks(hook: Any, options: dict[str, Any] | None, wrapper: str | None
         raise ConfigurationError(
             f"Unknown comm_hook {hook!r}. Allowed: {', '.join(COMMUNICATION_HOOKS)}, or a function "
             f"(state, bucket) -> Future.{nearest(hook, COMMUNICATION_HOOKS)}",
-            code="DT-001",
         )
     if wrapper is not None and (wrapper not in COMMUNICATION_WRAPPERS or hook not in COMMUNICATION_HOOKS):
         raise ConfigurationError(
             f"comm_wrapper={wrapper!r} beside comm_hook={hook!r}: it is one of "
             f"{', '.join(COMMUNICATION_WRAPPERS)}, around a comm_hook by name.",
-            code="DT-001",
         )
     if hook in (None, "fp16", "bf16") and options:
-        raise ConfigurationError(f"comm_hook={hook!r} takes no options, got {sorted(options)}.", code="DT-006")
+        raise ConfigurationError(f"comm_hook={hook!r} takes no options, got {sorted(options)}.")
 
 
 def _agreement(state: PartialState) -> Callable[[str], None]:

@@ -372,7 +372,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             'depend on them, and DDP waits for the gradients of all. Use strategy="ddp_find_unused_parameters_true", '
             "or DDP(find_unused_parameters=True), where the parameters that a loss depends on differ between steps or "
             "processes; freeze those that are never trained (requires_grad_(False)).",
-            code="DT-052",
         )
 
     def _names_without_gradients(self, message: str) -> list[str]:
@@ -421,7 +420,6 @@ def _refuse(name: str, gradient: Any) -> None:
         f'find_unused_parameters="auto": {name} takes part in the loss, which it did not on any process in the first '
         f"{WATCHED_STEPS} steps, so DDP has left it out since. Where the parameters that a loss depends on change, use "
         "DDP(find_unused_parameters=True).",
-        code="DT-052",
     )
 
 
@@ -503,7 +501,6 @@ class DriftCheck:
             f"The {what} of {named[place % len(named)][0]} on rank{'s' if ranks[1:] else ''} "
             f"{', '.join(map(str, ranks))} is another than on rank 0. {_ADVICE[what]} DDP(check_copies_every=0) leaves "
             "this check out.",
-            code="DT-063",
         )
 
 

@@ -63,7 +63,6 @@ def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
         if key not in KEYS:
             raise ConfigurationError(
                 f"Unknown key {key!r} in deepspeed_config. Allowed: {', '.join(KEYS)}.{nearest(key, KEYS)}",
-                code="DT-006",
             )
     idle = sorted(key for key in _LAUNCHER if given.get(key) not in (None, "", "standard", "pdsh"))
     if idle:
@@ -103,7 +102,7 @@ def _truth(key: str, value: Any) -> bool:
         return True
     if text in ("false", "0", "no"):
         return False
-    raise ConfigurationError(f"{key}={value!r}: give true or false.", code="DT-001")
+    raise ConfigurationError(f"{key}={value!r}: give true or false.")
 
 
 # The package deepspeed: whether it is there, and how it is imported
@@ -115,7 +114,6 @@ def require_deepspeed() -> None:
         raise ConfigurationError(
             "strategy='deepspeed' needs the package deepspeed, which is not installed. Install it: "
             "pip install 'drivetrain[deepspeed]' (torch first: another package may choose another build of it).",
-            code="DT-013",
         )
 
 
@@ -149,7 +147,6 @@ def import_deepspeed(kind: str) -> Any:
         raise ConfigurationError(
             f"This run is on {kind!r}, but deepspeed was imported for {found!r} in this process. Import it only after "
             f"the Trainer or Accelerator is made, or set DS_ACCELERATOR={kind}.",
-            code="DT-023",
         )
     return importlib.import_module("deepspeed")
 
@@ -178,7 +175,6 @@ class DummyOptim(Optimizer):
         raise ConfigurationError(
             "DummyOptim only stands for the optimizer of a DeepSpeed configuration. Prepare it together with its model "
             "under strategy='deepspeed', and step what prepare returned.",
-            code="DT-047",
         )
 
 
@@ -275,13 +271,12 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
         raise ConfigurationError(
             f"config={text!r} is no DeepSpeed configuration that can be read: {error.strerror}. Give the path of a "
             "JSON file, or a dict.",
-            code="DT-010",
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"config={text!r} is not JSON: {error}.", code="DT-011") from error
+        raise ConfigurationError(f"config={text!r} is not JSON: {error}.") from error
     if not isinstance(found, dict):
         raise ConfigurationError(
-            f"config={text!r} holds a {type(found).__name__}; a DeepSpeed configuration is a dict.", code="DT-011"
+            f"config={text!r} holds a {type(found).__name__}; a DeepSpeed configuration is a dict."
         )
     return _normalised(found)
 
@@ -340,7 +335,6 @@ def complete(config: Config, known: Known) -> Config:
     if left:
         raise ConfigurationError(
             f"The DeepSpeed configuration says 'auto' for {', '.join(left)}, which nothing here decides. Give values.",
-            code="DT-056",
         )
     return done
 
@@ -372,7 +366,6 @@ def _fill_given(config: Config, known: Known) -> None:
             raise ConfigurationError(
                 f"The DeepSpeed configuration says {key}={here}, but {argument.removesuffix(')')}={value}). Give the "
                 f'same, or "{key}": "auto".',
-                code="DT-055",
             )
     for key, default in (("gradient_accumulation_steps", 1), ("gradient_clipping", 0.0)):
         if config.get(key) in (None, AUTO):
@@ -391,14 +384,12 @@ def _fill_batch(config: Config, known: Known) -> None:
             raise ConfigurationError(
                 f"The DeepSpeed configuration says train_batch_size={whole}, which {steps} micro-batches on "
                 f"{known.world_size} processes do not divide.",
-                code="DT-042",
             )
         micro = 1 if whole is None else whole // share
     if whole is not None and whole != micro * share:
         raise ConfigurationError(
             f"The DeepSpeed configuration says train_batch_size={whole}, but train_micro_batch_size_per_gpu={micro} x "
             f"{steps} micro-batches x {known.world_size} processes are {micro * share}.",
-            code="DT-055",
         )
     config["train_micro_batch_size_per_gpu"], config["train_batch_size"] = micro, micro * share
 
@@ -419,7 +410,6 @@ def _fill_precision(config: Config, known: Known) -> None:
                 f"{section}, which keeps the weights in {section} beside 32-bit master weights, is "
                 f"precision={meaning!r} here, and precision='bf16' is autocast over 32-bit weights. Give the one that "
                 'is meant, or "enabled": "auto".',
-                code="DT-055",
             )
     if not config["fp16"]["enabled"]:
         config["fp16"] = {"enabled": False}  # scale options are "auto" even where nothing is scaled
@@ -432,7 +422,6 @@ def _fill_precision(config: Config, known: Known) -> None:
         raise ConfigurationError(
             f"The DeepSpeed configuration says torch_autocast.enabled=true, but precision={name!r}. Give "
             "precision='bf16'.",
-            code="DT-055",
         )
     if autocast.get("dtype", AUTO) == AUTO:
         autocast["dtype"] = "bfloat16"
@@ -464,7 +453,6 @@ def _fill_zero(zero: Config, known: Known) -> None:
             if device not in DEVICES:
                 raise ConfigurationError(
                     f"{key}: unknown device {device!r}. Allowed: {', '.join(DEVICES)}.{nearest(str(device), DEVICES)}",
-                    code="DT-001",
                 )
             for name in [name for name, value in section.items() if value == AUTO]:
                 del section[name]
@@ -495,7 +483,6 @@ def _fill_optimizer(config: Config, known: Known) -> None:
             raise ConfigurationError(
                 "DummyOptim stands for the optimizer of the DeepSpeed configuration, which has none. Add an "
                 '"optimizer" section to it, or build an optimizer such as torch.optim.AdamW.',
-                code="DT-056",
             )
         return
     if dummy is None:
@@ -503,7 +490,6 @@ def _fill_optimizer(config: Config, known: Known) -> None:
             f"The DeepSpeed configuration defines the optimizer {section.get('type')!r}, but a "
             f'{type(known.optimizer).__name__} was built too. Remove the "optimizer" section, or give '
             "DummyOptim(parameters) in place of the optimizer.",
-            code="DT-055",
         )
     options = section.setdefault("params", {})
     given = {"lr": dummy.lr, "weight_decay": dummy.weight_decay, **dummy.kwargs}
@@ -517,7 +503,6 @@ def _fill_scheduler(config: Config, known: Known) -> None:
             raise ConfigurationError(
                 "DummyScheduler stands for the scheduler of the DeepSpeed configuration, which has none. Add a "
                 '"scheduler" section to it, give lr_scheduler_callable, or build a scheduler.',
-                code="DT-056",
             )
         return
     if known.optimizer is None:
@@ -584,7 +569,7 @@ def build_config(
     if found is None:
         found = zero["stage"] = 2
     if found not in STAGES:
-        raise ConfigurationError(f"stage={found!r}: allowed are {', '.join(map(str, STAGES))}.", code="DT-001")
+        raise ConfigurationError(f"stage={found!r}: allowed are {', '.join(map(str, STAGES))}.")
     for key, value in offload.items():
         _add(zero, f"zero_optimization.{key}", key, _offload(key, value, nvme_path))
     for key, value in zero_options.items():
@@ -593,12 +578,10 @@ def build_config(
         _add(config, key, key, value)
     if _device(zero.get("offload_param")) not in ("none", AUTO) and found != 3:
         raise ConfigurationError(
-            f"offload_param needs stage=3, which is where parameters are spread; this is stage {found}.", code="DT-005"
+            f"offload_param needs stage=3, which is where parameters are spread; this is stage {found}."
         )
     if _device(zero.get("offload_optimizer")) not in ("none", AUTO) and found == 0:
-        raise ConfigurationError(
-            "offload_optimizer needs stage 1, 2 or 3; at stage 0 nothing is spread.", code="DT-005"
-        )
+        raise ConfigurationError("offload_optimizer needs stage 1, 2 or 3; at stage 0 nothing is spread.")
     return config, found
 
 
@@ -617,7 +600,6 @@ def check_zero_options(config: Config) -> None:
             raise ConfigurationError(
                 f"DeepSpeed has no zero_optimization option {key!r}.{nearest(key, allowed)} Allowed: "
                 f"{', '.join(sorted(allowed))}.",
-                code="DT-006",
             )
 
 
@@ -635,7 +617,7 @@ def _add(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
     here = target.get(key)
     if here not in (None, AUTO) and here != value:
         raise ConfigurationError(
-            f"The DeepSpeed configuration says {path}={here!r}, but {argument}={value!r}. Give one.", code="DT-055"
+            f"The DeepSpeed configuration says {path}={here!r}, but {argument}={value!r}. Give one."
         )
     target[key] = value
 
@@ -651,13 +633,12 @@ def _offload(
         raise ConfigurationError(
             f"{key}={given!r}: unknown device {device!r}. Allowed: {', '.join(DEVICES)}."
             f"{nearest(str(device), DEVICES)}",
-            code="DT-001",
         )
     if device == "nvme":
         if nvme_path is not None:
             section.setdefault("nvme_path", os.fspath(nvme_path))
         if section.get("nvme_path") is None:
-            raise ConfigurationError(f"{key}='nvme' needs a folder: nvme_path='/local_nvme'.", code="DT-005")
+            raise ConfigurationError(f"{key}='nvme' needs a folder: nvme_path='/local_nvme'.")
     return section
 
 

@@ -78,7 +78,6 @@ class Participation:
                 f"{listed(found)} did not require gradients when the model was prepared, and now requires_grad is "
                 "True. DeepSpeed settles which parameters it trains when the model is placed. Leave them frozen, "
                 f"prepare the model with requires_grad=True, or {_ELSEWHERE}.",
-                code="DT-049",
             )
 
     def unused(self) -> list[nn.Parameter]:
@@ -118,7 +117,6 @@ class Participation:
             raise ConfigurationError(
                 f"{listed(frozen)} was frozen during training and is trained again. {text} Use an optimizer without "
                 f"such a count (SGD), or {_ELSEWHERE}.",
-                code="DT-049",
             )
         _log.warning_once(f"{text} The numbers differ from those of one process; to have the same, {_ELSEWHERE}.")
 
@@ -294,7 +292,6 @@ class Engines:
         if trained is None:
             raise ConfigurationError(
                 f"{type(model).__name__} has no DeepSpeed engine: it was not prepared together with an optimizer.",
-                code="DT-046",
             )
         return trained
 
@@ -310,7 +307,6 @@ class Engines:
         raise ConfigurationError(
             f"{type(optimizer).__name__} was not prepared together with its model, which DeepSpeed needs: "
             "model, optimizer = accelerator.prepare(model, optimizer).",
-            code="DT-046",
         )
 
     def record_forward(self, trained: TrainedModel) -> None:
@@ -390,7 +386,6 @@ class EngineOptimizer(OptimizerProxy):
             f"A parameter group is added after prepare ({', '.join(names) or 'parameters of no prepared model'}). "
             "DeepSpeed settles which parameters it trains when the model is placed. Give the optimizer all groups "
             'before prepare, or use strategy="ddp" or "fsdp".',
-            code="DT-049",
         )
 
 
@@ -399,7 +394,6 @@ def _refuse_changed_groups(*_: Any) -> NoReturn:
         "Parameters were put into the optimizer's param_groups, or taken out of them, after prepare. DeepSpeed settles "
         "which parameters it trains when the model is placed, and would not see that. Give the optimizer all groups "
         'before prepare, or use strategy="ddp" or "fsdp".',
-        code="DT-049",
     )
 
 
@@ -560,7 +554,6 @@ class EngineGradients(Gradients):
         raise ConfigurationError(
             "DeepSpeed settles which parameters it trains when the model is placed, so none can be added later. "
             'Train all from the start, or use strategy="ddp" or "fsdp".',
-            code="DT-049",
         )
 
     def scale(self, model: nn.Module, parameters: Sequence[Tensor], factor: Tensor | float) -> None:
@@ -590,7 +583,6 @@ def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
         raise ConfigurationError(
             f"A second backward through {type(trained.bare).__name__} before its step, which DeepSpeed's stages 1 and "
             "2 with offload_optimizer cannot add to the first. Add the losses and run one backward, or use stage 3.",
-            code="DT-068",
         )
     return _adding(trained)
 
@@ -610,7 +602,6 @@ def _check_norm(configured: float | None, max_norm: float) -> None:
         raise ConfigurationError(
             f"The DeepSpeed configuration says gradient_clipping={configured}, but the loop clips to {max_norm}. Give "
             "one of the two.",
-            code="DT-055",
         )
 
 

@@ -77,7 +77,6 @@ def check_locks(names: Sequence[str]) -> None:
                 f"{lock} was left by a build of DeepSpeed's {name} that did not end, and DeepSpeed would wait for it "
                 f"for ever. Remove it (rm {lock}) and build it again: "
                 f"python -m drivetrain.strategies.deepspeed.build_ops {name}",
-                code="DT-015",
             )
 
 
@@ -173,7 +172,6 @@ def require_async_io() -> None:
             "Offloading to NVMe needs DeepSpeed's async_io operator, which cannot be built here: it needs libaio "
             "(apt install libaio-dev) and a compiler. Offload to the CPU: offload_optimizer='cpu', "
             "offload_param='cpu'.",
-            code="DT-015",
         ) from cause
     check_locks(["async_io"])
 
@@ -189,7 +187,7 @@ def build(name: str, kind: str) -> None:
     check_locks([name])
     builder = get_accelerator().create_op_builder(BUILDERS[name])
     if builder is None:
-        raise ConfigurationError(f"DeepSpeed has no operator {name!r} for {kind!r}.", code="DT-015")
+        raise ConfigurationError(f"DeepSpeed has no operator {name!r} for {kind!r}.")
     builder.load(verbose=False)
 
 
@@ -307,5 +305,4 @@ def refuse_other_device(environment: ProcessEnvironment, device: torch.device) -
             f"DeepSpeed runs on the device of the process's number on the machine ({environment.local_rank}), not on "
             f"{str(device)!r}. Choose devices where the script is started: `drivetrain launch --gpu_ids {device.index}`"
             ", or an environment variable such as CUDA_VISIBLE_DEVICES.",
-            code="DT-023",
         )

@@ -164,18 +164,18 @@ class DeepSpeed(Configured):
             raise ConfigurationError(
                 "precision='64' cannot run under strategy='deepspeed': ZeRO keeps its master weights in 32 bits. Use "
                 "'32', or another strategy.",
-                code="DT-012",
+                see="precision.md",
             )
         if precision.name in ("fp16", "fp16-true") and kind.name == "cpu":
             raise ConfigurationError(
                 f"precision={precision.name!r} cannot run under strategy='deepspeed' on the CPU: DeepSpeed computes "
                 "in float16 on GPUs only. Use 'bf16' or '32'.",
-                code="DT-012",
+                see="precision.md",
             )
         if precision.name not in ("32", "bf16", "bf16-true", "fp16", "fp16-true"):
             raise ConfigurationError(
                 f"precision={precision.name!r} is unknown to DeepSpeed. Use '32', 'bf16', 'bf16-true' or 'fp16'.",
-                code="DT-012",
+                see="precision.md",
             )
         if isinstance(precision, Float16Mixed):
             # The engine scales the loss: only it can see an overflow in gradients that are spread.
@@ -194,7 +194,7 @@ class DeepSpeed(Configured):
             raise ConfigurationError(
                 f"precision={precision.name!r} cannot run under DeepSpeed's stage 0, which divides gradients by a loss "
                 "scale that it has not multiplied the loss with (DeepSpeed 0.19). Use stage 1, 2 or 3.",
-                code="DT-012",
+                see="precision.md",
             )
 
     def _known(self, optimizer: Optimizer | None, model: nn.Module | None = None) -> Known:
@@ -221,7 +221,7 @@ class DeepSpeed(Configured):
         """Hold the configuration of another `DeepSpeed`, which has not been set up."""
         settings = getattr(other, "settings", None)
         if not isinstance(settings, Settings):
-            raise ConfigurationError(f"{name!r} is {other!r}; beside {self!r} only a DeepSpeed can be.", code="DT-004")
+            raise ConfigurationError(f"{name!r} is {other!r}; beside {self!r} only a DeepSpeed can be.")
         self.check_settings(settings)
         self._configurations[name] = replace(settings, shards_frozen=settings.stage == 3)
         if settings.stage == 3:
@@ -277,7 +277,6 @@ class DeepSpeed(Configured):
                 f"DeepSpeed's engine drives one optimizer, but {len(optimizers)} hold parameters of this "
                 f"{type(self.unwrap(model)).__name__}. Give one optimizer several parameter groups, or each optimizer "
                 "a model of its own (Accelerator.prepare), or use another strategy.",
-                code="DT-048",
             )
         bare, optimizer = super().unwrap(model), optimizers[0]
         if needs_closure(optimizer):
@@ -340,7 +339,6 @@ class DeepSpeed(Configured):
                 raise ConfigurationError(
                     f"moe_layers names {name!r}, but the model has no module of such a class.{nearest(name, classes)} "
                     f"It has: {', '.join(sorted(classes))}.",
-                    code="DT-043",
                 )
             chosen.append(classes[name])
         from deepspeed.utils import set_z3_leaf_modules
@@ -367,9 +365,7 @@ class DeepSpeed(Configured):
         """Let the engine differentiate a loss whose share of the window has been taken into account already."""
         unknown = sorted(set(kwargs) - {"retain_graph"})
         if unknown:
-            raise ConfigurationError(
-                f"DeepSpeed's backward takes retain_graph only, got {', '.join(unknown)}.", code="DT-006"
-            )
+            raise ConfigurationError(f"DeepSpeed's backward takes retain_graph only, got {', '.join(unknown)}.")
         ran = self._engines.take_part()
         if not ran or loss.numel() != 1 or not loss.requires_grad:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # whose error names what is wrong
@@ -400,7 +396,6 @@ class DeepSpeed(Configured):
                 raise ConfigurationError(
                     "A loss went through several models, whose engines DeepSpeed's stage 0 cannot differentiate "
                     "together. Use stage 1, 2 or 3, or make them one model.",
-                    code="DT-068",
                 ) from error
             raise
 
@@ -456,9 +451,7 @@ class DeepSpeed(Configured):
 
     def _package(self) -> Any:
         if self._group is None:
-            raise ConfigurationError(
-                "strategy='deepspeed' has not been set up: give it to a Trainer or Accelerator.", code="DT-047"
-            )
+            raise ConfigurationError("strategy='deepspeed' has not been set up: give it to a Trainer or Accelerator.")
         return self._group.package
 
     def __repr__(self) -> str:
@@ -469,7 +462,6 @@ def _refuse_closure(optimizer: Optimizer) -> NoReturn:
     raise ConfigurationError(
         f"{type(optimizer).__name__} computes gradients in its step (a closure), which DeepSpeed's engine "
         "cannot. Use another optimizer, or another strategy.",
-        code="DT-048",
     )
 
 
@@ -489,7 +481,6 @@ def _refuse_compiled(model: nn.Module) -> None:
                 f"{inner}{f' ({name})' if name else ''} was wrapped by torch.compile before prepare, which DeepSpeed's "
                 "stage 3 cannot take apart. Compile in place (model.compile()), after prepare, or by "
                 "Accelerator(dynamo_backend=...), Trainer(compile=...); or use stage 1 or 2.",
-                code="DT-045",
             )
 
 
@@ -506,7 +497,7 @@ def _refuse_several_dtypes(optimizer: Optimizer, names: Mapping[int, str]) -> No
             f"DeepSpeed trains parameters of one dtype, but the optimizer holds {found}. Convert them to one dtype "
             "before prepare, such as parameter.data = parameter.data.float(), choose precision='bf16-true', or use "
             'strategy="ddp".',
-            code="DT-012",
+            see="precision.md",
         )
 
 
@@ -518,7 +509,6 @@ def _refuse_frozen_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Non
             raise ConfigurationError(
                 f"All parameters of the optimizer's group {number} are frozen ({held}), and ZeRO needs a trained one "
                 'in each. Leave the group out, or use strategy="ddp" or "fsdp".',
-                code="DT-046",
             )
 
 
@@ -531,7 +521,6 @@ def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[lis
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} holds a parameter that is not the prepared model's; DeepSpeed's "
                     "engine steps the parameters of one model.",
-                    code="DT-046",
                 )
         if group["params"]:
             groups.append([names[id(parameter)] for parameter in group["params"]])

@@ -202,7 +202,6 @@ class ZeroState(ModelState):
         raise ConfigurationError(
             "DeepSpeed keeps the weights that it trains in its engine, so they cannot be changed in place during a "
             'run. Use strategy="fsdp" to shard the model, or "ddp".',
-            code="DT-050",
         )
 
     def full(self, model: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor]:

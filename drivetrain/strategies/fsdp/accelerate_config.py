@@ -42,7 +42,6 @@ def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigurationError(
                 f"Unknown key {key!r} in fsdp_config. Allowed: {', '.join(sorted(allowed))}."
                 f"{nearest(f'fsdp_{short}', allowed)}",
-                code="DT-006",
             )
         if value is not None:
             given[short] = value
@@ -66,7 +65,6 @@ def _sharding(given: Mapping[str, Any]) -> dict[str, Any]:
         if name == "NO_SHARD":
             raise ConfigurationError(
                 "fsdp_sharding_strategy=NO_SHARD shards nothing: use strategy='ddp', which is the same and faster.",
-                code="DT-008",
             )
         options["reshard_after_forward"] = name in ("FULL_SHARD", "HYBRID_SHARD")
         if name.startswith("HYBRID"):
@@ -95,7 +93,7 @@ def _wrapping(given: Mapping[str, Any]) -> dict[str, Any]:
     if name == "TRANSFORMER_BASED_WRAP":
         return {"wrap": classes or "auto"}
     if not least:
-        raise ConfigurationError("fsdp_auto_wrap_policy=SIZE_BASED_WRAP needs fsdp_min_num_params.", code="DT-005")
+        raise ConfigurationError("fsdp_auto_wrap_policy=SIZE_BASED_WRAP needs fsdp_min_num_params.")
     return {"wrap": int(float(least))}
 
 
@@ -128,9 +126,7 @@ def _choice(key: str, value: Any, allowed: tuple[str, ...]) -> str:
     if name.isdigit() and 1 <= int(name) <= len(allowed):
         return allowed[int(name) - 1]
     if name not in allowed:
-        raise ConfigurationError(
-            f"{key}={value!r}: allowed are {', '.join(allowed)}.{nearest(name, allowed)}", code="DT-001"
-        )
+        raise ConfigurationError(f"{key}={value!r}: allowed are {', '.join(allowed)}.{nearest(name, allowed)}")
     return name
 
 
@@ -139,7 +135,7 @@ def _boolean(key: str, value: Any) -> bool:
         return value
     known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if str(value).lower() not in known:
-        raise ConfigurationError(f"{key}={value!r}: give true or false.", code="DT-001")
+        raise ConfigurationError(f"{key}={value!r}: give true or false.")
     return known[str(value).lower()]
 
 

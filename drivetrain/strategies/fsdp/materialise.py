@@ -134,7 +134,6 @@ class Materialiser:
                         f"The buffer {name!r} of a {type(module).__name__} is on the meta device, so its values are "
                         "not known. Build the model under init_context() of the strategy, which leaves buffers real, "
                         "rather than under torch.device('meta').",
-                        code="DT-066",
                     )
                 if self._peers:
                     sent = buffer.detach().to(self._device).contiguous()
@@ -182,7 +181,6 @@ def check_initialisable(model: nn.Module) -> None:
             f"The model was built without values, and {', '.join(unknown)} cannot make them: give these classes a "
             "reset_parameters() that fills their own parameters, give the weights with FSDP(weights='path'), or let "
             "rank 0 build the real model with FSDP(init='rank0').",
-            code="DT-066",
         )
 
 

@@ -71,30 +71,23 @@ class FSDPOptions:
         for name, least in (("replicate_size", 1), ("forward_prefetch", 0), ("backward_prefetch", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigurationError(
-                    f"{name} must be a whole number of at least {least}, got {value!r}.", code="DT-002"
-                )
+                raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}.")
         if self.init not in _INITS:
             raise ConfigurationError(
                 f"init must be one of {', '.join(map(repr, _INITS))}, got {self.init!r}.{nearest(self.init, _INITS)}",
-                code="DT-001",
             )
         resharding = self.reshard_after_forward
         if resharding is not None and not isinstance(resharding, int):
             raise ConfigurationError(
                 f"reshard_after_forward must be True, False, None or a number of processes, got {resharding!r}.",
-                code="DT-003",
             )
         if self.activation_offload and self.activation_checkpointing is False:
             raise ConfigurationError(
                 "activation_offload=True keeps what goes into recomputed blocks on the CPU, so it needs "
                 "activation_checkpointing.",
-                code="DT-005",
             )
         if not isinstance(self.compile, bool | dict):
-            raise ConfigurationError(
-                f"compile must be True, False or a dict of options, got {self.compile!r}.", code="DT-003"
-            )
+            raise ConfigurationError(f"compile must be True, False or a dict of options, got {self.compile!r}.")
 
     def compile_options(self) -> dict[str, Any]:
         """Arguments of `torch.compile`."""
@@ -239,7 +232,6 @@ class ModelSharder:
                 raise ConfigurationError(
                     "A part of this model is sharded already, by itself or within another model. Shard the whole "
                     "model at once, or make a new one.",
-                    code="DT-045",
                 )
             return None
         unit_sharding: sharding.UnitSharding = next(
@@ -251,7 +243,6 @@ class ModelSharder:
             raise ConfigurationError(
                 "This model was sharded before, over other processes or in another precision. Make a new one, and load "
                 "the state of this one into it.",
-                code="DT-045",
             )
         return known
 
@@ -349,9 +340,7 @@ class ModelSharder:
             bare = self._unwrap(root)
             for name in self.options.forward_methods:
                 if not hasattr(bare, name):
-                    raise ConfigurationError(
-                        f"forward_methods names {name!r}, which {type(bare).__name__} has not.", code="DT-043"
-                    )
+                    raise ConfigurationError(f"forward_methods names {name!r}, which {type(bare).__name__} has not.")
                 if isinstance(bare, FSDPModule):
                     register_fsdp_forward_method(bare, name)
 
@@ -378,7 +367,6 @@ class ModelSharder:
             raise ConfigurationError(
                 "activation_checkpointing and compile work block by block, but the model has no repeated blocks. Name "
                 "them with wrap= or activation_checkpointing=.",
-                code="DT-044",
             )
         compiled = blocks if options.compile else []
         rewrite_blocks(recomputed, options.activation_offload, compiled, options.compile_options())
@@ -393,7 +381,6 @@ class ModelSharder:
                 raise ConfigurationError(
                     f"ignored_modules names {one!r}, which the model does not have. It has: "
                     f"{', '.join(name for name in by_name if name)}.",
-                    code="DT-043",
                 )
             found.append(module)
         return found
@@ -513,7 +500,6 @@ class ShardMesh:
             raise ConfigurationError(
                 f"replicate_size={copies} does not divide the {world} processes of this run. "
                 f"Allowed: {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}.",
-                code="DT-041",
             )
         self._topology, self._copies = topology, copies
         self._mesh: DeviceMesh | None = None

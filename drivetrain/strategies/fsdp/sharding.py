@@ -148,13 +148,11 @@ def refuse_for_shards(optimizer: Optimizer) -> None:
         raise ConfigurationError(
             f"{name} makes one vector of all parameters, which shards of them do not add up to. Use another optimizer, "
             'or strategy="ddp".',
-            code="DT-046",
         )
     if type(optimizer) in (SGD, Adagrad) and any(group.get("fused") for group in optimizer.param_groups):
         raise ConfigurationError(
             f"{name}(fused=True) cannot step sharded parameters: torch has no rule for it. Leave fused out, or give "
             "foreach=True.",
-            code="DT-046",
         )
 
 
@@ -277,7 +275,6 @@ class ReplacedParameters:
                         f"{type(optimizer).__name__} holds parameters as they were before the model was sharded, so "
                         "its steps would change nothing. Prepare both together, prepare(model, optimizer), or make "
                         "the optimizer after prepare(model).",
-                        code="DT-046",
                     )
         self._checked.add(optimizer)
 
@@ -487,7 +484,6 @@ def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str
             f"FSDP gathers and reduces the parameters of {unit} together, but it trains parameters of several dtypes "
             f"({listed}). Bring them to one dtype, freeze those of the other, or name the modules that hold them in "
             "FSDP(wrap=...).",
-            code="DT-046",
         )
 
 

@@ -390,7 +390,6 @@ class FSDP(Strategy):
             raise ConfigurationError(
                 "join_uneven_inputs does not work with strategy='fsdp': every forward gathers over all processes, so "
                 "all need as many batches. Keep even_batches=True, the default, and drop this context.",
-                code="DT-068",
             )
         return nullcontext()
 

@@ -61,19 +61,16 @@ class MegatronOptions:
             raise ConfigurationError(
                 f"virtual_pipeline={self.virtual_pipeline} interleaves the stages of a pipeline, but "
                 "pipeline_parallel=1. Set pipeline_parallel to 2 or more, or leave virtual_pipeline out.",
-                code="DT-005",
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigurationError(
                 "sequence_parallel=True shards activations over tensor-parallel processes, but tensor_parallel=1. "
                 "Set tensor_parallel to 2 or more, or leave sequence_parallel out.",
-                code="DT-005",
             )
         if self.recompute is not None and self.recompute not in RECOMPUTE:
             raise ConfigurationError(
                 f"recompute={self.recompute!r}: allowed are None, 'selective' (attention only) and 'full' (whole "
                 f"layers).{nearest(str(self.recompute), RECOMPUTE)}",
-                code="DT-001",
             )
 
     @property
@@ -97,7 +94,6 @@ class MegatronOptions:
                 f"{self.asked} needs a multiple of {needed} processes, but there are {world_size}. Start "
                 f"{_near_multiples(world_size, needed)}, or choose sizes whose product is one of "
                 f"{_listed(factors(world_size))}.",
-                code="DT-041",
             )
         data = world_size // needed
         expert_tensor = self.expert_tensor_parallel or self.tensor_parallel
@@ -107,7 +103,6 @@ class MegatronOptions:
                 f"expert_parallel={self.expert_parallel} with {expert_tensor} tensor-parallel processes for each "
                 f"expert does not fit the {per_stage} processes of a pipeline stage. expert_parallel can be "
                 f"{_listed(factors(per_stage // expert_tensor))}.",
-                code="DT-041",
             )
         sizes = MeshSizes(dp_shard=data, tp=self.tensor_parallel, cp=self.context_parallel, pp=self.pipeline_parallel)
         return MeshPlace(sizes, rank)
@@ -141,7 +136,6 @@ def check_fits(what: str, size: int, argument: str, parts: int) -> None:
         raise ConfigurationError(
             f"{what}={size} is no multiple of {argument}, {parts}. {argument} can be {_listed(fits)}; or set {what} to "
             f"{_near_multiples(size, parts)}.",
-            code="DT-042",
         )
 
 
@@ -156,7 +150,7 @@ def _listed(numbers: list[int]) -> str:
 
 def _check_size(name: str, size: Any) -> None:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigurationError(f"{name} must be a whole number of at least 1, got {size!r}.", code="DT-002")
+        raise ConfigurationError(f"{name} must be a whole number of at least 1, got {size!r}.")
 
 
 # Of TransformerConfig: what lets layers be spread unevenly over stages.
@@ -196,7 +190,7 @@ def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any
         raise ConfigurationError(
             f"transformer_config() returned {type(config).__name__}. Return a TransformerConfig of megatron-core, "
             "such as TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4).",
-            code="DT-064",
+            see="megatron.md",
         )
     had: Any = config
     low = low_dtype(precision)
@@ -248,7 +242,6 @@ def _refuse_contradictions(config: Any, settings: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 f"TransformerConfig({name}={given}) contradicts the strategy's {argument}={settings[name]}. Leave it "
                 "out of the TransformerConfig: the strategy fills it in.",
-                code="DT-065",
             )
 
 
@@ -268,7 +261,6 @@ def _check_sizes(config: Any, options: MegatronOptions) -> None:
         raise ConfigurationError(
             f"expert_parallel={options.expert_parallel} spreads experts over processes, but TransformerConfig has no "
             "num_moe_experts. Set it, or leave expert_parallel out.",
-            code="DT-065",
         )
 
 
@@ -280,7 +272,6 @@ def _refuse_losses_beside(config: Any) -> None:
             f"TransformerConfig({beside[0]}=..., calculate_per_token_loss=True): the losses that such layers add "
             "within the model are not weighed per token. Set calculate_per_token_loss=False, which averages each "
             "micro-batch.",
-            code="DT-065",
         )
 
 
@@ -292,7 +283,6 @@ def _check_names(argument: str, given: Mapping[str, Any], known: Any) -> None:
             raise ConfigurationError(
                 f"Megatron({argument}=...) names {name!r}, which {kind} of megatron-core does not have."
                 f"{nearest(name, allowed)}",
-                code="DT-006",
             )
 
 
@@ -334,7 +324,6 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
             raise ConfigurationError(
                 f"{type(optimizer).__name__}({name}={defaults[name]!r}): megatron-core's optimizers have no {name}. "
                 "Leave it out, or use another strategy.",
-                code="DT-048",
             )
     if type(optimizer) in (Adam, AdamW):
         names = _ADAM
@@ -351,7 +340,6 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
             f"strategy='megatron' steps with megatron-core's own Adam, AdamW and SGD, not with "
             f"{type(optimizer).__name__}. Return torch.optim.AdamW, Adam or SGD over self.parameters(): its options "
             "and its learning-rate schedule are taken.",
-            code="DT-048",
         )
     if options.distributed_optimizer:
         _check_distributed(optimizer)
@@ -379,7 +367,6 @@ def _check_distributed(optimizer: Optimizer) -> None:
             f"Megatron(distributed_optimizer=True) cannot spread the state of {type(optimizer).__name__}: "
             "megatron-core does so for AdamW, and with TransformerEngine or Apex for Adam. Use torch.optim.AdamW, or "
             "Megatron(distributed_optimizer=False).",
-            code="DT-048",
         )
 
 
@@ -398,7 +385,6 @@ def explained() -> Iterator[None]:
                 "sequence_parallel=True needs norms that sum their gradients over the parts of a sequence: those of "
                 "TransformerEngine (get_gpt_layer_with_transformer_engine_spec) or of Apex. Install one of them, or "
                 "leave sequence_parallel out.",
-                code="DT-065",
             ) from error
         found = _DIVISIBILITY.search(str(error))
         if found is None:
@@ -408,7 +394,6 @@ def explained() -> Iterator[None]:
             f"model_provider built a layer of size {size}, such as vocab_size, which is no multiple of "
             f"tensor_parallel={parts}. Pad it to {-(-size // parts) * parts}, or choose a tensor_parallel that "
             f"{size} is a multiple of.",
-            code="DT-042",
         ) from error
 
 
@@ -472,7 +457,6 @@ def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigurationError(
                 f"Unknown key {spelled!r} in megatron_lm_config. Allowed: {', '.join(PREFIX + each for each in KEYS)}."
                 f"{nearest(key, KEYS)}",
-                code="DT-006",
             )
         if value is None:
             continue
@@ -504,7 +488,6 @@ def require_megatron() -> None:
         raise ConfigurationError(
             "strategy='megatron' needs the package megatron-core, which is not installed. Install it: "
             "pip install 'drivetrain[megatron]' (torch first: another package may choose another build of it).",
-            code="DT-013",
         )
 
 
@@ -520,13 +503,11 @@ def require_device(device: torch.device) -> None:
         raise ConfigurationError(
             f"strategy='megatron' needs CUDA GPUs: megatron-core makes its tensors there, and here is none ({error}). "
             "Use strategy=Parallel(tp=..., pp=...) or 'fsdp', which also run on the CPU.",
-            code="DT-022",
         ) from None
     if made != device.type:
         raise ConfigurationError(
             f"strategy='megatron' computes on {made!r}, where megatron-core makes its tensors, but this run is on "
             f"{device.type!r}. Use accelerator='cuda', or strategy=Parallel(tp=..., pp=...).",
-            code="DT-022",
         )
 
 

@@ -47,7 +47,6 @@ class MergedState(ModelState):
         raise ConfigurationError(
             "megatron-core keeps the weights that it trains in its optimizer, so they cannot be changed in place "
             'during a run. Use strategy="fsdp", or Parallel, to spread the model over processes.',
-            code="DT-050",
         )
 
     def model(self, model: nn.Module) -> StateDict:

@@ -60,7 +60,6 @@ def shape_of(batch: Any) -> tuple[int, int]:
     raise ConfigurationError(
         "No tensor of rows and columns was found in the batch, whose shape the stages of a pipeline hand over. "
         "Override MegatronTask.batch_shape(batch), which returns (rows, length).",
-        code="DT-060",
     )
 
 
@@ -111,7 +110,7 @@ class PlacedModel:
         if not isinstance(self.owner, MegatronProgram):
             raise ConfigurationError(
                 f"{type(self.owner).__name__} is not a MegatronTask, which has the forward step of a schedule.",
-                code="DT-064",
+                see="megatron.md",
             )
         return self.owner
 
@@ -175,9 +174,7 @@ class PlacedModels:
         """
         placed = self.find(model)
         if placed is None:
-            raise ConfigurationError(
-                f"{type(model).__name__} has not been prepared under strategy='megatron'.", code="DT-047"
-            )
+            raise ConfigurationError(f"{type(model).__name__} has not been prepared under strategy='megatron'.")
         return placed
 
 
@@ -217,7 +214,6 @@ class CurrentChunk:
             raise ConfigurationError(
                 f"{type(program).__name__} runs its model outside of a step. Call it within training_step, "
                 "validation_step, test_step or predict_step, under Trainer(strategy='megatron').",
-                code="DT-053",
             )
         output, loss_function = program.forward_step(iter((batch,)), self.chunk)
         if not self.is_last:
@@ -248,7 +244,6 @@ class CurrentChunk:
         raise ConfigurationError(
             "The step returned without having run the model, whose parts on other processes wait for each other. Call "
             "super().training_step(batch, batch_idx), or self.run_model(batch).",
-            code="DT-053",
         )
 
 
@@ -339,7 +334,6 @@ class Schedule:
             raise ConfigurationError(
                 f"{type(self._placed.owner).__name__}.training_step returned no loss, but the schedule goes back "
                 "through every micro-batch. Return a loss that counts for nothing instead, such as loss * 0.",
-                code="DT-052",
             )
         return loss
 
@@ -363,7 +357,6 @@ class Schedule:
                 f"The micro-batches of a step have the shapes {sorted(set(shapes))}, but virtual_pipeline on two "
                 "stages hands over one. Use DataLoader(drop_last=True), pad the batches, or leave virtual_pipeline "
                 "out.",
-                code="DT-060",
             )
         # Then stages also hand over each shape, which takes a message more.
         self._placed.config.variable_seq_lengths = uneven
@@ -451,7 +444,7 @@ class MegatronRuntime:
             raise ConfigurationError(
                 f"The loss function returned {type(result).__name__}. Return (loss, report) with a mean, or (loss, "
                 "num_tokens, report) with a sum, as megatron-core's schedules take them.",
-                code="DT-064",
+                see="megatron.md",
             )
         if len(result) == 2:
             loss, report = result

@@ -97,7 +97,6 @@ class MegatronOptimizerFront(OptimizerProxy):
             raise ConfigurationError(
                 f"{type(self.optimizer).__name__} under strategy='megatron' takes no closure: the schedule runs "
                 "forward and backward. Leave it out.",
-                code="DT-048",
             )
         overflowed = self.prepare_gradients()
         self.follow_options()
@@ -164,13 +163,11 @@ def _check_parameters(optimizer: Optimizer, chunks: Sequence[nn.Module], groups:
             f"{type(optimizer).__name__} leaves out {len(left_out)} parameters that take gradients, such as "
             f"{left_out[0]}, but megatron-core steps all of a model. Freeze them (requires_grad_(False)), or give them "
             "to the optimizer, in a group with lr=0.",
-            code="DT-046",
         )
     if not held <= own.keys():
         raise ConfigurationError(
             f"{type(optimizer).__name__} holds parameters outside of what model_provider built, which megatron-core "
             "does not step. Build them within the model.",
-            code="DT-046",
         )
 
 
@@ -212,7 +209,6 @@ class BufferedGradients(Gradients):
             raise ConfigurationError(
                 f"Megatron(gradient_clipping={self._clipping}) contradicts the loop, which clips to {max_norm}. "
                 "Give one of the two.",
-                code="DT-004",
             )
         front.prepare_gradients()
         total = _total_norm(front, norm_type)
@@ -238,7 +234,6 @@ class BufferedGradients(Gradients):
         raise ConfigurationError(
             "megatron-core settles which parameters it trains when the model is placed, so none can be added later. "
             'Train all from the start, or use strategy="ddp" or "fsdp".',
-            code="DT-049",
         )
 
     def scale(self, model: nn.Module, parameters: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:

@@ -162,14 +162,13 @@ class Megatron(Strategy):
                 f"precision={precision.name!r} cannot run under strategy='megatron', which keeps 32-bit master weights "
                 "beside low ones. Use '32', 'bf16' or 'fp16'; for 8 bits, Megatron(transformer={'fp8': 'hybrid'}) with "
                 "TransformerEngine's layers.",
-                code="DT-012",
+                see="precision.md",
             )
         steps, own = options.gradient_accumulation_steps, self.options.gradient_accumulation_steps
         if own is not None and steps.value != own:
             raise ConfigurationError(
                 f"Megatron(gradient_accumulation_steps={own}) contradicts {steps.argument}={steps.value}. Give one of "
                 "the two.",
-                code="DT-004",
             )
         if isinstance(precision, MixedPrecision):
             precision.enabled = False  # the weights themselves are low: nothing is left to cast
@@ -233,7 +232,6 @@ class Megatron(Strategy):
             raise ConfigurationError(
                 f"Megatron-core steps a model with one optimizer, but {len(optimizers)} hold parameters of it. Give "
                 "one optimizer several parameter groups.",
-                code="DT-048",
             )
         from megatron.core.distributed import DistributedDataParallel
 
@@ -267,7 +265,7 @@ class Megatron(Strategy):
                     f"{type(bare).__name__} is not a MegatronTask: strategy='megatron' runs models that are built from "
                     "megatron-core's layers. Subclass drivetrain.MegatronTask, which has a model_provider and a "
                     "forward_step; or use strategy=Parallel(tp=..., pp=...), which splits any model.",
-                    code="DT-064",
+                    see="megatron.md",
                 )
             return bare.chunks
         if isinstance(bare, MegatronProgram):
@@ -276,20 +274,18 @@ class Megatron(Strategy):
                 "its forward_step, and runs the backward by itself, which a loop with accelerator.backward(loss) "
                 "cannot share with it. Use Trainer(accelerator=accelerator).fit(task, loader), or prepare the model "
                 "that its model_provider builds under accelerator.init_context().",
-                code="DT-051",
             )
         if not hasattr(bare, "sharded_state_dict"):
             raise ConfigurationError(
                 f"{type(bare).__name__} is not built from megatron-core's layers, which strategy='megatron' runs. "
                 "Prepare a GPTModel or another MegatronModule, or use strategy=Parallel(tp=..., pp=...).",
-                code="DT-064",
+                see="megatron.md",
             )
         if self.options.pipeline_parallel > 1:
             raise ConfigurationError(
                 f"pipeline_parallel={self.options.pipeline_parallel} runs forward and backward of all micro-batches of "
                 "a step interleaved, which a loop with accelerator.backward(loss) cannot do. Use the Trainer with a "
                 "MegatronTask, or leave pipeline_parallel out.",
-                code="DT-051",
             )
         return [bare]
 
@@ -338,7 +334,7 @@ class Megatron(Strategy):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Leave a loss to the schedule; in a raw loop, compute its gradients and reduce them where a window ends."""
         if kwargs:
-            raise ConfigurationError(f"Megatron's backward takes no {', '.join(kwargs)}.", code="DT-006")
+            raise ConfigurationError(f"Megatron's backward takes no {', '.join(kwargs)}.")
         if self._running is not None:
             self._running.backward(loss)
             return
@@ -358,7 +354,6 @@ class Megatron(Strategy):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} was not prepared together with its model, which Megatron needs: "
                 "model, optimizer = accelerator.prepare(model, optimizer).",
-                code="DT-046",
             )
         assert isinstance(self.gradients, BufferedGradients)
         self.gradients.clip_by_default(optimizer)
@@ -397,9 +392,7 @@ class Megatron(Strategy):
 
     def _joined(self) -> MegatronGroups:
         if self._groups is None:
-            raise ConfigurationError(
-                "strategy='megatron' has not been set up: give it to a Trainer or Accelerator.", code="DT-047"
-            )
+            raise ConfigurationError("strategy='megatron' has not been set up: give it to a Trainer or Accelerator.")
         return self._groups
 
     def __repr__(self) -> str:

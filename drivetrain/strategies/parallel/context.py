@@ -86,7 +86,6 @@ class SequenceShard:
                 f"Sequences of {length} tokens cannot be split over cp={self.count} processes: that takes a multiple "
                 f"of {self.chunks}. Pad them to {-(-length // self.chunks) * self.chunks}, or cut them"
                 + (", or pass cp_load_balance=False." if self.balanced and length % self.count == 0 else "."),
-                code="DT-042",
             )
         parts = tensor.chunk(self.chunks, dim)
         return torch.cat([parts[number] for number in self.own_chunks], dim)
@@ -140,7 +139,6 @@ class SequenceShard:
                 f"Under context parallelism dimension {dim} of every tensor of a batch is taken for the sequence, but "
                 f"this batch has tensors of the shapes {', '.join(map(str, shapes))}. Say which dimension it is with "
                 "cp_seq_dim, or split batches by a function of your own with cp_shard_batch.",
-                code="DT-062",
             )
         split: Batch = recursively_apply(lambda t: self.split(t, dim) if t.dim() > dim else t, batch)
         return split
@@ -170,14 +168,11 @@ def split_in_place(
         raise ConfigurationError(
             f"Each buffer needs the dimension that is its sequence, got {len(buffers)} buffers and {len(dims)} in "
             "buffer_seq_dims.",
-            code="DT-062",
         )
     kept = {id(buffer) for buffer in keep}
     unknown = kept - {id(buffer) for buffer in buffers}
     if unknown:
-        raise ConfigurationError(
-            f"no_restore_buffers has {len(unknown)} tensors that are not among the buffers.", code="DT-062"
-        )
+        raise ConfigurationError(f"no_restore_buffers has {len(unknown)} tensors that are not among the buffers.")
     parts = [shard.split(buffer.detach(), dim) for buffer, dim in zip(buffers, dims, strict=True)]
     whole = [buffer.data for buffer in buffers]
     for buffer, part in zip(buffers, parts, strict=True):
@@ -226,7 +221,6 @@ class SharedAttention(TorchFunctionMode):
                 f"cp={self.shard.count} splits sequences over processes, but nothing called "
                 "torch.nn.functional.scaled_dot_product_attention, through which tokens see those of other processes. "
                 "Compute attention with it (in transformers: attn_implementation='sdpa').",
-                code="DT-061",
             )
 
     def entered(self) -> AbstractContextManager[Any]:
@@ -248,7 +242,6 @@ class SharedAttention(TorchFunctionMode):
                 "Under context parallelism nn.MultiheadAttention, and nn.Transformer with it, would attend "
                 "to this process's tokens only: they compute attention by themselves. Use a module that calls "
                 "torch.nn.functional.scaled_dot_product_attention.",
-                code="DT-061",
             )
         return func(*args, **(kwargs or {}))
 
@@ -358,13 +351,11 @@ def attend(
         raise ConfigurationError(
             f"Under context parallelism attention got a mask of shape {tuple(attn_mask.shape)}, which covers this "
             "process's tokens only. Pass is_causal=True instead, or no mask.",
-            code="DT-061",
         )
     if dropout_p:
         raise ConfigurationError(
             f"Under context parallelism attention cannot drop out its weights (dropout_p={dropout_p}). Set the "
             "attention's dropout to 0; dropout elsewhere works.",
-            code="DT-061",
         )
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     if key.shape == value.shape and key.dtype == value.dtype:  # then one collective does
@@ -377,7 +368,6 @@ def attend(
         raise ConfigurationError(
             f"Under context parallelism causal attention needs as many queries as keys, got {query.size(-2)} and "
             f"{key.size(-2)}.",
-            code="DT-061",
         )
     size = query.size(-2) // len(shard.own_chunks)
     outputs = []
@@ -408,7 +398,6 @@ def _attend_on_shards(shard: SequenceShard, query: DTensor, key: Tensor, value: 
         raise ConfigurationError(
             f"Under context parallelism attention got queries placed as {query.placements}; they may be split over "
             f"tensor-parallel processes along their heads (dimension {heads}) only.",
-            code="DT-061",
         )
     own: list[Any] = [t.to_local() if isinstance(t, DTensor) else t for t in (query, key, value)]
     local = attend(shard, *own, *rest)

@@ -47,7 +47,7 @@ class MeshSizes:
             rest = field.name == "dp_shard" and size == REST
             if not (isinstance(size, int) and not isinstance(size, bool) and (size >= 1 or rest)):
                 allowed = "a whole number of processes, at least 1" + (", or -1" if field.name == "dp_shard" else "")
-                raise ConfigurationError(f"{field.name} must be {allowed}, got {size!r}.", code="DT-002")
+                raise ConfigurationError(f"{field.name} must be {allowed}, got {size!r}.")
 
     def fill(self, world_size: int) -> MeshSizes:
         """The same with `dp_shard` known.
@@ -67,14 +67,12 @@ class MeshSizes:
                 raise ConfigurationError(
                     f"{asked} needs a multiple of {others} processes, but there are {world_size}. Start another "
                     "number, or choose sizes that divide it.",
-                    code="DT-041",
                 )
             return replace(self, dp_shard=world_size // others)
         if others != world_size:
             raise ConfigurationError(
                 f"{asked or 'Parallel()'} multiplies to {others}, but there are {world_size} processes. Start "
                 f"{others}, change a size, or pass dp_shard=-1 to shard over all that are left.",
-                code="DT-041",
             )
         return self
 
@@ -102,7 +100,6 @@ class MeshSizes:
                 raise ConfigurationError(
                     f"Unknown size {key!r} of a parallelism config. Allowed: {', '.join(allowed)}."
                     f"{nearest(plain, allowed)}",
-                    code="DT-006",
                 )
             if value is not None:
                 sizes[names[plain]] = value

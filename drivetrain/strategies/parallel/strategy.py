@@ -96,7 +96,6 @@ class Parallel(Strategy):
             raise ConfigurationError(
                 f"cp_attention must be 'gather' or 'ring', got {cp_attention!r}."
                 f"{nearest(str(cp_attention), ('gather', 'ring'))}",
-                code="DT-001",
             )
         stages = {name.removeprefix("pp_"): options.pop(name) for name in [*options] if name.startswith("pp_")}
         _check_options(self.sizes, tp_plan, loss_parallel, stages, options)
@@ -158,7 +157,6 @@ class Parallel(Strategy):
                 raise ConfigurationError(
                     "cp_attention='ring' is torch's context_parallel, which has no kernels for the CPU. Use 'gather', "
                     "the default, which is exact on any device.",
-                    code="DT-024",
                 )
             attention = RingAttention(shard, mesh, state.device)
         return SplitSequences(shard, attention, self._cp_seq_dim, self._cp_shard_batch)
@@ -272,27 +270,22 @@ def _check_options(
         raise ConfigurationError(
             f'tp={sizes.tp} needs to know which layers to split: give tp_plan={{"layers.*.attention.wq": Colwise(), '
             '"layers.*.attention.wo": Rowwise()}, or tp_plan="auto" for a model that carries a plan.',
-            code="DT-057",
+            see="parallel.md",
         )
     if isinstance(plan, str) and plan != "auto":
-        raise ConfigurationError(
-            f"tp_plan must be a mapping of patterns to styles, or 'auto', got {plan!r}.", code="DT-003"
-        )
+        raise ConfigurationError(f"tp_plan must be a mapping of patterns to styles, or 'auto', got {plan!r}.")
     if plan is not None and not isinstance(plan, str | Mapping):
-        raise ConfigurationError(
-            f"tp_plan must be a mapping of patterns to styles, or 'auto', got {plan!r}.", code="DT-003"
-        )
+        raise ConfigurationError(f"tp_plan must be a mapping of patterns to styles, or 'auto', got {plan!r}.")
     if loss_parallel and sizes.tp == 1:
-        raise ConfigurationError("loss_parallel=True splits the loss over tp processes, but tp=1.", code="DT-005")
+        raise ConfigurationError("loss_parallel=True splits the loss over tp processes, but tp=1.")
     if sizes.cp > 1 and sizes.pp > 1:
         raise ConfigurationError(
             f"cp={sizes.cp} and pp={sizes.pp} do not go together yet: what stages hand over has the shape of whole "
             "sequences. Use cp with tp and dp_shard, or pp with tp and dp_shard.",
-            code="DT-068",
         )
     if pipeline and sizes.pp == 1:
         given = ", ".join(f"pp_{name}" for name in pipeline)
-        raise ConfigurationError(f"{given}: an option of the pipeline, but pp=1.", code="DT-005")
+        raise ConfigurationError(f"{given}: an option of the pipeline, but pp=1.")
     allowed = [name for name in inspect.signature(FSDP.__init__).parameters if name not in ("self", "replicate_size")]
     for name in rest:
         if name not in allowed:
@@ -300,5 +293,4 @@ def _check_options(
             raise ConfigurationError(
                 f"Parallel has no option {name!r}. Beside its own it takes those of FSDP ({', '.join(allowed)}) and "
                 f"of the pipeline, which begin with pp_.{nearest(name, known)}",
-                code="DT-006",
             )

@@ -95,7 +95,7 @@ def plan_of_model(module: nn.Module) -> dict[str, str]:
     raise ConfigurationError(
         f"tp_plan='auto' takes the plan that the model carries, but {type(module).__name__} has no tp_plan, nor has "
         'anything in it. Give one: tp_plan={"layers.*.attention.wq": Colwise(), "layers.*.attention.wo": Rowwise()}.',
-        code="DT-057",
+        see="parallel.md",
     )
 
 
@@ -137,7 +137,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
             raise ConfigurationError(
                 f"{type(match.style).__name__} splits nn.Linear and nn.Embedding, but {match.name!r} is a "
                 f"{type(match.module).__name__}. Name the layers inside it.",
-                code="DT-057",
+                see="parallel.md",
             ) from None
     for name, parameter in module.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(before[name].requires_grad)
@@ -200,7 +200,7 @@ def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[PlanMatch]]
                 for name in by_pattern[pattern]
                 if (style := _style(pattern, given)) is not None
             ]
-    raise ConfigurationError(_no_match(module, plan), code="DT-057")
+    raise ConfigurationError(_no_match(module, plan), see="parallel.md")
 
 
 def _no_match(module: nn.Module, plan: Plan) -> str:
@@ -234,7 +234,6 @@ def _style(pattern: str, given: Any) -> ParallelStyle | None:
     raise ConfigurationError(
         f"tp_plan[{pattern!r}] is {given!r}. Allowed: a style such as Colwise() or Rowwise(), or one of "
         f"{', '.join(_STYLES)}.{nearest(given, _STYLES) if isinstance(given, str) else ''}",
-        code="DT-001",
     )
 
 
@@ -248,7 +247,6 @@ def _check_sizes(module: nn.Module, matches: list[PlanMatch], count: int) -> Non
                     f"{match.name!r} has {what} {size}, which tp={count} does not divide. Choose a tp that does, "
                     f"change the size (the next that works is {-(-size // count) * count}), or leave it out of the "
                     "plan.",
-                    code="DT-042",
                 )
         if isinstance(match.style, ColwiseParallel):
             parent = match.name.rpartition(".")[0]
@@ -257,7 +255,6 @@ def _check_sizes(module: nn.Module, matches: list[PlanMatch], count: int) -> Non
                     raise ConfigurationError(
                         f"{parent!r} has {what}={size}, which tp={count} does not divide, so its heads cannot be "
                         "split over processes. Choose a tp that does.",
-                        code="DT-042",
                     )
 
 
@@ -296,7 +293,6 @@ def _tie_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
                 raise ConfigurationError(
                     f"{names[0]!r} and {name!r} are one tied parameter, but tp_plan places them as {_placement(first)} "
                     f"and {_placement(parameter)}. Split both alike: an embedding by Rowwise(), its head by Colwise().",
-                    code="DT-054",
                 )
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, first)
@@ -369,7 +365,6 @@ class CopyCheck:
                 "hold these parameters in copies that must stay the same. A module that sees a part of a sequence "
                 "belongs into tp_plan as SequenceParallel(); dropout on whole activations must draw the same numbers "
                 "on all of them, so make no generator of your own for it.",
-                code="DT-063",
             )
 
     def _is_split(self, parameter: Tensor) -> bool:

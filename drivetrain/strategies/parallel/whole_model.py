@@ -83,7 +83,6 @@ def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
     raise ConfigurationError(
         f"This model was split before, over other processes ({before}). Make a new one, and load the state of this "
         "one into it.",
-        code="DT-045",
     )
 
 

@@ -127,7 +127,6 @@ class Float16Mixed(MixedPrecision):
                 "precision='fp16' scales the loss, and gradients of float16 weights cannot be unscaled; but these are "
                 f"float16 and trained: {some_of(found)}. Keep trained weights in float32 (model.float(), or for PEFT's "
                 "adapters autocast_adapter_dtype=True); frozen ones may be float16. Or use 'bf16', or 'fp16-true'.",
-                code="DT-071",
             )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -171,7 +170,6 @@ class Float16Mixed(MixedPrecision):
             raise ConfigurationError(
                 "precision='fp16' scales the loss, which an optimizer that calls a closure cannot know. "
                 "Use 'bf16' or '32', or an optimizer that takes no closure.",
-                code="DT-071",
             )
         agrees = isinstance(self.scaler, AgreeingGradScaler) and self.scaler._scale is not None
         if not agrees and not _has_gradients(optimizer):

@@ -30,7 +30,6 @@ def register_precision(precision: type[Precision], *, replace: bool = False) -> 
         raise ConfigurationError(
             f"A precision named {taken[0]!r} is registered already; give {precision.__name__} another `name`, or pass "
             "replace=True to replace it.",
-            code="DT-016",
         )
     _PRECISIONS.update(dict.fromkeys(names, precision))
     return precision
@@ -62,6 +61,5 @@ def resolve_precision(spec: str | int | Precision | None) -> Precision:
         raise ConfigurationError(
             f"Unknown precision {spec!r}. Allowed: {', '.join(available_precisions())} "
             f"(and {', '.join(sorted(set(_PRECISIONS) - set(available_precisions())))}).{nearest(name, _PRECISIONS)}",
-            code="DT-001",
         )
     return _PRECISIONS[name]()

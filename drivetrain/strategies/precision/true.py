@@ -60,7 +60,7 @@ class Double(TruePrecision):
         """Refuse Apple's GPU, which has no 64-bit floats."""
         if kind.name == "mps":
             raise ConfigurationError(
-                "precision='64' cannot run on mps, which has no 64-bit floats. Use '32' or the CPU.", code="DT-021"
+                "precision='64' cannot run on mps, which has no 64-bit floats. Use '32' or the CPU."
             )
 
 
@@ -89,7 +89,6 @@ def refuse_without_bf16(name: str, kind: DeviceKind) -> None:
         raise ConfigurationError(
             f"precision={name!r} needs bfloat16, which this machine's {kind.name} device does not support. "
             "Use 'fp16' or '32'.",
-            code="DT-021",
         )
 
 

@@ -41,9 +41,7 @@ class Rounding:
             ConfigurationError: Both are asked for.
         """
         if downcast and use:
-            raise ConfigurationError(
-                "downcast_bf16=True keeps 64-bit floats apart, use_bf16=True does not. Give one.", code="DT-004"
-            )
+            raise ConfigurationError("downcast_bf16=True keeps 64-bit floats apart, use_bf16=True does not. Give one.")
         if use:
             return cls("use_bf16=True", "XLA_USE_BF16")
         if downcast is None:
@@ -62,7 +60,6 @@ class Rounding:
             raise ConfigurationError(
                 f"{self.option} must be known before this process first uses XLA, which it has done already. Set "
                 f"{self.variable}=1 before it starts.",
-                code="DT-023",
             )
         os.environ[self.variable] = "1"
 
@@ -78,7 +75,6 @@ class Rounding:
             raise ConfigurationError(
                 f"{self.option} is a way to compute in bfloat16, but the precision is {precision!r}. Give "
                 "precision='bf16' with it, or leave it out.",
-                code="DT-070",
             )
         value = torch.tensor([1.0 + 2.0**-12], device=xla.device()).cpu()
         if value.item() != 1.0:

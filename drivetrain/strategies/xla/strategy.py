@@ -134,13 +134,9 @@ class MeshShape:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != REST):
-                raise ConfigurationError(
-                    f"The size of {name} must be a whole number of at least 1, got {value!r}.", code="DT-002"
-                )
+                raise ConfigurationError(f"The size of {name} must be a whole number of at least 1, got {value!r}.")
         if [*vars(self).values()].count(REST) > 1:
-            raise ConfigurationError(
-                f"Only one size can be {REST}, all devices that are left; got {self}.", code="DT-004"
-            )
+            raise ConfigurationError(f"Only one size can be {REST}, all devices that are left; got {self}.")
 
     @property
     def size(self) -> int:
@@ -169,7 +165,6 @@ class MeshShape:
         raise ConfigurationError(
             f"data={self.data}, shard={self.shard} and tensor={self.tensor} do not multiply to the {devices} XLA "
             f"device(s) of this process. Sizes that fit: {', '.join(map(str, divisors))}; {REST} takes what is left.",
-            code="DT-041",
         )
 
 
@@ -430,7 +425,7 @@ def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[
                 f"tp_plan gives {match.name!r}, a {type(match.module).__name__}, the style "
                 f"{type(match.style).__name__}. On XLA devices nn.Linear and nn.Embedding take Colwise() or Rowwise(); "
                 "XLA finds out by itself how the rest is computed, so leave it out.",
-                code="DT-057",
+                see="parallel.md",
             )
         dimension = dimensions[kinds[0]]
         specs[f"{match.name}.weight"] = (TENSOR, None) if dimension == 0 else (None, TENSOR)
@@ -481,7 +476,7 @@ class XLA(Strategy):
             raise ConfigurationError(
                 f'tp={tp} needs to know which layers to split: give tp_plan={{"layers.*.wq": Colwise(), '
                 '"layers.*.wo": Rowwise()}, or tp_plan="auto" for a model that carries a plan.',
-                code="DT-057",
+                see="parallel.md",
             )
         self._shape = MeshShape(tensor=tp)
         self._plan, self._spmd, self._pads = tp_plan, spmd, pad_evaluation
@@ -498,7 +493,6 @@ class XLA(Strategy):
                 f"strategy={self.name!r} needs an XLA device, but this process runs on {state.kind.name!r}. Give "
                 f"Trainer(accelerator='xla') or Accelerator(device='xla'), or set {xla.RUNTIME_VARIABLE} (TPU, or CPU "
                 "to try it out).",
-                code="DT-022",
             )
         alone = not state.environment.is_distributed
         self._refuse_isolated_processes(alone)
@@ -514,13 +508,10 @@ class XLA(Strategy):
                 raise ConfigurationError(
                     f"One program over the devices of {runtime.process_count()} hosts is not supported yet. Run on "
                     "one host, or with one process for each device: notebook_launcher, or XLA(spmd=False).",
-                    code="DT-034",
                 )
             self._mesh = DeviceMesh(shape.fill(int(runtime.global_runtime_device_count())))
         elif wants_all:
-            raise ConfigurationError(
-                f"{self!r} shards over all devices of one process, which spmd=False forbids.", code="DT-004"
-            )
+            raise ConfigurationError(f"{self!r} shards over all devices of one process, which spmd=False forbids.")
         self.compilations = Compilations()
         self.state = XLAState(self.topology, self.unwrap, self._place_like)
         self.gradients = XLAGradients() if alone else AveragedGradients(state.num_processes)
@@ -532,13 +523,11 @@ class XLA(Strategy):
             raise ConfigurationError(
                 "XLA on the CPU cannot join several processes: each would train alone and seem to work. Start one "
                 "process; CPU_NUM_DEVICES=4 gives it four devices.",
-                code="DT-034",
             )
         if self._spmd or self._shape.tensor > 1 or self._shape.shard != 1:
             raise ConfigurationError(
                 f"{self!r} shards over all devices of one process, but this is one of several processes, each with a "
                 "device of its own. Start one process on each host: without a number, `drivetrain launch` does.",
-                code="DT-034",
             )
 
     def check(self, options: RunOptions) -> None:
@@ -548,13 +537,13 @@ class XLA(Strategy):
             raise ConfigurationError(
                 f"precision='fp8' cannot run under strategy={self.name!r}: torch_xla compiles no products of 8-bit "
                 "floats. Use 'bf16', 'bf16-true' or '32'.",
-                code="DT-012",
+                see="precision.md",
             )
         if precision in ("fp16", "fp16-true"):
             raise ConfigurationError(
                 f"precision={precision!r} cannot run under strategy={self.name!r}: TPUs compute in bfloat16. Use "
                 "'bf16', 'bf16-true' or '32'.",
-                code="DT-012",
+                see="precision.md",
             )
         self._rounding.check(precision)
 

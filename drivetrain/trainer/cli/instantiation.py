@@ -39,7 +39,6 @@ def require_jsonargparse(owner: str) -> None:
     if not IS_INSTALLED:
         raise ConfigurationError(
             f'{owner} needs jsonargparse[signatures], which is not installed: pip install "drivetrain[cli]".',
-            code="DT-013",
         )
 
 
@@ -120,7 +119,6 @@ def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str
         raise ConfigurationError(
             f"{kind.__name__} cannot be made of its hyper-parameters: its constructor takes no "
             f"{', '.join(unknown)}; it takes {', '.join(types) or 'no arguments'}.",
-            code="DT-131",
         )
     values = {
         name: _made(types.get(name, Any), value, name, instantiate or name in given)
@@ -255,7 +253,6 @@ def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
         raise ConfigurationError(
             f"{name!r} is annotated with no class, so nothing is made of {_shortened(value)} for it. Annotate the "
             f"argument, or give it by hand: load_from_checkpoint({name}=...).",
-            code="DT-131",
         )
     return value
 
@@ -269,7 +266,7 @@ def _converted(hint: Any, value: Any, name: str) -> Any:
     try:
         return parser.parse_object({"value": value}).value
     except ArgumentError as error:
-        raise ConfigurationError(f"The hyper-parameter {name!r} does not fit: {error}", code="DT-131") from None
+        raise ConfigurationError(f"The hyper-parameter {name!r} does not fit: {error}") from None
 
 
 def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
@@ -279,7 +276,6 @@ def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
         raise ConfigurationError(
             f"{name!r} is annotated with no class, so {value['class_path']!r} is not made for it. Annotate the "
             f"argument, or give it by hand: load_from_checkpoint({name}=...).",
-            code="DT-131",
         )
     kind = _class_at(value["class_path"], [*plain, *makers], name)
     types = argument_types(kind)

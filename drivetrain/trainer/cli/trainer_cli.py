@@ -101,7 +101,6 @@ def chosen_configuration(
             f"Several keys have an {what} for the task: {', '.join(automatic)}. At most one {what} can be handed over "
             f'automatically: give link_to="model.{next(iter(automatic))}" for the others, and make them in '
             "configure_optimizers with instantiate_class.",
-            code="DT-004",
         )
     for key, kind in automatic.items():
         init = config.get(key)
@@ -187,7 +186,6 @@ class SaveConfigCallback(Callback):
             raise ConfigurationError(
                 "`save_to_log_dir=False` only makes sense for a subclass of SaveConfigCallback that overrides "
                 "save_config: else nothing is saved.",
-                code="DT-005",
             )
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:

@@ -270,14 +270,12 @@ def batches_to_run(length: int | None, limit: float | int | None, name: str) -> 
         raise ConfigurationError(
             f"{name}={limit} is a fraction, but the loader's length is not known. With an `IterableDataset`, "
             f"`Trainer({name})` must be `1.0` or an int, a whole number of batches.",
-            code="DT-096",
         )
     batches = int(length * limit)
     if batches == 0 and limit > 0:
         raise ConfigurationError(
             f"{name}={limit} of {length} batches leaves none: {limit} * {length} < 1. Please increase the `{name}` "
             f"argument. Try at least {1 / length:.3g}, or a whole number.",
-            code="DT-002",
         )
     return batches
 

@@ -254,7 +254,6 @@ def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration
     raise ConfigurationError(
         f"{name} is {duration}, but how long that is is not known. Give the Trainer an end (max_duration, max_epochs, "
         "max_steps or max_time), or a duration in steps, samples or seconds.",
-        code="DT-096",
     )
 
 
@@ -288,7 +287,6 @@ def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
             raise ConfigurationError(
                 f"Something of this run is measured in {unit}, but its first {progress.global_step} steps have not "
                 f"counted any: nothing was measured in {unit} then. Measure in steps, epochs or time.",
-                code="DT-096",
             )
         else:
             found.append(kind(trainer, task))
@@ -419,7 +417,6 @@ class _Tokens:
                 f"This run is measured in tokens, but {type(self._task).__name__} gives no number of them. "
                 "Define num_tokens(batch) on the task, or return {'loss': sum, 'weight': tokens} from "
                 "training_step.",
-                code="DT-096",
             )
         total, self._weights.total = self._weights.total, None
         return 0 if total is None else round(float(total))

@@ -840,7 +840,6 @@ class ValidationSchedule:
                 raise ConfigurationError(
                     f"val_check_interval={interval} is a fraction, but the training loader's length is not known. "
                     "Give a whole number of batches.",
-                    code="DT-096",
                 )
             self._every = max(1, int(batches * interval))
         elif isinstance(interval, int):
@@ -848,7 +847,6 @@ class ValidationSchedule:
                 raise ConfigurationError(
                     f"val_check_interval={interval} must be less than or equal to the number of the training batches: "
                     f"an epoch has {batches:.0f} batches. Set check_val_every_n_epoch=None to count across epochs.",
-                    code="DT-002",
                 )
             self._every = interval
 

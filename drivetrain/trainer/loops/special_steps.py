@@ -72,7 +72,6 @@ class ClosureStep(PlainStep):
                 f"The closure hasn't been executed: {type(self._task).__name__}.optimizer_step never ran its "
                 "optimizer_closure, so no loss was computed. Call optimizer.step(closure=optimizer_closure), or "
                 "optimizer_closure() yourself.",
-                code="DT-083",
             )
         self._announced, self._repeats = None, False
         return self._finish(window, outputs[-1], stepped)
@@ -166,7 +165,6 @@ class NamedLossesStep(PlainStep):
             f"{missing[0]!r}.{nearest(missing[0], map(str, given))} Return a scalar tensor for each of "
             f"{', '.join(map(repr, self._names))} in every step, or None to leave the batch out. For optimizers that "
             "step at different times, set automatic_optimization = False.",
-            code="DT-083",
         )
 
     def _run_backward(self, loss: Any, output: Any, share: float, is_dummy: bool) -> None:
@@ -205,7 +203,6 @@ def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
             f"{type(task).__name__}.configure_optimizers names its optimizers ({names}), each for a loss of its own, "
             f"but {reason}. Return a list of optimizers for one loss, or set automatic_optimization = False where the "
             "strategy takes it.",
-            code="DT-086",
         )
 
 
@@ -312,7 +309,6 @@ def refuse_unscheduled(task: Task, strategy: object, by_closure: bool) -> None:
     raise ConfigurationError(
         f"{strategy!r} runs forward and backward of all micro-batches together, so {what} of {type(task).__name__} "
         "cannot run them. Use automatic optimization with an optimizer that needs none, or another strategy.",
-        code="DT-051",
     )
 
 
@@ -433,7 +429,7 @@ class SplitStep(PlainStep):
         """
         parts = [part for place, each in enumerate(window) for part in self._cut(place, each)]
         if failure is not None and len(parts) == self._tried:
-            raise ConfigurationError(_too_large(any(part.of for part in parts)), code="DT-104") from failure
+            raise ConfigurationError(_too_large(any(part.of for part in parts)), see="big-models.md") from failure
         self._tried = len(parts)
         self._held_back.clear()
         self._begin(parts)  # type: ignore[arg-type]  # only their number counts
@@ -578,7 +574,6 @@ def choose_step(trainer: Trainer, task: Task, model: nn.Module, splits: bool = T
             f"Trainer(auto_micro_batch=True) runs the gradients of a step again, which {type(task).__name__} computes "
             "by itself: it optimizes by hand, steps its optimizer itself, has one that evaluates the loss several "
             "times, or returns a loss for each of several. Leave auto_micro_batch out, and give a smaller batch size.",
-            code="DT-092",
         )
     if trainer.task_run.optimizer_names and task.automatic_optimization:
         refuse_named(trainer, task, by_closure)

@@ -67,7 +67,6 @@ class StepOutput:
         raise ConfigurationError(
             f"{self._step} returned {given}. {rule}: the loss as a scalar tensor, a dict with it under 'loss', or None "
             "to leave the batch out.",
-            code="DT-083",
         )
 
     def check_of_manual(self, output: Any) -> None:
@@ -80,7 +79,6 @@ class StepOutput:
             raise ConfigurationError(
                 f"{self._step} returned {repr(output)[:80]}. With automatic_optimization = False it must return a "
                 "Tensor or have no return: a tensor or a dict, which hooks get, or None.",
-                code="DT-083",
             )
 
     def has_weight(self, output: Any) -> bool:
@@ -99,7 +97,6 @@ class StepOutput:
         raise ConfigurationError(
             f"{self._step} returned a loss without a weight, after one with a weight. Return {{'loss': sum, 'weight': "
             "tokens} for every batch, or None to leave one out.",
-            code="DT-084",
         )
 
     def refuse_weight(self) -> None:
@@ -107,7 +104,6 @@ class StepOutput:
         raise ConfigurationError(
             f"{self._step} returned a loss with a weight, after one without. Return {{'loss': sum, 'weight': tokens}} "
             "for every batch, or for none.",
-            code="DT-084",
         )
 
     def explain(self, loss: Tensor, error: RuntimeError | None = None) -> None:
@@ -117,19 +113,16 @@ class StepOutput:
                 f"{self._step} used other parameters than in the first step, for example since it left out a batch by "
                 "None, but DDP(static_graph=True) was given. Leave static_graph out, or give "
                 "find_unused_parameters=True in its place.",
-                code="DT-083",
             ) from error
         if loss.numel() != 1:
             raise ConfigurationError(
                 f"{self._step} returned a tensor of shape {tuple(loss.shape)}. Return one number, such as loss.mean().",
-                code="DT-083",
             ) from error
         if not loss.requires_grad:
             raise ConfigurationError(
                 f"{self._step} returned a loss that depends on no parameter that can be trained, so nothing can be "
                 "learned from it. Compute it from the task's modules, without detach(), item() or no_grad(); or return "
                 "None to leave the batch out.",
-                code="DT-085",
             ) from error
 
 

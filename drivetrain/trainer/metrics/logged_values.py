@@ -362,25 +362,20 @@ def moments_of(
             f"You can't call self.log({name!r}, ...) here ({scope.stage}): there is no step or epoch that the "
             "value belongs to. Log in a step, or in a hook between the start of training or evaluation and "
             "the end of its epoch.",
-            code="DT-091",
         )
     if known is not None:
         raise ConfigurationError(
             f"{name!r} is logged with two meanings: first with {_readable(known.arguments)} from the "
             f"{moment_of(known.scope)}, now with {_readable(arguments)} from the {moment_of(scope)}. "
             "Give the two different names.",
-            code="DT-091",
         )
     steps = scope.on_step if on_step is None else on_step
     epochs = bool(scope.on_epoch if on_epoch is None else on_epoch)
     if not (steps or epochs):
-        raise ConfigurationError(
-            f"log({name!r}, on_step=False, on_epoch=False) is not useful: it would keep nothing.", code="DT-091"
-        )
+        raise ConfigurationError(f"log({name!r}, on_step=False, on_epoch=False) is not useful: it would keep nothing.")
     if steps and not scope.has_batch:
         raise ConfigurationError(
             f"log({name!r}, on_step=True) from the {moment_of(scope)}: there is no step there. Use on_epoch=True.",
-            code="DT-091",
         )
     return steps, epochs
 
@@ -490,7 +485,6 @@ def reduction_of(name: str, reduce_fx: Any) -> Reduction:
         raise ConfigurationError(
             f"log({name!r}, reduce_fx={reduce_fx!r}): allowed are {', '.join(REDUCTIONS)} or a function of the "
             f"stacked values.{nearest(word, REDUCTIONS)}",
-            code="DT-001",
         )
     return word
 
@@ -663,7 +657,6 @@ class LoggedValues:
                 raise ConfigurationError(
                     f"log({name!r}, ...) takes a scalar, got a tensor of shape {tuple(value.shape)}. "
                     "Reduce it first, such as with .mean().",
-                    code="DT-090",
                 )
             # What requires gradients was computed in this step; anything else may be changed in place later.
             value = value.detach() if value.requires_grad else value.clone()
@@ -753,9 +746,7 @@ class LoggedValues:
         elif restored is not None and self._separates_moments and restored.scope.has_batch is not scope.has_batch:
             key = f"{key} of the {moment_of(scope)}"
         elif restored is not None:
-            raise ConfigurationError(
-                f"{entry.name!r} is logged for two loaders; use add_dataloader_idx=True.", code="DT-091"
-            )
+            raise ConfigurationError(f"{entry.name!r} is logged for two loaders; use add_dataloader_idx=True.")
         self._current[name] = table[key] = entry
         return entry
 
@@ -1013,7 +1004,6 @@ def _forgotten(values: Tensor) -> Tensor:
     raise ConfigurationError(
         "A value that is reduced by a function was logged before the checkpoint and never since, so the function is "
         "not known any more. Log it in every epoch, or use one of " + ", ".join(REDUCTIONS) + ".",
-        code="DT-091",
     )
 
 
@@ -1047,7 +1037,6 @@ def _computed(name: str, metric: Any, select: Callable[[list[Any]], list[Any]], 
     raise ConfigurationError(
         f"The `{type(metric).__name__}.compute()` return of the metric logged as {name!r} must be a tensor of one "
         f"number, a number or None, got {given}. Compute it in on_validation_epoch_end and log the parts by name.",
-        code="DT-090",
     )
 
 
@@ -1057,7 +1046,6 @@ def _number(name: str, value: Any) -> float:
     raise ConfigurationError(
         f"`self.log({name}, {value})` was called, but {name!r} is a {type(value).__name__}. Give a number, a scalar "
         "tensor or a torchmetrics object.",
-        code="DT-090",
     )
 
 

@@ -45,7 +45,6 @@ class Actions:
             raise ConfigurationError(
                 f"Trainer(barebones=True, profiler={profiler!r}): a profiler is something around the loop. "
                 "Leave one of the two out.",
-                code="DT-004",
             )
         self._trainer = trainer
         self.profiler = PassThroughProfiler() if profiler is None else make_profiler(profiler)
@@ -215,7 +214,7 @@ def make_profiler(given: Profiler | str) -> Profiler:
     if name not in NAMES:
         allowed = ", ".join(map(repr, NAMES))
         raise ConfigurationError(
-            f"profiler={given!r}: give one of {allowed}, or a drivetrain.Profiler.{nearest(name, NAMES)}", code="DT-001"
+            f"profiler={given!r}: give one of {allowed}, or a drivetrain.Profiler.{nearest(name, NAMES)}"
         )
     from drivetrain.trainer import profilers  # imports torch's profiler
 

@@ -63,7 +63,6 @@ class AdvancedProfiler(Profiler):
             raise ConfigurationError(
                 f"Attempting to stop recording an action ({action_name}) that is not the one that was started last"
                 f"{f' ({self._running[-1]})' if self._running else ''}. Call start first, or use profile.",
-                code="DT-017",
             )
         self.profiled_actions[self._running.pop()].disable()
         if self._running:

@@ -84,12 +84,9 @@ class PyTorchProfiler(Profiler):
             raise ConfigurationError(
                 f"PyTorchProfiler({sorted(unknown)[0]}=...): torch.profiler.profile has no such argument. It has "
                 f"{', '.join(list(inspect.signature(profile.__init__).parameters)[1:])}.",
-                code="DT-006",
             )
         if emit_nvtx and detect_device_kind().name != "cuda":
-            raise ConfigurationError(
-                "PyTorchProfiler(emit_nvtx=True) needs an NVIDIA GPU. Leave it out.", code="DT-024"
-            )
+            raise ConfigurationError("PyTorchProfiler(emit_nvtx=True) needs an NVIDIA GPU. Leave it out.")
         self.group_by_input_shapes, self.emit_nvtx = group_by_input_shapes, emit_nvtx
         self.export_to_chrome, self.record_module_names = export_to_chrome, record_module_names
         self.row_limit, self.sort_by_key = row_limit, sort_by_key

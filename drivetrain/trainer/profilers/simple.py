@@ -70,7 +70,6 @@ class SimpleProfiler(Profiler):
             raise ConfigurationError(
                 f"Attempted to start {action_name}, which has not stopped yet. Give each action that runs in another "
                 "one a name of its own.",
-                code="DT-017",
             )
         self._within.append(0.0)
         self.current_actions[action_name] = time.perf_counter()
@@ -81,7 +80,6 @@ class SimpleProfiler(Profiler):
             raise ConfigurationError(
                 f"Attempting to stop recording an action ({action_name}) which was never started. Call start first, "
                 "or use profile.",
-                code="DT-017",
             )
         seconds = now - self.current_actions.pop(action_name)
         self.own_seconds[action_name] += seconds - self._within.pop()

@@ -618,21 +618,19 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
         if callback is None:
             raise ConfigurationError(
                 f"{given!r} was given, but `ModelCheckpoint` is not configured. Put one among the callbacks.",
-                code="DT-098",
             )
         if trainer.control.reason is not None and callback.run_identity not in (None, trainer.control.identity):
             raise ConfigurationError(
                 f"{given!r}: the ModelCheckpoint has the checkpoints of another Trainer, which was given it after this "
                 "one had trained. Give each Trainer its own, or name the checkpoint's path.",
-                code="DT-098",
             )
         found = getattr(callback, f"{given}_model_path")
         if not found:
             if given == "best" and not callback.save_top_k:
                 raise ConfigurationError(
-                    "'best': the ModelCheckpoint is not configured to save the best (save_top_k=0).", code="DT-098"
+                    "'best': the ModelCheckpoint is not configured to save the best (save_top_k=0)."
                 )
-            raise ConfigurationError(f"{given!r}: the ModelCheckpoint has not saved one yet.", code="DT-098")
+            raise ConfigurationError(f"{given!r}: the ModelCheckpoint has not saved one yet.")
         return str(found)
     if given != "auto":
         return os.fspath(given)

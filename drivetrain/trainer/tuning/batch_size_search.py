@@ -89,7 +89,6 @@ def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: B
             f"The Batch size finder cannot be used with dataloaders passed directly to {stage.verb}(): their batch "
             f"size is settled. Give the task or a DataModule a {stage.loader_name}() that reads "
             f"{tried.batch_arg_name}.",
-            code="DT-097",
         )
     try:
         return TunedAttribute.find(
@@ -106,7 +105,6 @@ def _refuse_several(loaders: Any, stage: Stage) -> None:
         raise ConfigurationError(
             f"The Batch size finder cannot be used with multiple {stage.loader} dataloaders: there are "
             f"{len(loaders)}. Let {stage.loader_name}() return one.",
-            code="DT-097",
         )
 
 

@@ -49,7 +49,7 @@ class LRFinder:
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
         if mode not in MODES:
-            raise ConfigurationError(f"LRFinder(mode={mode!r}): give {' or '.join(map(repr, MODES))}.", code="DT-001")
+            raise ConfigurationError(f"LRFinder(mode={mode!r}): give {' or '.join(map(repr, MODES))}.")
         self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
 
@@ -107,7 +107,7 @@ class LRFinder:
         """
         if find_spec("matplotlib") is None:
             raise ConfigurationError(
-                'LRFinder.plot needs matplotlib, which is not installed: pip install "drivetrain[plot]".', code="DT-013"
+                'LRFinder.plot needs matplotlib, which is not installed: pip install "drivetrain[plot]".'
             )
         import matplotlib.pyplot as plt
 
@@ -160,7 +160,6 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
         raise ConfigurationError(
             f"The learning-rate search only works with single optimizer: {type(task).__name__}.configure_optimizers "
             f"returned {len(trainer.task_optimizers)}. Search each task of one optimizer by itself.",
-            code="DT-092",
         )
     found = LRFinder(tried.mode, tried.min_lr, tried.max_lr, tried.num_training)
     source = trainer.task_run.sources[Stage.TRAIN].again()

@@ -294,8 +294,6 @@ def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., No
 class MissingAttributeError(ConfigurationError, AttributeError):
     """Neither the task nor its data module has the attribute that a search is to change."""
 
-    code = "DT-081"
-
 
 class TunedAttribute:
     """One number, in every place where it is kept: attributes and hyper-parameters of the task and the data module.

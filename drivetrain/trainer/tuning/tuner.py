@@ -90,9 +90,7 @@ class Tuner:
             ConfigurationError: An argument cannot be, or the task has not one optimizer or no such attribute.
         """
         if method != "fit":
-            raise ConfigurationError(
-                f"lr_find(method={method!r}): method='fit' is the only one with a learning rate.", code="DT-001"
-            )
+            raise ConfigurationError(f"lr_find(method={method!r}): method='fit' is the only one with a learning rate.")
         tried = LRRange(min_lr, max_lr, num_training, mode.lower(), early_stop_threshold, update_attr, attr_name)
         stage = self._check(LearningRateFinder, method, train_dataloaders, val_dataloaders, dataloaders)
         loaders = {Stage.TRAIN: train_dataloaders, Stage.VALIDATE: val_dataloaders}
@@ -154,25 +152,21 @@ class Tuner:
         if method not in _STAGES:
             raise ConfigurationError(
                 f"method {method!r} is invalid. Should be one of {', '.join(_STAGES)}.{nearest(method, _STAGES)}",
-                code="DT-001",
             )
         if method == "fit" and evaluating is not None:
             raise ConfigurationError(
                 "With method='fit' `dataloaders` is of no use; please consider setting `train_dataloaders` and "
                 "`val_dataloaders` instead.",
-                code="DT-004",
             )
         if method != "fit" and (training is not None or validating is not None):
             raise ConfigurationError(
                 f"With method={method!r} `train_dataloaders` and `val_dataloaders` are of no use; please consider "
                 "setting `dataloaders` instead.",
-                code="DT-004",
             )
         if any(isinstance(callback, finder) for callback in self._trainer.callbacks):
             raise ConfigurationError(
                 f"Trainer is already configured with a `{finder.__name__}` callback, which searches when the run "
                 "begins. Remove it, or call no Tuner.",
-                code="DT-095",
             )
         return _STAGES[Verb(method)]
 

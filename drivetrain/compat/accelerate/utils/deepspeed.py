@@ -79,7 +79,7 @@ class HfDeepSpeedConfig:
         if node is not None and name in node:
             del node[name]
         elif must_exist:
-            raise ConfigurationError(f"The DeepSpeed configuration has no {ds_key_long!r}.", code="DT-056")
+            raise ConfigurationError(f"The DeepSpeed configuration has no {ds_key_long!r}.")
 
     def is_true(self, ds_key_long: str) -> bool:
         """Whether the value at a path is set and true."""
@@ -114,7 +114,6 @@ def _read(given: Any) -> dict[str, Any]:
     except (ValueError, TypeError, RecursionError):
         raise ConfigurationError(
             f"A DeepSpeed configuration is a dict, the path of a JSON file, or its text in base64; got {given!r}.",
-            code="DT-003",
         ) from None
 
 
@@ -130,6 +129,6 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
     plugin = getattr(state, "deepspeed_plugin", None)
     if plugin is None:
         raise ConfigurationError(
-            'This Accelerator is without DeepSpeed; make it with a plugin or strategy="deepspeed".', code="DT-047"
+            'This Accelerator is without DeepSpeed; make it with a plugin or strategy="deepspeed".'
         )
     return plugin

@@ -118,7 +118,6 @@ class DeepSpeedPlugin(EngineDeepSpeedPlugin):
             raise ConfigurationError(
                 f"The DeepSpeed configuration has {ds_key_long}='auto', and no value was given for it. Give one to "
                 "fill_match, or write it into the configuration.",
-                code="DT-003",
             )
         if found == "auto":
             node[key] = kwargs[ds_key_long]

@@ -35,9 +35,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """
     word = value.lower()
     if word not in (*_TRUE, *_FALSE):
-        raise ConfigurationError(
-            f"{value!r} is neither of {', '.join(_TRUE)} nor of {', '.join(_FALSE)}.", code="DT-001"
-        )
+        raise ConfigurationError(f"{value!r} is neither of {', '.join(_TRUE)} nor of {', '.join(_FALSE)}.")
     return word in _TRUE if to_bool else int(word in _TRUE)
 
 

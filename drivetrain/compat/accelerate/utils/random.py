@@ -28,7 +28,7 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
     name = getattr(rng_type, "value", rng_type)
     if name == "generator":
         if generator is None:
-            raise ConfigurationError('synchronize_rng_state("generator") needs the generator.', code="DT-005")
+            raise ConfigurationError('synchronize_rng_state("generator") needs the generator.')
         generator.set_state(broadcast(generator.get_state()))
     elif name == "torch":
         torch.set_rng_state(broadcast(torch.get_rng_state()))
@@ -36,9 +36,7 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
         kind = next((each for each in available_device_kinds() if each.name == name), None)
         state = None if kind is None else kind.get_rng_state()
         if kind is None or state is None:
-            raise ConfigurationError(
-                f"synchronize_rng_state({name!r}): there is no such generator here.", code="DT-001"
-            )
+            raise ConfigurationError(f"synchronize_rng_state({name!r}): there is no such generator here.")
         kind.set_rng_state(broadcast(state.cpu()))
 
 

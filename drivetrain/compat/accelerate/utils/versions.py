@@ -25,9 +25,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
     from packaging.version import parse
 
     if operation not in STR_OPERATION_TO_FUNC:
-        raise ConfigurationError(
-            f"{operation!r} compares no versions; allowed: {', '.join(STR_OPERATION_TO_FUNC)}.", code="DT-001"
-        )
+        raise ConfigurationError(f"{operation!r} compares no versions; allowed: {', '.join(STR_OPERATION_TO_FUNC)}.")
     if isinstance(library_or_version, str):
         library_or_version = parse(importlib.metadata.version(library_or_version))
     return bool(STR_OPERATION_TO_FUNC[operation](library_or_version, parse(requirement_version)))

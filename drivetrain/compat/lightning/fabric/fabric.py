@@ -160,7 +160,7 @@ class Stepping:
             RuntimeError: The norm is not finite.
         """
         if (clip_val is None) is (max_norm is None):
-            raise ConfigurationError("clip_gradients takes one of clip_val and max_norm.", code="DT-004")
+            raise ConfigurationError("clip_gradients takes one of clip_val and max_norm.")
         bare = forward_module(module), unwrap_optimizer(optimizer)
         if clip_val is not None:
             self._strategy.clip_gradients_value(*bare, clip_val=clip_val)
@@ -189,7 +189,6 @@ class Stepping:
             raise ArgumentTypeError(
                 "You need to set up the model first before you can call `fabric.no_backward_sync()`: "
                 "model = fabric.setup(model).",
-                code="DT-017",
             )
         return self.accelerator.no_sync(forward_module(bare)) if enabled else nullcontext()
 
@@ -301,7 +300,7 @@ def _check_filter(given: Any, state: Mapping[str, Any]) -> None:
     unknown = {name for name in given if name not in state}
     if unknown:
         raise ConfigurationError(
-            f"save(filter=...): the keys {unknown} are not present in the state keys {set(state)}.", code="DT-006"
+            f"save(filter=...): the keys {unknown} are not present in the state keys {set(state)}."
         )
     for name, keeps in given.items():
         if not callable(keeps):
@@ -460,14 +459,13 @@ class Preparing(Reporting):
             ConfigurationError: There is none, or one that cannot be prepared, or that has been.
         """
         if not dataloaders:
-            raise ConfigurationError("`setup_dataloaders` requires at least one dataloader as input.", code="DT-097")
+            raise ConfigurationError("`setup_dataloaders` requires at least one dataloader as input.")
         _refuse_prepared("dataloader", "setup_dataloaders", dataloaders)
         for loader in dataloaders:
             if not isinstance(loader, DataLoader):
                 raise ArgumentTypeError(
                     f"Only PyTorch DataLoader are currently supported in `setup_dataloaders`, got a "
                     f"{type(loader).__name__}. Iterate anything else as it is, and move batches with fabric.to_device.",
-                    code="DT-100",
                 )
         shard = None if use_distributed_sampler else DataShard(0, 1)
         place = None if move_to_device else _as_it_is
@@ -525,7 +523,6 @@ def _refuse_prepared(kind: str, method: str, objects: Any) -> None:
             article = "An" if kind == "optimizer" else "A"
             raise ConfigurationError(
                 f"{article} {kind} should be passed only once to the `{method}` method; this one is what it returned.",
-                code="DT-045",
             )
 
 
@@ -578,9 +575,7 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
             elif isinstance(plugin, ClusterEnvironment):
                 plugin.publish(devices, num_nodes)
             elif plugin is not None:
-                raise ConfigurationError(
-                    f"Fabric(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}", code="DT-008"
-                )
+                raise ConfigurationError(f"Fabric(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}")
         strategy = STRATEGIES.made(strategy)
         if isinstance(strategy, StrategyMembers):
             if strategy.cluster_environment is not None:
@@ -696,7 +691,6 @@ def _check_launched(function: Any, spawns: bool) -> None:
             raise ArgumentTypeError(
                 "Where the strategy starts processes, `launch()` needs to be called with a function for them to run: "
                 "fabric.launch(train).",
-                code="DT-005",
             )
         return
     if not callable(function):

@@ -137,9 +137,7 @@ class FabricModule(nn.Module):
             raise ArgumentTypeError(f"Expected a method or a string, but got: {type(method).__name__}")
         name = method if isinstance(method, str) else method.__name__
         if name == "forward":
-            raise ConfigurationError(
-                "You cannot mark the forward method itself as a forward method: it is one.", code="DT-016"
-            )
+            raise ConfigurationError("You cannot mark the forward method itself as a forward method: it is one.")
         if not inspect.ismethod(getattr(self.module, name, None)):
             raise AttributeError(f"`{type(self.module).__name__}.{name}` does not exist or is not a method.")
         self._forward_methods.add(name)
@@ -324,13 +322,12 @@ class FabricSide:
         for name, value in dictionary.items():
             if isinstance(value, Mapping):
                 raise ConfigurationError(
-                    f"`{name}`: nested dictionaries cannot be logged. Give each value a name of its own.", code="DT-090"
+                    f"`{name}`: nested dictionaries cannot be logged. Give each value a name of its own."
                 )
             if not isinstance(value, Tensor | int | float):
                 raise ConfigurationError(
                     f"`{name}`: `{type(value).__name__}` values cannot be logged. Give a number, or a tensor of one "
                     "element.",
-                    code="DT-090",
                 )
         if logger is not False:
             self.fabric.log_dict(dictionary)

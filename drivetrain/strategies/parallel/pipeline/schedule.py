@@ -21,9 +21,7 @@ from drivetrain.strategies.parallel.pipeline.split import Route, TensorShape
 try:
     from torch.distributed.pipelining._utils import _TensorMeta
 except ImportError as error:  # the interface of stages has changed between releases
-    raise ConfigurationError(
-        f"Pipeline parallelism needs torch 2.13 or newer; this is {torch.__version__}.", code="DT-014"
-    ) from error
+    raise ConfigurationError(f"Pipeline parallelism needs torch 2.13 or newer; this is {torch.__version__}.") from error
 
 logger = get_logger(__name__)
 
@@ -74,14 +72,13 @@ def schedule_kind(name: str, stages: int | None) -> tuple[ScheduleKind, int]:
     kind = plain.get(name.lower().replace("_", "").replace("-", ""))
     if kind is None:
         raise ConfigurationError(
-            f"Unknown pp_schedule {name!r}. Allowed: {', '.join(SCHEDULES)}.{nearest(name, SCHEDULES)}", code="DT-001"
+            f"Unknown pp_schedule {name!r}. Allowed: {', '.join(SCHEDULES)}.{nearest(name, SCHEDULES)}"
         )
     count = kind.stages if stages is None else stages
     if count < 1 or (kind.allowed is not None and count not in kind.allowed):
         allowed = "at least 1" if kind.allowed is None else " or ".join(map(str, kind.allowed))
         raise ConfigurationError(
             f"pp_schedule={kind.name!r} runs {allowed} stage(s) on each process, got pp_stages_per_rank={stages}.",
-            code="DT-059",
         )
     return kind, count
 
@@ -326,15 +323,12 @@ class PipelineOptions:
                 raise ConfigurationError(
                     f"A pipeline has no option pp_{name}. Allowed: {', '.join(allowed)}."
                     f"{nearest(f'pp_{name}', allowed)}",
-                    code="DT-006",
                 )
         return cls(**given)
 
     def __post_init__(self) -> None:
         if isinstance(self.split, str) and self.split != "auto":
-            raise ConfigurationError(
-                f"pp_split must be 'auto' or a list of module names, got {self.split!r}.", code="DT-003"
-            )
+            raise ConfigurationError(f"pp_split must be 'auto' or a list of module names, got {self.split!r}.")
 
     def stages_among(self, ranks: int) -> StageRanks:
         """How stages are spread over processes.
@@ -351,7 +345,6 @@ class PipelineOptions:
             raise ConfigurationError(
                 f"pp_split names {len(self.split)} modules, which makes {len(self.split) + 1} stages, but pp={ranks} x "
                 f"{per_rank} stages on each process are {stages.count}.",
-                code="DT-059",
             )
         return stages
 

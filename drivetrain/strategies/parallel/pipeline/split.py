@@ -61,15 +61,12 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
             raise ConfigurationError(
                 f"pp_module={name!r} is no module of {type(model).__name__}. It has: "
                 f"{', '.join(sorted(path for path, _ in model.named_children()))}.{nearest(name, known)}",
-                code="DT-043",
             )
         return name
     sizes = {path: _size(child) for path, child in model.named_children()}
     largest = max(sizes, key=lambda path: sizes[path], default="")
     if not largest or not sizes[largest]:
-        raise ConfigurationError(
-            f"{type(model).__name__} has no module with parameters to spread over stages.", code="DT-044"
-        )
+        raise ConfigurationError(f"{type(model).__name__} has no module with parameters to spread over stages.")
     if 2 * sizes[largest] > _size(model):
         # A list is never called: the model itself goes through its blocks.
         return "" if isinstance(model.get_submodule(largest), nn.ModuleList | nn.ModuleDict) else largest
@@ -77,7 +74,6 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
     raise ConfigurationError(
         f"{type(model).__name__} has several modules with parameters: {holders}. Say which one is spread over stages, "
         'with pp_module= ("" for the whole, if its steps call self(...)), or put all into one module that they call.',
-        code="DT-059",
     )
 
 
@@ -107,7 +103,6 @@ def choose_splits(
         raise ConfigurationError(
             f"{type(module).__name__} holds no ModuleList or Sequential of blocks to spread over {count} stages. Name "
             f"the modules that stages begin with: {argument}=[...].",
-            code="DT-044",
         )
     path = max(lists, key=lambda name: (_size(lists[name]), -len(name)))
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
@@ -118,7 +113,6 @@ def choose_splits(
         raise ConfigurationError(
             f"{path or type(module).__name__} has {len(blocks)} blocks, too few for {count} stages (processes along "
             f"pp x pp_stages_per_rank). Use fewer stages, or name their first modules with {argument}=[...].",
-            code="DT-044",
         )
     begins = _even_begins([_size(block) for _, block in blocks], count)
     return tuple(f"{path}.{blocks[begin][0]}" if path else blocks[begin][0] for begin in begins)
@@ -148,7 +142,6 @@ def _splits_between(
         raise ConfigurationError(
             f"{type(module).__name__} has {len(names)} modules of the classes {list(classes)}, too few for {count} "
             f"stages.{hint} Name classes of blocks that repeat, or the modules that stages begin with.",
-            code="DT-044",
         )
     return tuple(names[begin] for begin in _even_begins(sizes, count))
 
@@ -176,7 +169,6 @@ def lay_out(
             raise ConfigurationError(
                 f"pp_place={{{prefix!r}: {stage}}} must name a module or parameter of {type(module).__name__} and one "
                 f"of its {count} stages.{nearest(prefix, owners)}",
-                code="DT-043",
             )
         owners.update(dict.fromkeys(fits, stage % count))
     _refuse_shared(module, owners)
@@ -195,19 +187,16 @@ def _check_splits(module: nn.Module, splits: Sequence[str], argument: str) -> No
             raise ConfigurationError(
                 f"{argument} names {name!r}, which is no module of {type(module).__name__}.{nearest(name, known)} "
                 "Names are relative to the module that is split.",
-                code="DT-043",
             )
         if isinstance(module.get_submodule(name), nn.ModuleList | nn.ModuleDict):
             raise ConfigurationError(
                 f"{argument} names {name!r}, a container that is never called. Name the block in it that a stage "
                 f"begins with, such as {name}.0.",
-                code="DT-059",
             )
     order = [known.index(name) for name in splits]
     if order != sorted(set(order)):
         raise ConfigurationError(
             f"{argument}={list(splits)} must name different modules in the order in which they are registered.",
-            code="DT-059",
         )
 
 
@@ -242,7 +231,6 @@ def _refuse_shared(module: nn.Module, owners: Mapping[str, int]) -> None:
                 f"{other} and {name} are one parameter, but stages {owners[other]} and {owners[name]} would each hold "
                 "it. A pipeline needs them apart: untie them, place both on one stage with pp_place=, or use another "
                 "strategy.",
-                code="DT-054",
             )
 
 
@@ -380,7 +368,6 @@ class ModelOutline:
             raise ConfigurationError(
                 f"{self._name} cannot be copied, which is how its stages are found: {type(error).__name__}: {error}. "
                 "Keep what cannot be copied out of the module that is split.",
-                code="DT-058",
             ) from error
 
     def route(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Route:
@@ -409,7 +396,6 @@ class ModelOutline:
                 raise ConfigurationError(
                     f"The forward of {self._name} cannot be run on shapes alone, which is how its stages are found: "
                     f"{type(error).__name__}: {str(error)[:400]} It must not depend on the values in its tensors.",
-                    code="DT-058",
                 ) from error
             finally:
                 for remove in removals:
@@ -511,7 +497,6 @@ class _Trace(TorchDispatchMode):
                 f"{self._name} uses {name} in stage {self._stage}, but it was placed on stage {owner}, by the order in "
                 f"which modules are registered. Register it where it is used, or say pp_place={{{name!r}: "
                 f"{self._stage}}}; a parameter that two stages use cannot be split.",
-                code="DT-059",
             )
 
     def _use(self, origin: _Origin, where: str) -> None:
@@ -530,7 +515,6 @@ class _Trace(TorchDispatchMode):
             f"arguments of {self._layout.splits[used_in - 1]}, the first module of the next one, and what modules "
             "return: pass it through the blocks, compute it in a module, or split elsewhere with "
             f"{self._layout.argument}=[...].",
-            code="DT-059",
         )
 
     def entry_hook(self, stage: int, name: str) -> Callable[..., Any]:
@@ -551,9 +535,7 @@ class _Trace(TorchDispatchMode):
                     entry.received.append(leaf)
                 entry.places.append(numbers[id(leaf)])
             if not entry.received:
-                raise ConfigurationError(
-                    f"{name} receives nothing from the stage before it, so none can begin there.", code="DT-059"
-                )
+                raise ConfigurationError(f"{name} receives nothing from the stage before it, so none can begin there.")
             self._entries[stage] = entry
             self._stage = stage
             fresh = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in entry.received]
@@ -570,13 +552,11 @@ class _Trace(TorchDispatchMode):
             raise ConfigurationError(
                 f"{self._name} must call the first modules of its stages once each and in this order: {order}; "
                 f"{name} was called in stage {self._stage}. Split elsewhere with {self._layout.argument}=[...].",
-                code="DT-059",
             )
         if _is_checkpointed():
             raise ConfigurationError(
                 f"{self._name} calls {name}, the first module of a stage, through torch.utils.checkpoint, which "
                 "would run it again on other values. Checkpoint inside the block, or let the strategy do it.",
-                code="DT-059",
             )
 
     def call_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -615,7 +595,6 @@ class _Trace(TorchDispatchMode):
             raise ConfigurationError(
                 f"{self._name} never called {self._layout.splits[self._stage]}, which a stage begins with. "
                 f"Split elsewhere with {self._layout.argument}=[...].",
-                code="DT-059",
             )
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf in self._made_in:

@@ -102,7 +102,6 @@ class SplitModel:
             raise ConfigurationError(
                 "This model was spread over stages before, with other options of the pipeline, and parts of it are "
                 "elsewhere. Make a new one, and load the state of this one into it.",
-                code="DT-045",
             )
         return replace(split, stage_state=split.stage_state.among(place.group))
 
@@ -133,7 +132,6 @@ def _refuse_outside(bare: nn.Module, whole: nn.Module) -> None:
         raise ConfigurationError(
             f"{', '.join(outside[:4])} can be trained, but is outside of {type(whole).__name__}, which is "
             "spread over stages and sharded. Move it in there, or use a pipeline without data parallelism.",
-            code="DT-068",
         )
 
 
@@ -183,7 +181,6 @@ class ModelCalls:
             raise ConfigurationError(
                 f"{self.name} is spread over {self._stages} stages, so it can only be called within "
                 "training_step, validation_step, test_step and predict_step, once in each.",
-                code="DT-053",
             )
         answer, self._answer = self._answer, None
         return answer(*args, **kwargs)
@@ -214,7 +211,6 @@ class ModelCalls:
                     f"An argument of {self.name} requires gradients, so it was computed from "
                     "parameters outside of it, where a pipeline has no stage. Move that computation into the module "
                     "that is split.",
-                    code="DT-053",
                 )
         return Call(args, kwargs, self._route(args, kwargs))
 

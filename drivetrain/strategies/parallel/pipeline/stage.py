@@ -154,7 +154,6 @@ class StageModule(nn.Module):
             raise ConfigurationError(
                 f"{type(module).__name__} did not call {self.layout.splits[self.stage]}, which the next stage begins "
                 "with. Its forward must take the same way through the blocks for inputs of the same shapes.",
-                code="DT-060",
             )
         return output if call.finish is None else call.finish(output)
 
@@ -222,7 +221,6 @@ class StageModule(nn.Module):
                 raise ConfigurationError(
                     f"{type(self._whole.module).__name__} calls {name} more often than it did for other inputs of the "
                     "same shapes. Its forward must take the same way through the blocks.",
-                    code="DT-060",
                 ) from None
             leaves, spec = pytree.tree_flatten(output)
             for index, leaf in enumerate(leaves):
@@ -287,7 +285,6 @@ def _exit_of_stage(name: str, cut: Cut, passed: Mapping[Returned, Tensor]) -> Ca
             raise ConfigurationError(
                 f"{name} did not call all of the modules that it called for other inputs of the same shapes. Its "
                 "forward must take the same way through the blocks.",
-                code="DT-060",
             )
         given = zip(handed_over, cut.tensors, strict=True)
         raise _Reached(tuple(_as_expected(name, tensor, shape) for tensor, shape in given if tensor is not None))
@@ -301,7 +298,6 @@ def _as_expected(name: str, tensor: Tensor, expected: TensorShape) -> Tensor:
             f"At the end of {name} a tensor of shape {tuple(tensor.shape)} would be handed over, but {expected.shape} "
             "is expected. Where the activations between blocks are sharded (sequence parallel), stages must not begin "
             "there.",
-            code="DT-060",
         )
     return tensor.to(expected.dtype).contiguous()
 

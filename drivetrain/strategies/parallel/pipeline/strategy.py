@@ -111,7 +111,6 @@ class TrainingWindow:
         raise ConfigurationError(
             f"training_step never called {self._calls.name}, the module that is spread over stages. Name "
             "the one that it calls with pp_module=.",
-            code="DT-053",
         )
 
     def _compute_loss(self, step_fn: Callable[..., Output], microbatch: Any, output: Any) -> tuple[Output, Tensor]:
@@ -122,14 +121,11 @@ class TrainingWindow:
             called = self._calls.was_called
         loss, self._loss = self._loss, None
         if not called:
-            raise ConfigurationError(
-                f"training_step did not call {self._calls.name} the second time it ran.", code="DT-053"
-            )
+            raise ConfigurationError(f"training_step did not call {self._calls.name} the second time it ran.")
         if loss is None and result is not None:
             raise ConfigurationError(
                 "training_step returned a loss, but its backward was not left to the strategy: a task cannot override "
                 "backward() in a pipeline.",
-                code="DT-051",
             )
         # A batch that is left out goes back through all stages as any other, with gradients of zero.
         return result, torch.zeros((), device=self._topology.device, requires_grad=True) if loss is None else loss
@@ -137,9 +133,7 @@ class TrainingWindow:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Keep a loss for the schedule, which goes back from it when it is its turn."""
         if kwargs:
-            raise ConfigurationError(
-                f"A pipeline runs backward itself and takes no {', '.join(kwargs)}.", code="DT-006"
-            )
+            raise ConfigurationError(f"A pipeline runs backward itself and takes no {', '.join(kwargs)}.")
         if loss.numel() != 1 or not loss.requires_grad:
             raise RuntimeError(f"cannot go back from a tensor of shape {tuple(loss.shape)}: {loss}")
         self._loss = loss
@@ -219,7 +213,6 @@ def _refuse_added() -> NoReturn:
     raise ConfigurationError(
         "A pipeline settles which parameters it trains when the model is split, so none can be added later. Train "
         'all from the start, or use strategy="fsdp".',
-        code="DT-049",
     )
 
 
@@ -302,7 +295,7 @@ class StagedEvaluation(nn.Module):
             called = self._calls.was_called
         if not called:
             raise ConfigurationError(
-                f"The step never called {self._calls.name}, the module that is spread over stages.", code="DT-053"
+                f"The step never called {self._calls.name}, the module that is spread over stages."
             )
         return result
 
@@ -401,7 +394,6 @@ class Pipeline(Strategy):
             raise ConfigurationError(
                 f"pp_schedule={kind.name!r} computes the gradients of weights apart, which sharded or replicated "
                 "stages (dp_shard, dp_replicate) would lose. Use 'interleaved_1f1b' or '1f1b'.",
-                code="DT-068",
             )
         self._options, self._sizes, self._place = options, sizes, place
         self._stage_placer, self._layers = stage_placer, layers
@@ -447,7 +439,6 @@ class Pipeline(Strategy):
                 f"pp={self._place.stages.ranks} spreads {type(model).__name__} over processes, and forward and "
                 "backward of all micro-batches of a step run interleaved, which a loop with loss.backward() cannot do. "
                 "Use the Trainer, or another strategy.",
-                code="DT-051",
             )
         slots = slots_of(model)
         split = SplitModel.make(
@@ -482,9 +473,7 @@ class Pipeline(Strategy):
         precision.agree_on_overflow(largest_anywhere)
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
-                raise ConfigurationError(
-                    "LBFGS searches along all parameters at once, which a pipeline has spread.", code="DT-048"
-                )
+                raise ConfigurationError("LBFGS searches along all parameters at once, which a pipeline has spread.")
             self._prepared().split.stage_state.follow(optimizer)
         return placed, list(optimizers)
 

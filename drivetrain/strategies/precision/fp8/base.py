@@ -82,7 +82,7 @@ def check_choice(option: str, given: Any, allowed: Sequence[str]) -> str:
     names = {name.lower(): name for name in allowed}
     if not isinstance(given, str) or given.lower() not in names:
         raise ConfigurationError(
-            f"{option}={given!r}. Allowed: {', '.join(allowed)}.{nearest(str(given).lower(), names)}", code="DT-001"
+            f"{option}={given!r}. Allowed: {', '.join(allowed)}.{nearest(str(given).lower(), names)}"
         )
     return names[given.lower()]
 

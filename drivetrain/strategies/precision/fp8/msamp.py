@@ -47,16 +47,14 @@ class MSAMP(FP8Backend):
             raise ConfigurationError(
                 f"FP8(backend='msamp') needs MS-AMP, which cannot be imported ({error}): "
                 f'pip install "git+https://github.com/Azure/MS-AMP". {elsewhere}',
-                code="DT-013",
             ) from error
         if kind.name != "cuda":
-            raise ConfigurationError(f"FP8(backend='msamp') cannot run on {kind.name}. {elsewhere}", code="DT-021")
+            raise ConfigurationError(f"FP8(backend='msamp') cannot run on {kind.name}. {elsewhere}")
         environment = ProcessEnvironment.detect()
         if environment.is_distributed:
             raise ConfigurationError(
                 f"FP8(backend='msamp') cannot run on {environment.world_size} processes: MS-AMP reduces its "
                 f"gradients by itself, which no strategy does. {elsewhere}",
-                code="DT-034",
             )
         self._msamp = msamp
 
@@ -76,7 +74,6 @@ class MSAMP(FP8Backend):
             raise ConfigurationError(
                 f"FP8(backend='msamp') takes one model and one optimizer, prepared together; got {len(known)} models"
                 f"{' and a second optimizer' if self._initialized else ''}. Use FP8(backend='torchao').",
-                code="DT-048",
             )
         self._initialized = True
         model, cast = self._msamp.initialize(known[0], optimizer, opt_level=self.recipe)

@@ -79,7 +79,7 @@ class FP8(MixedPrecision):
     ) -> None:
         super().__init__(cache_enabled)
         if multiple_of < 1:
-            raise ConfigurationError(f"multiple_of={multiple_of}: give a positive number, such as 16.", code="DT-002")
+            raise ConfigurationError(f"multiple_of={multiple_of}: give a positive number, such as 16.")
         self.backend = _make_backend(backend, recipe, options)
         self.base = check_choice("base", base, _BASES)
         self.enabled = self.base == "bf16"
@@ -184,7 +184,6 @@ def _make_backend(spec: str | FP8Backend, recipe: str | None, options: dict[str,
             raise ConfigurationError(
                 f"recipe and further options belong to a backend given by its name, but backend is a "
                 f"{type(spec).__name__} already. Give them to it.",
-                code="DT-070",
             )
         return spec
     spelled = _SPELLINGS.get(str(spec).lower(), spec)
@@ -197,7 +196,6 @@ def _make_backend(spec: str | FP8Backend, recipe: str | None, options: dict[str,
         raise ConfigurationError(
             f"FP8(backend={kind.name!r}) does not take these options ({error}). Allowed: "
             f"{', '.join(sorted(set(allowed) - {'return'}))}.",
-            code="DT-006",
         ) from error
 
 
@@ -265,13 +263,12 @@ def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigurationError(
                 f"Unknown key {key!r} in fp8_config. Allowed: {', '.join(allowed)} (with or without their fp8_)."
                 f"{nearest(short, allowed)}",
-                code="DT-006",
             )
         if value is None:
             continue
         if name in given and given[name] != value:
             raise ConfigurationError(
-                f"fp8_config gives {name} twice, in both spellings: {given[name]!r} and {value!r}.", code="DT-004"
+                f"fp8_config gives {name} twice, in both spellings: {given[name]!r} and {value!r}."
             )
         given[name] = value
     backend = _backend(given.pop("backend", None), given)
@@ -280,7 +277,6 @@ def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigurationError(
             f"fp8_config has {', '.join(strange)}, but its backend is {backend!r}, which takes: "
             f"{', '.join(_KEYS[backend])}.",
-            code="DT-006",
         )
     return {"torchao": _torchao, "te": _te, "msamp": _msamp}[backend](given)
 
@@ -318,7 +314,6 @@ def _te(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigurationError(
                 f"{', '.join(history)} have no meaning with use_mxfp8_block_scaling=true, which keeps no history. "
                 "Leave them out.",
-                code="DT-004",
             )
         return {**arguments, "recipe": "mxfp8"}
     return {
@@ -341,7 +336,6 @@ def _refuse_overrides(value: Any) -> None:
             f"override_linear_precision={value!r}: TransformerEngine 2 computes all three products of a layer in 8-bit "
             "floats. Leave it out, or use FP8(backend='torchao', recipe='rowwise_gw_hp'), which keeps the gradient of "
             "the weight in high precision.",
-            code="DT-008",
         )
 
 
@@ -349,11 +343,11 @@ def _number(key: str, value: Any) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise ConfigurationError(f"fp8_{key}={value!r}: give a whole number.", code="DT-003") from None
+        raise ConfigurationError(f"fp8_{key}={value!r}: give a whole number.") from None
 
 
 def _boolean(key: str, value: Any) -> bool:
     known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if str(value).strip().lower() not in known:
-        raise ConfigurationError(f"fp8_{key}={value!r}: give true or false.", code="DT-001")
+        raise ConfigurationError(f"fp8_{key}={value!r}: give true or false.")
     return known[str(value).strip().lower()]

@@ -58,16 +58,13 @@ class TransformerEngine(FP8Backend):
         if amax_compute_algo is not None:
             amax_compute_algo = check_choice("amax_compute_algo", amax_compute_algo, _ALGORITHMS)
         if amax_history_len is not None and amax_history_len < 1:
-            raise ConfigurationError(
-                f"amax_history_len={amax_history_len}: keep the values of at least 1 step.", code="DT-002"
-            )
+            raise ConfigurationError(f"amax_history_len={amax_history_len}: keep the values of at least 1 step.")
         values = (margin, amax_history_len, amax_compute_algo)
         self._delayed = {name: value for name, value in zip(_DELAYED_ALONE, values, strict=True) if value is not None}
         if self._delayed and self.recipe != "delayed":
             raise ConfigurationError(
                 f"{', '.join(self._delayed)}: options of recipe='delayed' alone, but recipe={self.recipe!r} scales by "
                 "the values at hand. Leave them out, or use recipe='delayed'.",
-                code="DT-005",
             )
         self.layer_norm, self.in_evaluation = layer_norm, use_autocast_during_eval
         self._te: Any = None
@@ -81,7 +78,7 @@ class TransformerEngine(FP8Backend):
             + "; FP8(backend='torchao') runs anywhere but on mps, emulated where need be."
         )
         if kind.name != "cuda" and importlib.util.find_spec("transformer_engine") is not None:
-            raise ConfigurationError(f"FP8(backend='te') cannot run on {kind.name}. {elsewhere}", code="DT-021")
+            raise ConfigurationError(f"FP8(backend='te') cannot run on {kind.name}. {elsewhere}")
         try:
             import transformer_engine.pytorch as te
             from transformer_engine.common import recipe as recipes
@@ -89,12 +86,11 @@ class TransformerEngine(FP8Backend):
             raise ConfigurationError(
                 "FP8(backend='te') needs TransformerEngine, which cannot be imported "
                 f'({error}): pip install "transformer-engine[pytorch]". {elsewhere}',
-                code="DT-013",
             ) from error
         able, reason = _support(te, self.recipe)
         if not able:
             raise ConfigurationError(
-                f"FP8(backend='te', recipe={self.recipe!r}) cannot run here: {reason}. {elsewhere}", code="DT-021"
+                f"FP8(backend='te', recipe={self.recipe!r}) cannot run here: {reason}. {elsewhere}"
             )
         self._te, self._recipe = te, self._make_recipe(recipes)
 

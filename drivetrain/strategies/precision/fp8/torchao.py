@@ -63,7 +63,6 @@ class TorchAO(FP8Backend):
             raise ConfigurationError(
                 f"float8_all_gather=True gathers weights with one scale each, but recipe={recipe!r} scales rows, whose "
                 "shards are others than those that are gathered. Use recipe='tensorwise', or leave it out.",
-                code="DT-004",
             )
         self._emulate, self._pad, self._given = emulate, pad_inner_dim, config
         self._gathers = float8_all_gather
@@ -78,13 +77,12 @@ class TorchAO(FP8Backend):
         """Find the package, and whether the device has float8 arithmetic."""
         if importlib.util.find_spec("torchao") is None:
             raise ConfigurationError(
-                "precision='fp8' needs torchao, which is not installed: pip install \"drivetrain[fp8]\".", code="DT-013"
+                "precision='fp8' needs torchao, which is not installed: pip install \"drivetrain[fp8]\"."
             )
         if kind.name == "mps":
             raise ConfigurationError(
                 "precision='fp8' cannot run on mps, which has no 8-bit floats, not even to emulate with. Use "
                 "'bf16', or the CPU.",
-                code="DT-021",
             )
         self._kind = kind
         native = kind.supports_float8()
@@ -92,7 +90,6 @@ class TorchAO(FP8Backend):
             raise ConfigurationError(
                 f"FP8(emulate=False) needs float8 arithmetic, which this machine's {kind.name} device has not (NVIDIA: "
                 "compute capability 8.9 or newer, as Ada and Hopper). Leave emulate out to emulate it, or use 'bf16'.",
-                code="DT-021",
             )
         if self._emulates():
             logger.warning_once(

@@ -41,14 +41,14 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Cluster
     """
     path = default_config_file if config_file is None else config_file
     if not os.path.isfile(path):
-        raise ConfigurationError(f"There is no configuration file {os.fspath(path)!r}.", code="DT-010")
+        raise ConfigurationError(f"There is no configuration file {os.fspath(path)!r}.")
     import yaml
 
     try:
         with open(path, encoding="utf-8") as file:
             values = load_yaml(file.read())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"{os.fspath(path)!r} cannot be read: {error}", code="DT-011") from error
+        raise ConfigurationError(f"{os.fspath(path)!r} cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigurationError(f"{os.fspath(path)!r} holds no keys and values.", code="DT-011")
+        raise ConfigurationError(f"{os.fspath(path)!r} holds no keys and values.")
     return ClusterConfig(**values)

@@ -30,7 +30,6 @@ def _number(tensor: torch.Tensor) -> Any:
         raise ConfigurationError(
             f"A tensor of shape {tuple(tensor.shape)} does not contain a single element, thus it cannot be converted "
             "to a scalar. Give one number, such as tensor.mean().",
-            code="DT-090",
         )
     return tensor.item()
 

@@ -36,11 +36,9 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     try:
         chosen = int(given)
     except ValueError:
-        raise ConfigurationError(
-            f"Invalid seed specified: it must be a whole number, got {given!r}.", code="DT-003"
-        ) from None
+        raise ConfigurationError(f"Invalid seed specified: it must be a whole number, got {given!r}.") from None
     if not 0 <= chosen <= MAX_SEED:
-        raise ConfigurationError(f"The seed {chosen} is not in bounds: it must be from 0 to {MAX_SEED}.", code="DT-002")
+        raise ConfigurationError(f"The seed {chosen} is not in bounds: it must be from 0 to {MAX_SEED}.")
     if verbose:
         rank_zero_info(f"Seed set to {chosen}")
     os.environ[_VARIABLE], os.environ[_WORKERS] = str(chosen), str(int(workers))

@@ -63,7 +63,7 @@ class SpikeDetection:
         finite_only: bool = True,
     ) -> None:
         if mode not in ("min", "max"):
-            raise ConfigurationError(f"SpikeDetection(mode={mode!r}): give 'min' or 'max'.", code="DT-001")
+            raise ConfigurationError(f"SpikeDetection(mode={mode!r}): give 'min' or 'max'.")
         self.mode, self.warmup, self.atol, self.rtol = mode, warmup, atol, rtol
         self.finite_only = finite_only
         self.exclude_batches_path = exclude_batches_path

@@ -91,17 +91,11 @@ class Throughput:
                 ("samples", last.samples, samples),
             ):
                 if now <= before:
-                    raise ConfigurationError(
-                        f"{name}: Expected the value to increase, last: {before}, current: {now}.", code="DT-002"
-                    )
+                    raise ConfigurationError(f"{name}: Expected the value to increase, last: {before}, current: {now}.")
         if samples < batches:
-            raise ConfigurationError(
-                f"Expected samples ({samples}) to be greater or equal than batches ({batches}).", code="DT-002"
-            )
+            raise ConfigurationError(f"Expected samples ({samples}) to be greater or equal than batches ({batches}).")
         if lengths is not None and lengths < samples:
-            raise ConfigurationError(
-                f"Expected lengths ({lengths}) to be greater or equal than samples ({samples}).", code="DT-002"
-            )
+            raise ConfigurationError(f"Expected lengths ({lengths}) to be greater or equal than samples ({samples}).")
         self._readings.append(_Reading(time, batches, samples, lengths, flops))
 
     def compute(self) -> dict[str, float]:

@@ -165,5 +165,4 @@ def _one_of(name: str, of_trainer: Any, given: Any) -> Any:
     raise ConfigurationError(
         f"You have set `Trainer({name}={of_trainer!r})` and have passed `clip_gradients({name}={given!r})`. Leave one "
         "of the two out.",
-        code="DT-004",
     )

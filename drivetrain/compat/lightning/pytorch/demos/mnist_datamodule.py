@@ -93,6 +93,4 @@ def _torchvision() -> Any:
     try:
         return importlib.import_module("torchvision")
     except ImportError as error:
-        raise ConfigurationError(
-            'MNIST is torchvision\'s. Install it: pip install "torchvision"', code="DT-013"
-        ) from error
+        raise ConfigurationError('MNIST is torchvision\'s. Install it: pip install "torchvision"') from error

@@ -66,7 +66,6 @@ class WandbLogger(Logger):
             raise ConfigurationError(
                 f"WandbLogger(offline=True, log_model={log_model!r}): checkpoints cannot be uploaded in offline mode. "
                 "Leave one of the two out.",
-                code="DT-004",
             )
         super().__init__()
         self._offline, self._prefix = offline, prefix

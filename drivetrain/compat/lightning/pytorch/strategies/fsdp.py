@@ -63,7 +63,6 @@ class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
             raise ConfigurationError(
                 f"FSDPStrategy(sharding_strategy={sharding_strategy!r}): allowed are {', '.join(_RESHARDS)}."
                 f"{nearest(str(name), _RESHARDS)}",
-                code="DT-001",
             )
         self._sharding = name
         if device_mesh is not None:
@@ -72,7 +71,6 @@ class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
             raise ConfigurationError(
                 f"FSDPStrategy(sharding_strategy={name!r}) needs to know what is sharded. Give auto_wrap_policy, which "
                 "has a copy on each machine, or device_mesh=(copies, processes of each).",
-                code="DT-005",
             )
         self._counts_copies = device_mesh is None and name not in ("FULL_SHARD", "SHARD_GRAD_OP")
         if mixed_precision is not None:
@@ -85,7 +83,6 @@ class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
                 raise ConfigurationError(
                     "You cannot set both `activation_checkpointing` and `activation_checkpointing_policy`. Leave the "
                     "first out.",
-                    code="DT-004",
                 )
             chosen = activation_checkpointing_policy
             options["activation_checkpointing"] = list(chosen) if isinstance(chosen, set) else chosen

@@ -129,8 +129,6 @@ _CLASSES = {kind.kind: kind.__name__ for kind in (CPUAccelerator, CUDAAccelerato
 class AcceleratorNotAvailableError(ConfigurationError, DeviceNotAvailableError):
     """This machine has no device of the kind that was asked for."""
 
-    code = "DT-020"
-
 
 def kind_of(accelerator: Any) -> Any:
     """The name of a kind of device that one of Lightning's objects stands for; anything else as it is.
@@ -162,7 +160,6 @@ def check_hardware(accelerator: Any, devices: Any) -> None:
         raise ConfigurationError(
             f"`Trainer(devices={devices!r})` value is not a valid input using the accelerator {accelerator!r}: a run "
             "needs one device at least. Give a number from 1 on, the numbers of devices such as [0], or 'auto'.",
-            code="DT-002",
         )
     if accelerator == "auto":
         return
@@ -178,7 +175,7 @@ def check_hardware(accelerator: Any, devices: Any) -> None:
         raise AcceleratorNotAvailableError(f"{missing} {error}") from None
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"You selected an invalid accelerator name: `accelerator={accelerator!r}`. {error.message}", code="DT-001"
+            f"You selected an invalid accelerator name: `accelerator={accelerator!r}`. {error.message}"
         ) from None
 
 
@@ -194,7 +191,7 @@ def check_precision(precision: Any) -> None:
     try:
         resolve_precision(precision)
     except ConfigurationError as error:
-        raise ConfigurationError(f"Precision {precision!r} is invalid. {error.message}", code="DT-001") from None
+        raise ConfigurationError(f"Precision {precision!r} is invalid. {error.message}") from None
 
 
 # What a Trainer's plugins and its strategy stand for among its other arguments.
@@ -235,9 +232,7 @@ def taken_from(plugins: Any, precision: Any, options: dict[str, Any]) -> Any:
         elif isinstance(plugin, ClusterEnvironment):
             plugin.publish(options.get("devices"), options.get("num_nodes", 1))
         elif not isinstance(plugin, CheckpointIO):
-            raise ConfigurationError(
-                f"Trainer(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}", code="DT-008"
-            )
+            raise ConfigurationError(f"Trainer(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}")
     strategy = options.get("strategy")
     if isinstance(strategy, StrategyMembers):
         if strategy.cluster_environment is not None:
@@ -264,7 +259,6 @@ def give_checkpoint_io(plugins: Any, strategy: Any) -> None:
         raise ConfigurationError(
             "checkpoint_io set through both strategy class and plugins, choose one: "
             f"{type(strategy).__name__}(checkpoint_io={type(given).__name__}()) and plugins={type(found).__name__}().",
-            code="DT-004",
         )
     strategy.take_checkpoint_io(found)
 
@@ -281,7 +275,6 @@ def _refuse_two_of_a_kind(plugins: list[Any]) -> None:
     if doubled:
         raise ConfigurationError(
             f"Received multiple values for {', '.join(doubled)} flags in `plugins`. Give one of each at most.",
-            code="DT-004",
         )
 
 

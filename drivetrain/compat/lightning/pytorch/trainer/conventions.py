@@ -99,7 +99,6 @@ class LightningConventions(CoreTrainer):
             raise ConfigurationError(
                 f"You restored a checkpoint with current_epoch={epochs}, but you have set Trainer(max_epochs={most}). "
                 "Give the number of epochs in all.",
-                code="DT-002",
             )
 
     def holds_loaders(self, given: Any) -> bool:

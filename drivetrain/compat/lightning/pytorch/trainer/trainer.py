@@ -478,9 +478,7 @@ def _leave_no_report(options: dict[str, Any], loggers: Any) -> None:
 
 def _refuse_registry(model_registry: str | None) -> None:
     if model_registry is not None:
-        raise ConfigurationError(
-            f"Trainer(model_registry={model_registry!r}): there is no registry. Leave it out.", code="DT-008"
-        )
+        raise ConfigurationError(f"Trainer(model_registry={model_registry!r}): there is no registry. Leave it out.")
 
 
 def _profiler_of(given: Any) -> Any:

@@ -90,12 +90,10 @@ def lightning_verb(verb: F) -> F:
 def _check_module(trainer: Trainer, name: str, model: Any) -> None:
     if model is None:
         if name == "fit" or trainer.task is None:
-            raise ArgumentTypeError(
-                f"`Trainer.{name}()` requires a `LightningModule`, and none was given.", code="DT-080"
-            )
+            raise ArgumentTypeError(f"`Trainer.{name}()` requires a `LightningModule`, and none was given.")
     elif not isinstance(uncompiled(model), Task):
         raise ArgumentTypeError(
-            f"`model` must be a `LightningModule`, or a compiled one, got `{type(model).__qualname__}`.", code="DT-080"
+            f"`model` must be a `LightningModule`, or a compiled one, got `{type(model).__qualname__}`."
         )
 
 

@@ -43,7 +43,6 @@ def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
     except ImportError as error:
         raise ConfigurationError(
             f'get_torchvision_model({model_name!r}) needs torchvision. Install it: pip install "torchvision"',
-            code="DT-013",
         ) from error
     model: nn.Module = models.get_model(model_name, **kwargs)
     return model

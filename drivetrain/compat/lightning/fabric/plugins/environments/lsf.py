@@ -53,9 +53,7 @@ class LSFEnvironment(ExternalEnvironment):
     def _read(self, name: str) -> int:
         variable = self.variables[name]
         if not os.environ.get(variable):
-            raise ConfigurationError(
-                f"Cannot determine {name}: {variable} is not set. Start the script with `jsrun`.", code="DT-032"
-            )
+            raise ConfigurationError(f"Cannot determine {name}: {variable} is not set. Start the script with `jsrun`.")
         return super()._read(name)
 
 
@@ -63,16 +61,12 @@ def _hosts() -> list[str]:
     """The machines that compute, without the one from which the job was started, which comes first."""
     path = os.environ.get(_RANKFILE)
     if path is None:
-        raise ConfigurationError(
-            f"Did not find the environment variable `{_RANKFILE}`. Start the script with `jsrun`.", code="DT-032"
-        )
+        raise ConfigurationError(f"Did not find the environment variable `{_RANKFILE}`. Start the script with `jsrun`.")
     if not path:
-        raise ConfigurationError(
-            f"The environment variable `{_RANKFILE}` is empty. It names the list of machines.", code="DT-032"
-        )
+        raise ConfigurationError(f"The environment variable `{_RANKFILE}` is empty. It names the list of machines.")
     hosts = list(dict.fromkeys(line.strip() for line in Path(path).read_text().splitlines() if line.strip()))
     if len(hosts) < 2:
-        raise ConfigurationError(f"{path}, which `{_RANKFILE}` names, lists no machine that computes.", code="DT-032")
+        raise ConfigurationError(f"{path}, which `{_RANKFILE}` names, lists no machine that computes.")
     return hosts[1:]
 
 
@@ -82,7 +76,5 @@ def _port() -> int:
         return int(given)
     job = os.environ.get(_JOB)
     if not job:
-        raise ConfigurationError(
-            f"Could not find job id in environment variable {_JOB}. Set it, or MASTER_PORT.", code="DT-032"
-        )
+        raise ConfigurationError(f"Could not find job id in environment variable {_JOB}. Set it, or MASTER_PORT.")
     return 10000 + int(job) % 1000

@@ -104,7 +104,6 @@ class SLURMEnvironment(ExternalEnvironment):
                 raise ConfigurationError(
                     f"{argument}={given} was given, but the number of {option} configured in SLURM "
                     f"(`{flag}={configured}`) does not match. Give the same number to both.",
-                    code="DT-031",
                 )
 
 

@@ -45,5 +45,4 @@ class TorchElasticEnvironment(ExternalEnvironment):
                 f"devices={num_devices} and num_nodes={num_nodes} were given, but the product ({num_devices} * "
                 f"{num_nodes}) does not match the world size ({size}) that torchrun has started. Give the same numbers "
                 "to both.",
-                code="DT-031",
             )

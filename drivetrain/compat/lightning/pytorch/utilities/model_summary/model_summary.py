@@ -28,7 +28,7 @@ class ModelSummary:
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
         if not isinstance(max_depth, int) or max_depth < -1:
-            raise ConfigurationError(f"`max_depth` can be -1, 0 or > 0, got {max_depth}.", code="DT-002")
+            raise ConfigurationError(f"`max_depth` can be -1, 0 or > 0, got {max_depth}.")
         self._model, self._max_depth = model, max_depth
         self._table = self._make()
 
