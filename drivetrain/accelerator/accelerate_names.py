@@ -277,18 +277,7 @@ def strategy_of_plugins(
     megatron: MegatronLMPlugin | Mapping[str, Any] | None = None,
     grid_options: Mapping[str, Any] | None = None,
 ) -> Strategy | None:
-    """The strategy that Accelerate's plugins ask for, if any was given.
-
-    Args:
-        fsdp: A plugin, or the keys of an `fsdp_config`.
-        deepspeed: A plugin, or the keys of a `deepspeed_config`.
-        parallelism: The sizes of a grid, over which `fsdp` may set how to shard.
-        megatron: A plugin, or the keys of a `megatron_lm_config`.
-        grid_options: Further arguments of `drivetrain.Parallel` for a grid.
-
-    Raises:
-        ConfigurationError: Two of them contradict each other.
-    """
+    """The strategy that Accelerate's plugins ask for, if any was given."""
     if megatron is not None:
         if any(other is not None for other in (fsdp, deepspeed, parallelism)):
             raise ConfigurationError(
@@ -794,14 +783,7 @@ _UNIT_SIZE = 100_000_000  # of SIZE_BASED_WRAP where none is given, as in Accele
 
 @dataclass(frozen=True)
 class Launched:
-    """The settings that reached this process through its environment.
-
-    Args:
-        settings: Values by name of setting; those of this process's environment if left out.
-
-    Raises:
-        ConfigurationError: A variable's value cannot be.
-    """
+    """The settings that reached this process through its environment."""
 
     settings: Mapping[str, Any] = field(default_factory=settings_in_environment)
 
@@ -889,11 +871,7 @@ class Launched:
         parallelism: ParallelismConfig | None,
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
     ) -> Strategy | None:
-        """The strategy of the plugins that a script gives; what they leave open is as the launcher was asked.
-
-        Returns:
-            The strategy, or None where no plugin is given.
-        """
+        """The strategy of the plugins that a script gives; what they leave open is as the launcher was asked."""
         if parallelism is not None and fsdp is None:
             fsdp = self.fsdp
         elif fsdp is not None and parallelism is None:
@@ -945,11 +923,7 @@ class Plugins:
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
         tensor: Any = None,
     ) -> Plugins:
-        """Take the arguments of an `Accelerator`.
-
-        Raises:
-            ConfigurationError: Two of them are of one kind.
-        """
+        """Take the arguments of an `Accelerator`."""
         if isinstance(deepspeed, Mapping) and any(map(is_dataclass, deepspeed.values())):
             several, deepspeed = deepspeed, None
         if several and deepspeed is not None:
@@ -965,14 +939,7 @@ class Plugins:
         return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
 
     def each_deepspeed(self, launched: Launched) -> dict[str, Strategy]:
-        """The strategies that several DeepSpeed plugins ask for, by their names.
-
-        Args:
-            launched: What the launcher was asked for, for what they leave open.
-
-        Raises:
-            ConfigurationError: One of them is no such plugin.
-        """
+        """The strategies that several DeepSpeed plugins ask for, by their names."""
         found = {}
         for name, plugin in (self.deepspeed_plugins or {}).items():
             strategy = launched.strategy_with(None, plugin, None, None)

@@ -643,16 +643,7 @@ class Tracking:
 
 @contextmanager
 def profiling(handler: ProfileKwargs | None, usual: ProfileKwargs | None, state: PartialState) -> Iterator[Any]:
-    """Record what the body does; each process writes its trace where one is asked for.
-
-    Args:
-        handler: The options of this recording.
-        usual: Those where None were given.
-        state: This process among its peers.
-
-    Yields:
-        The profiler.
-    """
+    """Record what the body does; each process writes its trace where one is asked for."""
     options = handler or usual or ProfileKwargs()
     with options.build() as profiler:
         yield profiler
@@ -672,18 +663,7 @@ def save_object(
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
 ) -> None:
-    """Write an object once for all processes.
-
-    Args:
-        obj: What to write; with `safe_serialization` a dict of tensors, of which those that share their memory are
-            written once.
-        f: The file, or its path.
-        save_on_each_node: Write on the first process of each machine, rather than on the main process alone.
-        safe_serialization: Write safetensors rather than what `torch.load` reads.
-
-    Raises:
-        ConfigurationError: Safetensors are asked for, but not for a dict of tensors, or not by a path.
-    """
+    """Write an object once for all processes."""
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return

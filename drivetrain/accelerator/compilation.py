@@ -23,19 +23,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Compilation:
-    """How models are compiled.
-
-    Args:
-        backend: Of torch.compile, such as `"inductor"`.
-        mode: Of torch.compile; None is the default.
-        fullgraph: Whether a model that is not one graph is refused.
-        dynamic: Whether shapes are expected to change; None finds out.
-        regional: Whether repeated blocks are compiled, each kind once, in place of the whole model.
-        options: Of the backend.
-
-    Raises:
-        ConfigurationError: A backend that torch does not have.
-    """
+    """How models are compiled."""
 
     backend: str
     mode: str | None = None

@@ -23,18 +23,7 @@ def gather_real_rows(
     topology: Topology,
     as_objects: bool = False,
 ) -> Any:
-    """Gather nested per-sample values of the current batch from all processes.
-
-    Args:
-        data: Nested structure of tensors and of lists that hold one object per sample.
-        loader: The loader whose batch this is; None finds it among those being iterated.
-        active: The loaders being iterated.
-        topology: Which processes have a share in it.
-        as_objects: Gather as objects even where all are tensors.
-
-    Returns:
-        The real rows in rank order.
-    """
+    """Gather nested per-sample values of the current batch from all processes."""
     given = loader.whole if isinstance(loader, SkippingLoader) else loader
     source = active if given is None else given
     if topology.environment.world_size == 1 and not _has_padding(source):
@@ -189,10 +178,6 @@ def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | 
     A tensor with as many rows as a current batch belongs to it. One with as many as a full batch, where the current
     batch has fewer that are real, such as a loss repeated by the batch size, counts for those. Within a loop inside a
     loop, as an evaluation in a training loop, the inner one comes first.
-
-    Args:
-        source: The loader whose batch it may be of, or the loaders being iterated.
-        tensor: The tensor.
     """
     if not tensor.dim():
         return None

@@ -233,25 +233,14 @@ class AcceleratorState(PartialState):
 def autocast_context(
     precision: Precision, kind: DeviceKind, options: AutocastKwargs | None
 ) -> AbstractContextManager[Any]:
-    """The precision's context for computations outside a model.
-
-    Args:
-        precision: The number formats.
-        kind: The kind of device.
-        options: Those of this context alone; None takes the context of a forward.
-    """
+    """The precision's context for computations outside a model."""
     if options is None:
         return precision.forward_context()
     return precision.autocast(kind, options.enabled, options.cache_enabled)
 
 
 def under_precision(function: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
-    """A function that runs in a precision's forward context; itself where the precision has none.
-
-    Args:
-        function: What computes.
-        precision: The number formats.
-    """
+    """A function that runs in a precision's forward context; itself where the precision has none."""
     if not overrides(precision, "forward_context"):
         return function
 
@@ -266,10 +255,6 @@ class PrecisionForward:
     """Takes the place of a module's `forward`: casts inputs, opens the precision's context, returns 32-bit outputs.
 
     Outputs come back in 32 bits under the mixed precisions, so that a loss outside the model is computed in full.
-
-    Args:
-        forward: The module's own forward.
-        precision: The number formats.
     """
 
     def __init__(self, forward: Callable[..., Any], precision: Precision) -> None:
@@ -326,14 +311,7 @@ def make_precision(
     launched: Launched,
     strategy: Strategy | None = None,
 ) -> Precision:
-    """Make the precision asked for, else the launcher's, else that of the strategy's own configuration.
-
-    Args:
-        spec: A precision or its name; None if the script names none.
-        handlers: Holders of options.
-        launched: What the launcher was asked for.
-        strategy: The strategy of the run.
-    """
+    """Make the precision asked for, else the launcher's, else that of the strategy's own configuration."""
     if spec is None:
         asked = launched.settings.get("mixed_precision", "no")
         spec = None if asked == "no" else asked  # which configuration files have if nothing was chosen
@@ -532,15 +510,6 @@ class PreparationOptions:
 class Preparation:
     """Prepares the objects of a run, records them in `Prepared`, and releases them.
 
-    Args:
-        state: This process among its peers.
-        strategy: Places models.
-        precision: In which number formats they compute.
-        step: What prepared optimizers are parts of.
-        prepared: What has been prepared.
-        active: The loaders that are being iterated.
-        options: How objects are prepared.
-
     Attributes:
         compilation: How models are compiled; None where they are not.
         batch_placement: The strategy's own way of bringing batches over, if it has one.
@@ -628,13 +597,7 @@ class Preparation:
         return prepared, rewrapped
 
     def unwrap_model(self, model: nn.Module, keep_forward: bool, keep_compiled: bool) -> nn.Module:
-        """The user's own module.
-
-        Args:
-            model: A prepared model.
-            keep_forward: Whether its forward keeps running under the precision.
-            keep_compiled: Whether one that the user has given to `torch.compile` is returned compiled.
-        """
+        """The user's own module."""
         bare = self._strategy.unwrap(model)
         if not keep_forward:
             PrecisionForward.remove(bare)

@@ -366,12 +366,6 @@ class AccumulationWindow:
     micro-batches of a step at hand sets how many there are (`begin`) and enters each by `advance_planned`. The count
     belongs to the loop over one loader: when that loop ends, however it ends, the next window starts from zero.
 
-    Args:
-        plugin: The options.
-        active: The loaders that are being iterated.
-        prepared: The models and optimizers whose gradients accumulate.
-        strategy: Holds gradients that are not in `.grad` before they are reduced.
-
     Attributes:
         plugin: The options.
         sync_gradients: Whether the current micro-batch ends a window, so that optimizers step.
@@ -430,11 +424,7 @@ class AccumulationWindow:
             self.count = 0
 
     def begin(self, size: int) -> None:
-        """Open a window of a known number of micro-batches.
-
-        Args:
-            size: How many micro-batches the optimizer step holds.
-        """
+        """Open a window of a known number of micro-batches."""
         if self.is_abandoned:
             self._discard_abandoned()
         self.size = size
@@ -594,9 +584,6 @@ def cover_new_groups(scheduler: Any) -> None:
 
     A new group follows the schedule of the first one, in the proportion that their rates have now. Without this a
     schedule that keeps a value for each group, such as `LambdaLR` or `OneCycleLR`, fails at its next step.
-
-    Args:
-        scheduler: The scheduler, also one of several others.
     """
     for each in _with_parts(scheduler):
         known = getattr(each, "base_lrs", getattr(each, "min_lrs", None))
@@ -607,12 +594,7 @@ def cover_new_groups(scheduler: Any) -> None:
 
 
 def follow_group_rate(scheduler: Any, number: int) -> None:
-    """Let the schedule of a group continue from the rate that the group was given.
-
-    Args:
-        scheduler: The scheduler, also one of several others.
-        number: Which group of the optimizer, from 1.
-    """
+    """Let the schedule of a group continue from the rate that the group was given."""
     for each in _with_parts(scheduler):
         if isinstance(getattr(each, "base_lrs", None), list):
             _cover_group(each, each.optimizer.param_groups, number)

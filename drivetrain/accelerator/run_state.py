@@ -43,22 +43,12 @@ class SavedEngine:
 
     It may be in the format of another tool.
 
-    Args:
-        run: The state that it goes into.
-        state: This process among its peers.
-        directory: The checkpoint's directory, or a URL.
-        whole: Read all tensors at once.
-        content: What the checkpoint holds, if it has been read already.
-
     Attributes:
         directory: The checkpoint's directory, or a URL.
         engine: The engine's part, as `RunState.engine` gives it.
         driver: The entries that a driver has added, by name.
         kept: The names of those that are of an earlier checkpoint than the rest.
         own: The driver's entries of this process; None where another number of processes wrote them.
-
-    Raises:
-        CheckpointError: It cannot be read, or is not the state of a run.
     """
 
     def __init__(
@@ -116,11 +106,7 @@ class SavedEngine:
         return {**described, **found, **({"engine": engine} if "engine" in described else {})}, own
 
     def refuse_weights_only(self) -> None:
-        """Refuse a checkpoint that training cannot continue from.
-
-        Raises:
-            CheckpointError: The models are all that was saved.
-        """
+        """Refuse a checkpoint that training cannot continue from."""
         if "optimizers" not in self.engine:
             raise CheckpointError(
                 f"{self.directory} holds weights only, so training cannot continue from it. Load them with "
@@ -130,16 +116,7 @@ class SavedEngine:
     def check(
         self, models: Sequence[nn.Module] | None = None, advice: str = _PREPARE, leaves_rest: bool = False
     ) -> None:
-        """Refuse a checkpoint of other objects than those that are prepared and registered.
-
-        Args:
-            models: Those that are to be restored; all that are prepared if None.
-            advice: What to do where there are more or fewer of a kind.
-            leaves_rest: Whether fewer may be here than were saved: the last ones are then left, with a warning.
-
-        Raises:
-            CheckpointError: There are more or fewer of a kind, or an optimizer is of another class; both are named.
-        """
+        """Refuse a checkpoint of other objects than those that are prepared and registered."""
         run = self._run
         here: dict[str, Sequence[Any]] = {
             "models": run.prepared.models if models is None else models,
@@ -188,13 +165,7 @@ class SavedEngine:
         self.engine[kind] = saved[:count]
 
     def restore_models(self, models: Sequence[nn.Module] | None = None, strict: bool = True) -> None:
-        """Give the models their weights.
-
-        Args:
-            models: Those to restore; all that are prepared if None.
-            strict: Whether missing and left-over weights are an error; else they are listed in a warning, where the
-                checkpoint was opened whole.
-        """
+        """Give the models their weights."""
         strategy, models = self._run.strategy, self._run.prepared.models if models is None else models
         if self._in_shards:
             self._read_into("models", [strategy.state.model(model) for model in models])
@@ -294,12 +265,7 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 @dataclass(eq=False)
 class NumberedCheckpoints:
-    """The checkpoints `checkpoints/checkpoint_<n>` of a project.
-
-    Args:
-        configuration: Where they are, how many to keep, and the number of the next one.
-        state: This process among its peers: the main process looks and removes, all get the same answer.
-    """
+    """The checkpoints `checkpoints/checkpoint_<n>` of a project."""
 
     configuration: ProjectConfiguration
     state: PartialState
@@ -310,11 +276,7 @@ class NumberedCheckpoints:
         return self.configuration.automatic_checkpoint_naming and self.configuration.project_dir is not None
 
     def next(self) -> Path:
-        """Where the next one goes.
-
-        Raises:
-            ConfigurationError: Naming is off, or there is one of that number already.
-        """
+        """Where the next one goes."""
         number = self.configuration.iteration
         if number in self._from_main_process():
             raise ConfigurationError(
@@ -324,12 +286,7 @@ class NumberedCheckpoints:
         return self._path(number)
 
     def latest(self) -> Path:
-        """The one with the highest number.
-
-        Raises:
-            CheckpointError: There is none.
-            ConfigurationError: Naming is off.
-        """
+        """The one with the highest number."""
         numbers = self._from_main_process()
         if not numbers:
             raise CheckpointError(f"There is no checkpoint under {self._folder()} yet. Name one: load_state('path').")
@@ -405,15 +362,6 @@ class RunState:
     The engine's part is the same for every driver. A driver adds named entries, shared and of each process; those
     that the next driver does not take are kept, and written again.
 
-    Args:
-        state: This process among its peers.
-        strategy: Gives and takes the state of models and optimizers.
-        precision: Its scaler is part of the state.
-        numbered: The checkpoints that have a number instead of a name.
-        prepared: What the engine has prepared, and what was registered.
-        tracking: Its trackers continue the runs that they wrote.
-        step: The step that raw loops take, which is over when they save.
-
     Attributes:
         prepared: What the engine has prepared, and what was registered.
         save_hooks: The user's functions that run before `save_state`, by the number of their handle.
@@ -440,12 +388,7 @@ class RunState:
         self._kept: dict[str, Any] = {}
 
     def register(self, objects: Sequence[Any]) -> None:
-        """Save and load further objects with the run.
-
-        Raises:
-            ConfigurationError: One has no `state_dict` and `load_state_dict`.
-            CheckpointError: The state of one holds what no checkpoint can.
-        """
+        """Save and load further objects with the run."""
         states: list[tuple[str, Any]] = []
         for item in objects:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
@@ -467,12 +410,7 @@ class RunState:
     # saving
 
     def engine(self, weights_only: bool = False, moment: Moment | None = None) -> dict[str, Any]:
-        """Collect the engine's part of the shared state; call it on all processes.
-
-        Args:
-            weights_only: Leave out everything but the models.
-            moment: The moment that the save describes; from `self.moment` if None.
-        """
+        """Collect the engine's part of the shared state; call it on all processes."""
         strategy, classes = self.strategy, self.classes()
         states = [strategy.state.model(model) for model in self.prepared.models]
         if weights_only:
@@ -516,21 +454,7 @@ class RunState:
         extra: str | None = None,
         moment: Moment | None = None,
     ) -> checkpoint.PendingSave:
-        """Write a checkpoint; call it on all processes.
-
-        Args:
-            directory: The checkpoint's directory, or a URL.
-            engine: The engine's part, from `engine()`.
-            driver: The driver's entries that are the same on all processes.
-            own: The driver's entries of this process.
-            step: The optimizer step, by which the newest checkpoint is found.
-            block: Whether to return only when it is durable; else it is written while training continues.
-            extra: A directory whose files become part of the checkpoint.
-            moment: The moment that the save describes; from `self.moment` if None.
-
-        Returns:
-            The save; done already where `block` is set.
-        """
+        """Write a checkpoint; call it on all processes."""
         shared, process = self.compose(engine, driver, own, moment)
         return save_queue(self._state).save(directory, shared, process, step=step, block=block, extra=extra)
 
@@ -541,14 +465,7 @@ class RunState:
         own: Mapping[str, Any] | None = None,
         moment: Moment | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state of the run as a checkpoint lays it out: what all processes share, and this process's own.
-
-        Args:
-            engine: The engine's part, from `engine()`.
-            driver: The driver's entries that are the same on all processes.
-            own: The driver's entries of this process.
-            moment: The moment that a save describes; from `self.moment` if None.
-        """
+        """The state of the run as a checkpoint lays it out: what all processes share, and this process's own."""
         driver = dict(driver or {})
         kept = sorted(self._kept.keys() - driver)
         shared = {"engine": engine, "driver": {**{name: self._kept[name] for name in kept}, **driver}, "kept": kept}
@@ -609,13 +526,7 @@ class RunState:
         whole: bool = False,
         content: Mapping[str, Any] | None = None,
     ) -> SavedEngine:
-        """Open a checkpoint; call it on all processes.
-
-        Args:
-            directory: The checkpoint's directory, or a URL.
-            whole: Read all tensors at once, rather than each process its shards where the strategy can.
-            content: What the checkpoint holds, if it has been read already.
-        """
+        """Open a checkpoint; call it on all processes."""
         return SavedEngine(self, self._state, directory, whole, content)
 
     def keep(self, entries: Mapping[str, Any]) -> None:
@@ -652,13 +563,5 @@ class RunState:
 
 
 def check_storable(state: Any, name: str) -> None:
-    """Raise if a checkpoint cannot hold a state.
-
-    Args:
-        state: What is to be saved.
-        name: What it is, for the error.
-
-    Raises:
-        CheckpointError: Something in it is neither plain values nor tensors; its place and type are named.
-    """
+    """Raise if a checkpoint cannot hold a state."""
     pack({name: state})

@@ -180,12 +180,6 @@ class OptimizerStep:
     A raw loop runs its parts through `Accelerator.backward`, `clip_grad_norm_` and a prepared optimizer's `step`; the
     Trainer's loop runs `backward` for each micro-batch and `step_all`. Both run the same code.
 
-    Args:
-        strategy: Runs the backward and steps optimizers over the processes.
-        precision: Scales losses and unscales gradients.
-        prepared: The models and optimizers.
-        window: The accumulation window that micro-batches belong to.
-
     Attributes:
         window: The accumulation window.
         weights: What the losses of the window weigh, where that was given.
@@ -257,18 +251,7 @@ class OptimizerStep:
     def backward(
         self, loss: Tensor, weight: Tensor | float | None = None, share: float | None = None, **kwargs: Any
     ) -> None:
-        """Weigh the loss of one micro-batch, scale it, and compute its gradients.
-
-        Args:
-            loss: The mean loss of the micro-batch, a scalar; with `weight` the sum of its losses.
-            weight: What that sum weighs, such as a number of tokens.
-            share: What the micro-batch counts for beside those of the other processes; 0 for a stand-in, whose
-                gradients are not added. If None, what the driver's hook returns, else 1.
-            **kwargs: Arguments of `Tensor.backward`.
-
-        Raises:
-            ConfigurationError: The window has losses with a weight and losses without.
-        """
+        """Weigh the loss of one micro-batch, scale it, and compute its gradients."""
         size, timing = self.window.size, self.timing
         if share is None:
             share = 1.0 if self._hooks.share is None else self._hooks.share()
@@ -304,12 +287,7 @@ class OptimizerStep:
         return [timing.call(CALLBACKS, hook, *args) if timing.on else hook(*args) for hook in hooks]
 
     def backward_each(self, losses: Sequence[tuple[Tensor, Sequence[Tensor]]], share: float = 1.0) -> None:
-        """Compute the gradients of several losses of one micro-batch, each for some parameters alone.
-
-        Args:
-            losses: Each loss, and the tensors that its gradients are for (see `Gradients.leaves`).
-            share: What the micro-batch counts for beside those of the other processes.
-        """
+        """Compute the gradients of several losses of one micro-batch, each for some parameters alone."""
         last = len(losses) - 1
         for number, (loss, leaves) in enumerate(losses):
             self.backward(loss, share=share, inputs=list(leaves), retain_graph=number < last)
@@ -350,11 +328,7 @@ class OptimizerStep:
             self._hooks.clip(optimizer)
 
     def step_all(self) -> bool:
-        """Step every optimizer with the gradients of the window.
-
-        Returns:
-            Whether all stepped: not where a hook refused, or gradients overflowed.
-        """
+        """Step every optimizer with the gradients of the window."""
         if self.weights.pending or self._finish is not None:
             self.finish_gradients()
         if self._hooks.gradients_ready and self.is_vetoed():
@@ -376,16 +350,7 @@ class OptimizerStep:
         return stepped
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step one optimizer; within a window, nothing.
-
-        Args:
-            prepared: The optimizer.
-            closure: Computes gradients and returns the loss; run once, unless the optimizer runs it by itself as
-                L-BFGS does.
-
-        Returns:
-            What the closure returned, where it was run once.
-        """
+        """Step one optimizer; within a window, nothing."""
         if not self.window.sync_gradients:
             return None
         optimizer, timing = prepared.optimizer, self.timing
@@ -434,11 +399,7 @@ class OptimizerStep:
     # parts that a loop may run by itself
 
     def accumulate(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Enter the next micro-batch, and the context in which gradients are reduced only where a window ends.
-
-        Args:
-            models: Those whose gradients accumulate; all that were prepared where there are none.
-        """
+        """Enter the next micro-batch, and the context in which gradients are reduced only where a window ends."""
         self.window.advance()
         if self.window.sync_gradients or self.window.plugin.sync_each_batch:
             return nullcontext()
@@ -461,11 +422,7 @@ class OptimizerStep:
             self._prepare_backward, self._differentiate = before
 
     def fused_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Backward and step in one by every optimizer that does so, as LOMO.
-
-        Raises:
-            ConfigurationError: None does.
-        """
+        """Backward and step in one by every optimizer that does so, as LOMO."""
         fused = [bare for one in self._prepared.optimizers if hasattr(bare := one.optimizer, "fused_backward")]
         if not fused:
             raise ConfigurationError(
@@ -490,12 +447,7 @@ class OptimizerStep:
             self._precision.unscale(unwrap_optimizer(optimizer))
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients down to a total norm of at most `max_norm`, where a window ends.
-
-        Returns:
-            The total norm before clipping, over all shards; within a window that of what has accumulated, which is
-            not clipped.
-        """
+        """Scale gradients down to a total norm of at most `max_norm`, where a window ends."""
         given = self._complete(parameters)
         if given is not None:
             return self._strategy.gradients.clip_norm(given, max_norm, norm_type)

@@ -19,14 +19,7 @@ LogWith = str | Tracker | Iterable[str | Tracker] | None
 
 @dataclass(eq=False)
 class RunTracking:
-    """Holds the trackers of an Accelerator: those of a raw loop, or of the Trainer that drives it.
-
-    Args:
-        state: This process among its peers.
-        project: Where the run writes.
-        group: The trackers that are called; none before `init`.
-        log_with: What `init` opens: names of trackers, tracker objects, or `"all"`; from `checked_trackers`.
-    """
+    """Holds the trackers of an Accelerator: those of a raw loop, or of the Trainer that drives it."""
 
     state: PartialState
     project: ProjectConfiguration
@@ -81,11 +74,7 @@ class RunTracking:
         return {"trackers": self.group.state()} if self.group.trackers else {}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        """Let the trackers continue where a saved run was; those that are made later, too.
-
-        Args:
-            entries: The driver's entries of a checkpoint.
-        """
+        """Let the trackers continue where a saved run was; those that are made later, too."""
         self._states = entries.get("trackers", ())
         if self.group.trackers:
             self.group.load_state(self._states)

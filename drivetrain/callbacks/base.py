@@ -437,9 +437,5 @@ class Stage(str, Enum):
         return f"limit_{self.loader}_batches"
 
     def hook_name(self, moment: str) -> str:
-        """Return the name of one of its hooks.
-
-        Args:
-            moment: Such as `"start"` or `"batch_end"`.
-        """
+        """Return the name of one of its hooks."""
         return f"on_{self.hook}_{moment}"

@@ -22,11 +22,7 @@ MODES = ("power", "binsearch")
 
 @dataclass(frozen=True)
 class BatchSizeRange:
-    """Which batch sizes a search tries, and how; see `BatchSizeFinder`.
-
-    Raises:
-        ConfigurationError: If an argument cannot be.
-    """
+    """Which batch sizes a search tries, and how; see `BatchSizeFinder`."""
 
     mode: str = "power"
     steps_per_trial: int = 3
@@ -49,16 +45,7 @@ class BatchSizeRange:
             raise ConfigurationError(f"margin={self.margin!r}: give a share from 0.0 to below 1.0.")
 
     def next_size(self, fitting: int, lacking: int | None, most: int) -> int | None:
-        """The size to try once some have been tried.
-
-        Args:
-            fitting: The largest that fits; 0 where none does yet.
-            lacking: The smallest that does not; None where all did.
-            most: No larger one is tried.
-
-        Returns:
-            The size; None where the search is over.
-        """
+        """The size to try once some have been tried."""
         if lacking is None:
             return min(2 * fitting, most) if fitting < most else None
         if not fitting:
@@ -67,11 +54,7 @@ class BatchSizeRange:
         return middle if self.mode == "binsearch" and fitting < middle < lacking else None
 
     def chosen(self, fitting: int) -> int:
-        """What becomes of the largest size that fits: less by the margin, where the search came close to the limit.
-
-        Args:
-            fitting: That size.
-        """
+        """What becomes of the largest size that fits: less by the margin, where the search came close to the limit."""
         return max(1, int(fitting * (1 - self.margin))) if self.mode == "binsearch" else fitting
 
 

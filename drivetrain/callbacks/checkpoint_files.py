@@ -36,13 +36,7 @@ _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
 
 
 class BestK:
-    """The best k checkpoints: paths and scores.
-
-    Args:
-        k: How many to keep; -1 for all, 0 for none.
-        mode: `"min"` where a lower score is better, `"max"` where a higher one is.
-        by_score: Keep those with the best scores. With False the newest are kept.
-    """
+    """The best k checkpoints: paths and scores."""
 
     def __init__(self, k: int, mode: str, by_score: bool) -> None:
         self.k = k
@@ -106,15 +100,7 @@ class BestK:
 
 
 class CheckpointName:
-    """The name of a checkpoint, from a template such as `"{epoch}-{val_loss:.3f}"`.
-
-    Args:
-        template: Text with the names of metrics in braces, each with a format after a colon if wanted;
-            `epoch` and `step` are always there.
-        insert_names: Write `epoch=3` rather than `3`.
-        equals: What stands between a name and its value.
-        missing: What stands for a metric that was not logged.
-    """
+    """The name of a checkpoint, from a template such as `"{epoch}-{val_loss:.3f}"`."""
 
     def __init__(
         self, template: str, insert_names: bool = True, equals: str = "=", missing: float = float("nan")
@@ -130,16 +116,7 @@ class CheckpointName:
         return [match[1] for match in _FIELD.finditer(self.template)]
 
     def format(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> str:
-        """Return the name.
-
-        Args:
-            epoch: The current epoch, from 0.
-            step: The number of optimizer steps so far.
-            metrics: Names and values of what was logged.
-
-        Raises:
-            ConfigurationError: If a format does not fit its value.
-        """
+        """Return the name."""
 
         def fill(match: re.Match[str]) -> str:
             name, style = match[1], (match[2] or ":")[1:]
@@ -182,11 +159,7 @@ class SavedAccount:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedAccount:
-        """Check the state.
-
-        Raises:
-            CheckpointError: It holds what no run writes; the entry is named.
-        """
+        """Check the state."""
         saved_in = state.get("dirpath") or ""
         if not isinstance(saved_in, str):
             raise _refused("dirpath", saved_in)
@@ -231,17 +204,7 @@ class SavedAccount:
 
 
 def number(state: Mapping[str, Any], key: str, kind: type, optional: bool = False) -> Any:
-    """A number of the state; an int where a float is asked for is one.
-
-    Args:
-        state: The state.
-        key: Its name in it.
-        kind: Int, float or bool.
-        optional: Whether it may be None or missing.
-
-    Raises:
-        CheckpointError: It is something else.
-    """
+    """A number of the state; an int where a float is asked for is one."""
     value = state.get(key)
     if value is None and optional:
         return None
@@ -301,14 +264,7 @@ def is_taken(path: str) -> bool:
 def free_path(
     path: str, extension: str, may_replace: Callable[[str], bool] = lambda candidate: False, first: int = 1
 ) -> str:
-    """The path for a name: a free one, with a number where the name is taken, or one that may be replaced.
-
-    Args:
-        path: The path without its extension.
-        extension: What it ends in.
-        may_replace: Whether what has a path may be replaced.
-        first: The first number.
-    """
+    """The path for a name: a free one, with a number where the name is taken, or one that may be replaced."""
     candidate, version = path + extension, first - 1
     while is_taken(candidate) and not may_replace(candidate):
         version += 1
@@ -324,26 +280,14 @@ def relative(path: str | None, root: str) -> str | None:
 
 
 def continued(path: str | None, state: SavedAccount, root: str, own: Sequence[str]) -> str | None:
-    """Where a resumed run saves that was given no directory: where the run before it did, if that is one of its own.
-
-    Args:
-        path: Where it would save if it were new.
-        state: Of the run before it.
-        root: The default directory of this run.
-        own: The directories that runs of this script save in by default.
-    """
+    """Where a resumed run saves that was given no directory: where the run before it did, if that is one of its own."""
     moved = [os.path.join(root, state.below_root)] if state.below_root and _leads_below(root, state.below_root) else []
     candidates = [*moved, *(each for each in own if is_same(each, state))]
     return next((candidate for candidate in candidates if is_taken(candidate)), path)
 
 
 def is_same(path: str | None, state: SavedAccount) -> bool:
-    """Whether a directory is the one of an earlier run, there or moved. The earlier one is only compared.
-
-    Args:
-        path: The directory.
-        state: Of the earlier run.
-    """
+    """Whether a directory is the one of an earlier run, there or moved. The earlier one is only compared."""
     old, newest = state.saved_in, state.names["newest"]
     if path is None or without_credentials(path) == without_credentials(old or ""):
         return True
@@ -412,12 +356,7 @@ def _check_replaceable(path: str) -> None:
 
 
 def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
-    """Remove a checkpoint, or a link to one; what cannot be removed stays, with a warning.
-
-    Args:
-        path: The path.
-        kept_in: How the run keeps its checkpoints.
-    """
+    """Remove a checkpoint, or a link to one; what cannot be removed stays, with a warning."""
     try:
         kept_in.remove(path)
     except (OSError, CheckpointError) as error:
@@ -425,13 +364,7 @@ def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
 
 
 def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:
-    """The checkpoints of a directory that are beyond a limit, those of the fewest steps.
-
-    Args:
-        directory: Where they are.
-        limit: How many may stay.
-        needed: Those that stay in any case; they count.
-    """
+    """The checkpoints of a directory that are beyond a limit, those of the fewest steps."""
     needed = {os.path.realpath(path) if os.path.islink(path) else path for path in needed}
     found = [one.path for one in checkpoint.list_checkpoints(directory, warn=False)]  # by step: clocks are set
     others = [path for path in found if path not in needed]
@@ -470,14 +403,7 @@ class CheckpointAccount:
     doomed: list[str] = field(default_factory=list)
 
     def add(self, path: str, score: float | None, among_best: bool, is_whole: bool = True) -> None:
-        """Take in a checkpoint under a name of its own, and record those that go for it.
-
-        Args:
-            path: The checkpoint.
-            score: Its score, if scores count.
-            among_best: Whether it is kept for its score; else only for being the newest.
-            is_whole: Whether a run can resume from it.
-        """
+        """Take in a checkpoint under a name of its own, and record those that go for it."""
         if self.beside and self.beside != path:
             self.doomed.append(self.beside)
         self.beside = "" if among_best else path
@@ -508,11 +434,7 @@ class CheckpointAccount:
         return copy.deepcopy(self)
 
     def state_dict(self, directory: str) -> dict[str, Any]:
-        """Everything, by names within the directory of the checkpoints.
-
-        Args:
-            directory: That directory.
-        """
+        """Everything, by names within the directory of the checkpoints."""
         inside = directory.rstrip("/") + "/"
 
         def name(path: str) -> str:
@@ -529,12 +451,7 @@ class CheckpointAccount:
         }
 
     def restore(self, state: SavedAccount, directory: str) -> None:
-        """Take everything back.
-
-        Args:
-            state: What `state_dict` returned, checked.
-            directory: The directory of the checkpoints now.
-        """
+        """Take everything back."""
 
         def here(name: str) -> str:
             return f"{directory.rstrip('/')}/{name}" if name else ""
@@ -574,12 +491,7 @@ class Decision:
         return self.path or self.last
 
     def report(self, options: ModelCheckpoint, trainer: Trainer) -> None:
-        """Log it.
-
-        Args:
-            options: The callback that took it.
-            trainer: The trainer.
-        """
+        """Log it."""
         where = f"Epoch {trainer.current_epoch}, step {trainer.global_step}"
         score = "" if self.score is None else f" with {options.monitor} = {self.score:.6g}"
         if self.path is not None:
@@ -596,19 +508,7 @@ def decide(
     was_validated: bool,
     only_last: bool = False,
 ) -> Decision:
-    """Decide what is saved now; called by the main process alone, changes nothing.
-
-    Args:
-        options: The callback, whose arguments count.
-        kept: Its checkpoints.
-        name: What a new one is called.
-        trainer: The trainer.
-        was_validated: Whether this run had a validation yet.
-        only_last: Save `last` alone.
-
-    Raises:
-        ConfigurationError: The monitored metric was not logged.
-    """
+    """Decide what is saved now; called by the main process alone, changes nothing."""
     metrics = trainer.callback_metrics
     decision = Decision(score=None if only_last else options.score_of(trainer, was_validated))
     decision.among_best = not only_last and kept.best.wants(decision.score)
@@ -653,13 +553,6 @@ class CheckpointWriter:
     """Writes the checkpoints of one `ModelCheckpoint`, one at a time, and keeps account of them.
 
     All methods are called by all processes.
-
-    Args:
-        kept: The account.
-        links: Whether `last` is a link.
-        limit: How many checkpoints the directory may hold; None for any number.
-        in_background: Whether training continues while one is written.
-        forgives: Whether errors are logged instead of raised.
     """
 
     def __init__(
@@ -674,11 +567,7 @@ class CheckpointWriter:
         self._protected: set[str] = set()
 
     def protect(self, path: str) -> None:
-        """Never remove a checkpoint, whatever becomes superfluous.
-
-        Args:
-            path: The checkpoint.
-        """
+        """Never remove a checkpoint, whatever becomes superfluous."""
         self._protected.add(path)
 
     @property
@@ -687,17 +576,7 @@ class CheckpointWriter:
         return self._in_flight is None
 
     def save(self, trainer: Trainer, directory: str, decision: Decision, weights_only: bool) -> None:
-        """Write a checkpoint, at once or in the background; `settle` came before.
-
-        Args:
-            trainer: The trainer.
-            directory: The directory of checkpoints.
-            decision: What and where.
-            weights_only: Leave out everything but the weights.
-
-        Raises:
-            CheckpointError: It cannot be written; then all is as it was before.
-        """
+        """Write a checkpoint, at once or in the background; `settle` came before."""
         target = decision.target
         if target is None:
             return
@@ -740,19 +619,7 @@ class CheckpointWriter:
                 self._finish(follow_up)
 
     def save_now(self, trainer: Trainer, path: str, is_passing: bool) -> bool:
-        """Write a checkpoint with everything in it, at once.
-
-        Args:
-            trainer: The trainer.
-            path: Where.
-            is_passing: Whether a newer checkpoint makes it superfluous.
-
-        Returns:
-            Whether it was written.
-
-        Raises:
-            CheckpointError: It cannot be written.
-        """
+        """Write a checkpoint with everything in it, at once."""
         self.settle(forgive=True)
         if trainer.saves is not None:
             try:
@@ -784,14 +651,7 @@ class CheckpointWriter:
             )
 
     def settle(self, forgive: bool = False) -> None:
-        """Wait until what is being written is done.
-
-        Args:
-            forgive: Log an error even where errors are to be raised.
-
-        Raises:
-            CheckpointError: It could not be written; raised on all processes.
-        """
+        """Wait until what is being written is done."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return
@@ -803,11 +663,7 @@ class CheckpointWriter:
             self._finish(flight.outcome, forgive)
 
     def abandon(self, wait: bool) -> None:
-        """Leave what is being written to itself, without an exchange with other processes.
-
-        Args:
-            wait: Whether to wait until it is done.
-        """
+        """Leave what is being written to itself, without an exchange with other processes."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return

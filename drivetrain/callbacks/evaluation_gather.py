@@ -69,17 +69,7 @@ class Samples:
 
 
 def real_rows(values: Any, rows: int | None, keep: int | None, what: str) -> Any:
-    """Return the real rows of a batch's predictions or targets, detached, where they are.
-
-    Args:
-        values: A tensor or array with a row for each sample, or a list with an item for each.
-        rows: The rows of the batch, padding included; None if unknown.
-        keep: The real ones among them; None for all.
-        what: What the values are, for the message.
-
-    Raises:
-        DataError: If there are not as many values as rows.
-    """
+    """Return the real rows of a batch's predictions or targets, detached, where they are."""
     if hasattr(values, "__array__") and not isinstance(values, Tensor):
         values = torch.as_tensor(values)
     if isinstance(values, Tensor) and values.dim() == 0:
@@ -116,30 +106,19 @@ class SampleGather:
     """Brings the parts of all processes to the main process, while they compute further batches.
 
     Make it on all processes at once, and end it with `finish` or `abandon`.
-
-    Args:
-        state: This process among its peers.
     """
 
     def __init__(self, state: PartialState) -> None:
         self._leaving, self._gather = HostBlocks(state), BlockGather(state)
 
     def add(self, part: Part) -> None:
-        """Take what this process keeps of a batch.
-
-        Args:
-            part: Its values may be on the device.
-        """
+        """Take what this process keeps of a batch."""
         block = self._leaving.add(part)
         if block:
             self._gather.add(block)
 
     def finish(self) -> list[Samples]:
-        """Wait until all have come.
-
-        Returns:
-            The samples of each loader on the main process, nothing on the others.
-        """
+        """Wait until all have come."""
         block = self._leaving.take()
         if block:
             self._gather.add(block)
@@ -181,15 +160,7 @@ def _joined(values: Sequence[Any]) -> Any:
 
 
 def write_samples(samples: Samples, path: str | os.PathLike[str]) -> None:
-    """Write samples to a file, in the format of its extension.
-
-    Args:
-        samples: The samples.
-        path: A file `.pt`, `.npz`, `.csv` or `.jsonl`. Its directory is made. It appears complete.
-
-    Raises:
-        ConfigurationError: If the extension is unknown.
-    """
+    """Write samples to a file, in the format of its extension."""
     path = Path(path)
     writer = writer_for(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,11 +170,7 @@ def write_samples(samples: Samples, path: str | os.PathLike[str]) -> None:
 
 
 def writer_for(path: str | os.PathLike[str]) -> Callable[[Samples, Path], None]:
-    """Return the function that writes files of this extension.
-
-    Raises:
-        ConfigurationError: If the extension is unknown.
-    """
+    """Return the function that writes files of this extension."""
     extension = Path(path).suffix
     if extension not in _WRITERS:
         raise ConfigurationError(

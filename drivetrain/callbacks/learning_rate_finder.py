@@ -23,11 +23,7 @@ MODES = ("exponential", "linear")
 
 @dataclass(frozen=True)
 class LRRange:
-    """Which learning rates a search tries, and what becomes of the one that it finds; see `LearningRateFinder`.
-
-    Raises:
-        ConfigurationError: If an argument cannot be.
-    """
+    """Which learning rates a search tries, and what becomes of the one that it finds; see `LearningRateFinder`."""
 
     min_lr: float = 1e-8
     max_lr: float = 1.0
@@ -54,11 +50,7 @@ class LRRange:
             )
 
     def rate(self, number: int) -> float:
-        """The rate of one of the steps.
-
-        Args:
-            number: Which step, from 0.
-        """
+        """The rate of one of the steps."""
         part = (number + 1) / self.num_training if number else 0.0
         if self.mode == "linear":
             return self.min_lr + part * (self.max_lr - self.min_lr)

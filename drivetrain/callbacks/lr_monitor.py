@@ -182,13 +182,7 @@ class LearningRateMonitor(Callback):
 
 
 class _Rates:
-    """The rates of one optimizer and the names they are logged under.
-
-    Args:
-        name: The name of the optimizer.
-        optimizer: The optimizer.
-        interval: That of its scheduler; None where it has none.
-    """
+    """The rates of one optimizer and the names they are logged under."""
 
     def __init__(self, name: str, optimizer: Optimizer, interval: str | None) -> None:
         self.name = name

@@ -94,17 +94,7 @@ class SaveInterval(NamedTuple):
 
     @classmethod
     def of(cls, steps: Any, interval: Any, epochs: Any, every: Any) -> SaveInterval:
-        """The rhythm that the arguments ask for; an epoch where they ask for none.
-
-        Args:
-            steps: `every_n_train_steps`.
-            interval: `train_time_interval`.
-            epochs: `every_n_epochs`.
-            every: The same in any unit.
-
-        Raises:
-            ConfigurationError: More than one is given, or one is below zero.
-        """
+        """The rhythm that the arguments ask for; an epoch where they ask for none."""
         other = " every= takes the other units."
         steps = count_of(steps, "every_n_train_steps", Unit.STEPS, other)
         epochs = count_of(epochs, "every_n_epochs", Unit.EPOCHS, other)

@@ -48,13 +48,7 @@ class ParameterCount:
 
 
 def count_parameters(model: nn.Module, state: ModelState | None = None, recurse: bool = True) -> ParameterCount:
-    """Count a model's parameters, each once; lazy ones have no elements yet.
-
-    Args:
-        model: The model.
-        state: What shards it, if anything: all of each parameter counts.
-        recurse: Whether those of modules within it count.
-    """
+    """Count a model's parameters, each once; lazy ones have no elements yet."""
     elements = trained = nbytes = 0
     seen: set[int] = set()
     for module in model.modules() if recurse else [model]:
@@ -115,15 +109,6 @@ class ModuleTable:
     Where the model has an `example_input_array`, a forward runs with it once, in evaluation mode and without gradients,
     for sizes and operations; not where a strategy shards the model, whose forward needs all processes, nor where
     modules are lazy, which it would change.
-
-    Args:
-        model: The model.
-        max_depth: 1 for its own modules, 2 for those within them, and so on; -1 for all, 0 for none.
-        strategy: What shards the model, if anything: all of it counts.
-        precision: The number formats of the forward.
-
-    Raises:
-        ConfigurationError: If `max_depth` is no whole number of at least -1.
     """
 
     def __init__(
@@ -247,11 +232,7 @@ class ModuleTable:
 
 
 def check_depth(max_depth: Any) -> None:
-    """Raise unless a depth can be.
-
-    Raises:
-        ConfigurationError: It is no whole number of at least -1.
-    """
+    """Raise unless a depth can be."""
     if not isinstance(max_depth, int) or max_depth < -1:
         raise ConfigurationError(f"ModelSummary(max_depth={max_depth}): give 0 or more, or -1 for all modules.")
 
@@ -366,24 +347,14 @@ class ModelSummary(Callback):
 
 
 def summarize(model: nn.Module, max_depth: int = 1, strategy: Strategy | None = None) -> str:
-    """Return a table of a model's modules and their parameters.
-
-    Args:
-        model: The model.
-        max_depth: How deep to look; -1 for all modules.
-        strategy: What shards the model, if anything: all of it counts.
-    """
+    """Return a table of a model's modules and their parameters."""
     table = ModuleTable(model, max_depth, strategy)
     lines = table_lines(table.columns())
     return "\n".join([*lines, *total_lines(*table.parameters, table.megabytes, table.modes, table.total_flops)])
 
 
 def table_lines(columns: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """Return the table as lines; none where it has no rows.
-
-    Args:
-        columns: Titles and cells.
-    """
+    """Return the table as lines; none where it has no rows."""
     if not columns[0][1]:
         return []
     columns = shown_columns(columns)
@@ -403,11 +374,7 @@ def table_lines(columns: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
 
 
 def shown_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, Sequence[str]]]:
-    """Return the columns that are shown: without numbers, and without operations where none were counted.
-
-    Args:
-        columns: Titles and cells.
-    """
+    """Return the columns that are shown: without numbers, and without operations where none were counted."""
     has_run = any(title == "In sizes" for title, _ in columns)
     return [column for column in columns if column[0] != " " and (has_run or column[0] != "FLOPs")]
 
@@ -415,15 +382,7 @@ def shown_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[st
 def total_lines(
     parameters: int, trainable: int, megabytes: float, modes: Mapping[str, int], flops: int = 0
 ) -> list[str]:
-    """Return the lines below the table.
-
-    Args:
-        parameters: Elements of all parameters.
-        trainable: Elements of those that are trained.
-        megabytes: What they take.
-        modes: Modules in each mode.
-        flops: Operations of a forward; 0 where none has run.
-    """
+    """Return the lines below the table."""
     counted = f", {short(flops)} floating-point operations in a forward" if flops else ""
     training, evaluating = modes["train"], modes["eval"]
     switched = f"; {training} modules train, {evaluating} are in evaluation mode" if evaluating else ""

@@ -33,11 +33,7 @@ _PATTERNS = ("predictions-*-of-*", "batch-*")
 
 
 def check_format(name: str | None) -> str:
-    """Return the format to write: the one given, or parquet where pyarrow is installed.
-
-    Raises:
-        ConfigurationError: If it is unknown, or pyarrow is missing.
-    """
+    """Return the format to write: the one given, or parquet where pyarrow is installed."""
     installed = find_spec("pyarrow") is not None
     if name is None:
         return "parquet" if installed else "safetensors"
@@ -60,13 +56,7 @@ def remove_old(folder: Path) -> None:
 
 
 def write(columns: dict[str, Tensor], path: Path, file_format: str) -> None:
-    """Write columns to a file that appears complete.
-
-    Args:
-        columns: Tensors on the CPU, of as many rows each.
-        path: The file, without its extension; its directory is made.
-        file_format: `"parquet"` or `"safetensors"`.
-    """
+    """Write columns to a file that appears complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     final = path.with_name(f"{path.name}.{file_format}")
     beside = path.with_name(f".{os.getpid()}-{final.name}")
@@ -80,11 +70,7 @@ def write(columns: dict[str, Tensor], path: Path, file_format: str) -> None:
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """Return the columns of a directory's files, in the order of the data, each row once.
-
-    Raises:
-        DataError: There are none.
-    """
+    """Return the columns of a directory's files, in the order of the data, each row once."""
     found = _found(folder)
     whole = [each for each in found if each.name.startswith("predictions-")]
     parts = [_read(each) for each in whole or found]

@@ -130,12 +130,7 @@ class Display(Protocol):
 
 
 class BarDisplay:
-    """Bars that are drawn over and over, for terminals and notebooks.
-
-    Args:
-        refresh_seconds: The time between two redraws, in seconds.
-        position: Lines to leave free above the first bar.
-    """
+    """Bars that are drawn over and over, for terminals and notebooks."""
 
     def __init__(self, refresh_seconds: float, position: int = 0) -> None:
         self.refresh_seconds = refresh_seconds
@@ -192,11 +187,7 @@ class BarDisplay:
 
 
 class LineDisplay:
-    """A line at the end of each stage and, in a long one, every so often; for files and pipes.
-
-    Args:
-        refresh_seconds: The time between two lines of a long stage, in seconds.
-    """
+    """A line at the end of each stage and, in a long one, every so often; for files and pipes."""
 
     def __init__(self, refresh_seconds: float = 60.0) -> None:
         self.refresh_seconds = refresh_seconds
@@ -566,12 +557,7 @@ class TQDMProgressBar(Callback):
 
 
 def share_done(trainer: Trainer, of_epoch: float) -> float:
-    """The share of a run that is done, from 0 to 1: by the nearest of its limits.
-
-    Args:
-        trainer: The trainer.
-        of_epoch: The share of the epoch under way that is done.
-    """
+    """The share of a run that is done, from 0 to 1: by the nearest of its limits."""
     shares = [trainer.control.share_of_duration]
     if trainer.max_epochs is not None and trainer.max_epochs > 0:
         shares.append((trainer.current_epoch + of_epoch) / trainer.max_epochs)

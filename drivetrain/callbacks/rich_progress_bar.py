@@ -25,14 +25,7 @@ if TYPE_CHECKING:
 
 
 def require_rich(owner: str) -> None:
-    """Import rich, which draws a random number as it is imported: Python's generator is put back to where it was.
-
-    Args:
-        owner: What needs it.
-
-    Raises:
-        ConfigurationError: It is missing; the message has the command that installs it.
-    """
+    """Import rich, which draws a random number as it is imported: Python's generator is put back to where it was."""
     if find_spec("rich") is None:
         raise ConfigurationError(f'{owner} needs rich, which is not installed: pip install "drivetrain[rich]".')
     state = random.getstate()
@@ -41,11 +34,7 @@ def require_rich(owner: str) -> None:
 
 
 def make_console(**options: Any) -> Console:
-    """Return rich's console for the standard output or error, which loses what cannot be written instead of raising.
-
-    Args:
-        **options: For `rich.console.Console`.
-    """
+    """Return rich's console for the standard output or error, which loses what cannot be written instead of raising."""
     from rich.console import Console
 
     return Console(**{"file": Lenient(sys.stderr if options.get("stderr") else sys.stdout), **options})
@@ -198,13 +187,7 @@ class _Row:
 
 
 class RichDisplay:
-    """Bars drawn by rich.
-
-    Args:
-        console: Where to.
-        theme: The styles.
-        refresh_seconds: The time between two redraws, in seconds.
-    """
+    """Bars drawn by rich."""
 
     def __init__(self, console: Console, theme: RichProgressBarTheme, refresh_seconds: float) -> None:
         self.refresh_seconds = refresh_seconds

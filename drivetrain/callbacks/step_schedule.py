@@ -28,13 +28,6 @@ def decide_on_main_process(decide: Callable[[], T]) -> T:
     """Call a function on the main process and return its result on every process.
 
     What it raises is raised on every process, so that no process waits for one that is gone.
-
-    Args:
-        decide: What to call; its result must be possible to pickle.
-
-    Raises:
-        DrivetrainError: On the other processes, of the class that the main process raised if it is of this
-            family.
     """
     state = PartialState()
     if not state.use_distributed:
@@ -65,11 +58,6 @@ class StepTimer:
 
     The processes ask each other only about halfway to the next time, again halfway of what is left, and so
     on: a few times in all, not at every step.
-
-    Args:
-        seconds: The time between two of its calls.
-        step: The number of optimizer steps so far.
-        elapsed: Seconds of the first interval that have gone by before, in the run that is resumed.
     """
 
     def __init__(self, seconds: float, step: int, elapsed: float = 0.0) -> None:
@@ -109,17 +97,8 @@ class StepInterval:
     follow. A number of epochs is due at the last step of the epoch. To be made once the counters of a resumed run are
     there.
 
-    Args:
-        trainer: The trainer, within `fit`.
-        every: A number of steps, or a duration.
-        name: What it was given as, for errors.
-        elapsed: Seconds of the first interval that have gone by before, in the run that is resumed.
-
     Attributes:
         steps: How many optimizer steps are between two of them; 0 where something else is counted.
-
-    Raises:
-        ConfigurationError: It is a part of a run whose length is not known.
     """
 
     def __init__(self, trainer: Trainer, every: int | Duration, name: str, elapsed: float = 0.0) -> None:
@@ -141,11 +120,7 @@ class StepInterval:
         return 0.0 if self._timer is None else self._timer.elapsed
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is due, however often it is asked; by all processes alike.
-
-        Args:
-            step: The number of optimizer steps once it is done: that of the last one, or of the one under way.
-        """
+        """Whether a step is due, however often it is asked; by all processes alike."""
         if not self._crosses:
             return step % self.steps == 0
         if step != self._asked:
@@ -153,11 +128,7 @@ class StepInterval:
         return self._is_due
 
     def was_due(self, step: int) -> bool:
-        """Whether a step is known to be due, without asking other processes.
-
-        Args:
-            step: As for `is_due`.
-        """
+        """Whether a step is known to be due, without asking other processes."""
         if self._timer is None:
             return self.is_due(step)
         return self._asked == step and self._is_due
@@ -184,18 +155,7 @@ class StepInterval:
 
 
 class RunPoint:
-    """A moment in a run: once so much of it is done. To be made once the counters of a resumed run are there.
-
-    Args:
-        trainer: The trainer, within `fit`.
-        after: How much.
-        name: What it was given as, for errors.
-        elapsed: Seconds of it that have gone by before, in the run that is resumed.
-        by_epoch: Whether it is asked about once an epoch; else after each step.
-
-    Raises:
-        ConfigurationError: It is a part of a run whose length is not known.
-    """
+    """A moment in a run: once so much of it is done. To be made once the counters of a resumed run are there."""
 
     def __init__(
         self, trainer: Trainer, after: Duration, name: str, elapsed: float = 0.0, by_epoch: bool = False
@@ -233,16 +193,8 @@ class RunPoint:
 class StepLog:
     """Decides at which optimizer steps a callback logs: every `log_every_n_steps`, or as often as it was given itself.
 
-    Args:
-        owner: The callback's name, for errors.
-        trainer: The trainer.
-        every: A number of steps or a duration, as `checked_every` returns it; None for `log_every_n_steps`.
-
     Attributes:
         every: How often values are logged, as it was given.
-
-    Raises:
-        ConfigurationError: The Trainer has no logger.
     """
 
     def __init__(self, owner: str, trainer: Trainer, every: int | Duration | None = None) -> None:
@@ -268,11 +220,7 @@ class StepLog:
         return self
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is logged that was not; asked once for each.
-
-        Args:
-            step: The number of optimizer steps once it is done.
-        """
+        """Whether a step is logged that was not; asked once for each."""
         if not self._steps or step == self._last:
             return False
         if step % self._steps if self._steps > 0 else not (self._rhythm and self._rhythm.is_due(step)):
@@ -287,15 +235,7 @@ class StepLog:
 
 
 def checked_every(every: Any, owner: str) -> int | Duration | None:
-    """What a callback was given as `every`, read and checked.
-
-    Args:
-        every: A number of steps, a duration, or None.
-        owner: The callback's name, for errors.
-
-    Raises:
-        ConfigurationError: It is none of these.
-    """
+    """What a callback was given as `every`, read and checked."""
     if every is None:
         return None
     interval = interval_of(every, f"{owner}.every")
@@ -338,14 +278,6 @@ def find_typo(logged: Collection[str], monitor: str, owner: str) -> str | None:
     """What is wrong with the name of a metric where a sanity check has logged one that is spelled nearly like it.
 
     A metric that only training logs, or only a later validation, is no typo, so a name that is merely missing passes.
-
-    Args:
-        logged: The names that the sanity check has logged.
-        monitor: The name to find.
-        owner: The callback that monitors it.
-
-    Returns:
-        The message, or None.
     """
     if monitor in logged or "train" in monitor:
         return None

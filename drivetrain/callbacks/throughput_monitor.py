@@ -97,12 +97,7 @@ def measure_flops(
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the operations per second that a device could do at most; None where the chip is not known.
-
-    Args:
-        device: The device.
-        precision: The name of the number format, such as `"bf16-mixed"`.
-    """
+    """Return the operations per second that a device could do at most; None where the chip is not known."""
     functions: Any = getattr(torch, device.type, None)
     if not hasattr(functions, "get_device_name"):
         return None

@@ -38,14 +38,6 @@ class AveragedTensors:
 
     Every process averages what it holds: the whole model, or its shards.
 
-    Args:
-        strategy: What placed the model.
-        model: What it made of the task.
-        use_buffers: Whether buffers are averaged; else those of the model are used.
-        device: Where the average is kept; beside the model if None.
-        avg_fn: Returns the new average of a tensor, from the average, the tensor and how many were averaged.
-        multi_avg_fn: Changes a list of averages in place, given lists; the mean of all if neither is given.
-
     Attributes:
         count: How many moments were averaged.
         swapped: Whether the model has the average, and this the model's own values.
@@ -118,12 +110,7 @@ class AveragedTensors:
 
     @torch.no_grad()
     def load(self, averaged: dict[str, Any], count: int) -> None:
-        """Take back an average; call it on all processes.
-
-        Args:
-            averaged: What `states` returned second, under any strategy.
-            count: How many moments it is the average of.
-        """
+        """Take back an average; call it on all processes."""
         own = self._live()
         kept = [each.clone() for each in own]
         self._strategy.state.load_model(self._model, averaged)

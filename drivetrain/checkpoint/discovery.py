@@ -153,15 +153,7 @@ def _is_whole(one: FoundCheckpoint, storage: Storage | None) -> bool:
 
 
 def whole_beside(directory: str | os.PathLike[str], storage: Storage | None = None) -> str:
-    """Find the newest whole checkpoint beside a damaged one. On one process.
-
-    Args:
-        directory: The damaged one.
-        storage: Where it is; found from `directory` if None.
-
-    Returns:
-        A sentence for the message about the damage, after a blank.
-    """
+    """Find the newest whole checkpoint beside a damaged one. On one process."""
     found, path = storage_of(directory)
     storage = storage or found
     try:

@@ -215,16 +215,7 @@ def save_safetensors(
 
 
 def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> dict[str, T]:
-    """The weights of one module, under the names that they have in it.
-
-    Args:
-        weights: Anything by the names of weights.
-        module: The module's name; all weights as they are if None.
-        source: Where they come from, for the message.
-
-    Raises:
-        CheckpointError: No weight is in a module of that name.
-    """
+    """The weights of one module, under the names that they have in it."""
     if module is None:
         return dict(weights)
     prefix = f"{module}."
@@ -239,15 +230,7 @@ def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> 
 
 
 def model_keys(checkpoint: Checkpoint, model: int | None = None) -> dict[str, str]:
-    """The keys of a model's tensors by name.
-
-    Args:
-        checkpoint: The checkpoint.
-        model: Which of its models, from 0; it has only one if None.
-
-    Raises:
-        CheckpointError: It has no such model, or several and none is chosen.
-    """
+    """The keys of a model's tensors by name."""
     models = in_schema(checkpoint.packed())["engine"].get("models")
     if not isinstance(models, list):
         raise CheckpointError(f"{checkpoint.directory} holds no model: it is not the state of a run.")
@@ -314,17 +297,6 @@ def write_safetensors(
     """Write tensors that are read or computed as they are written, in the files that `consolidate` writes.
 
     Files get their names only when all of them are whole.
-
-    Args:
-        sources: What describes each tensor, and a function that gives its values in order, in tensors of any size.
-        aliases: Further names of tensors, and the names that these are written under.
-        output: The directory to write to.
-        max_shard_size: Bytes in a file at most.
-        overwrite: Whether to write into a directory that holds something already.
-        progress: Whether to show a progress bar.
-
-    Returns:
-        The paths of the safetensors files.
     """
     listed = list(sources)
     limit = shard_limit(max_shard_size)
@@ -379,14 +351,7 @@ def _content_of(shard: Sequence[Source], metadata: dict[str, str], bar: tqdm[Any
 
 
 def named_shards(items: Iterable[T], sizes: Iterable[int], limit: int, name: str) -> dict[str, list[T]]:
-    """Spread weights over files in their order, by the files' names as on Hugging Face's hub.
-
-    Args:
-        items: The weights.
-        sizes: Bytes of each.
-        limit: Bytes in a file at most; a larger weight has a file of its own.
-        name: The name of the file if there is only one, such as `"model.safetensors"`.
-    """
+    """Spread weights over files in their order, by the files' names as on Hugging Face's hub."""
     shards: list[list[T]] = [[]]
     room = limit
     for item, size in zip(items, sizes, strict=True):
@@ -407,11 +372,7 @@ def index_of(files: Mapping[str, str], total: int) -> bytes:
 
 
 def shard_limit(max_shard_size: int | str) -> int:
-    """Bytes in a file at most, from a number or text such as `"5GB"` or `"500 MiB"`.
-
-    Raises:
-        ConfigurationError: It is neither, or not positive.
-    """
+    """Bytes in a file at most, from a number or text such as `"5GB"` or `"500 MiB"`."""
     limit = parse_bytes(max_shard_size)
     if limit <= 0:
         raise ConfigurationError(f"max_shard_size={max_shard_size!r}: a file has to be larger than nothing.")
@@ -461,11 +422,7 @@ class Weights(Mapping[str, Tensor]):
         return name in self.entries
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Read weights into tensors, several at once.
-
-        Args:
-            targets: By name; on any device, and of any dtype, to which the weights are cast.
-        """
+        """Read weights into tensors, several at once."""
         jobs = [partial(self.read_into, name, target) for name, target in targets.items()]
         run_parallel(jobs, workers=min(_READERS, os.cpu_count() or 1))
 
@@ -483,12 +440,7 @@ class Weights(Mapping[str, Tensor]):
 
 
 class HeldWeights(Weights):
-    """Weights that are tensors already.
-
-    Args:
-        tensors: By name.
-        where: What they come from.
-    """
+    """Weights that are tensors already."""
 
     def __init__(self, tensors: Mapping[str, Tensor], where: str) -> None:
         self.where, self._tensors = where, tensors
@@ -503,11 +455,7 @@ class HeldWeights(Weights):
 
 
 class FileWeights(Weights):
-    """Weights in a safetensors file of this machine.
-
-    Args:
-        file: The file.
-    """
+    """Weights in a safetensors file of this machine."""
 
     def __init__(self, file: MappedFile) -> None:
         self.where, self._file = file.path, file
@@ -530,12 +478,7 @@ class FileWeights(Weights):
 
 
 class JoinedWeights(Weights):
-    """Weights in several places.
-
-    Args:
-        parts: For each name the weights that it is one of.
-        where: What they were opened from.
-    """
+    """Weights in several places."""
 
     def __init__(self, parts: Mapping[str, Weights], where: str) -> None:
         self.where, self._parts = where, parts
@@ -556,12 +499,7 @@ class JoinedWeights(Weights):
 
 
 class CheckpointWeights(Weights):
-    """The weights in a checkpoint of ours, straight from its shards.
-
-    Args:
-        directory: The checkpoint's directory or URL.
-        model: Which of its models, from 0; it has only one if None.
-    """
+    """The weights in a checkpoint of ours, straight from its shards."""
 
     def __init__(self, directory: str | os.PathLike[str], model: int | None = None) -> None:
         # Hashes are of whole files, and would be computed again for each tensor that is read alone.
@@ -611,12 +549,7 @@ class CheckpointWeights(Weights):
 
 
 class RemoteWeights(Weights):
-    """Weights in a safetensors file on a file system of fsspec, each read as a range of it.
-
-    Args:
-        storage: The file system.
-        path: The file.
-    """
+    """Weights in a safetensors file on a file system of fsspec, each read as a range of it."""
 
     def __init__(self, storage: Storage, path: str) -> None:
         self.where, self._storage = path, storage
@@ -734,14 +667,7 @@ def _open_file(storage: Storage, path: str) -> Weights:
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Read all weights in a file or a directory, onto the CPU. Nothing in a file is executed.
-
-    Args:
-        path: What `open_weights` takes.
-
-    Raises:
-        CheckpointError: There are none, or a file holds something else.
-    """
+    """Read all weights in a file or a directory, onto the CPU. Nothing in a file is executed."""
     weights = open_weights(path)
     read = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in weights.entries.items()}
     weights.fill(read)
@@ -749,15 +675,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 
 def files_of_index(content: bytes, path: str) -> dict[str, str]:
-    """Return the file beside an index of weights that holds each weight, by the weight's name.
-
-    Args:
-        content: The index, as JSON.
-        path: Its path, for messages.
-
-    Raises:
-        CheckpointError: It is no index, or names something that is no file beside it.
-    """
+    """Return the file beside an index of weights that holds each weight, by the weight's name."""
     try:
         found = json.loads(content)
         parts = found.get("weight_map", found)  # or the map alone

@@ -47,11 +47,7 @@ class WrittenFile:
     finite_loss: bool
 
     def own(self, rank: int) -> dict[str, Any]:
-        """Return what one process kept of its own.
-
-        Args:
-            rank: Which process.
-        """
+        """Return what one process kept of its own."""
         raise NotImplementedError
 
 
@@ -212,11 +208,7 @@ def find_format(name: str) -> CheckpointFormat:
 
 
 def has_format(name: str) -> bool:
-    """Return whether this installation has a format.
-
-    Args:
-        name: Its name.
-    """
+    """Return whether this installation has a format."""
     return _is_there(_FORMATS[name].partition(":")[0])
 
 
@@ -275,9 +267,6 @@ def written_file(path: str) -> WrittenFile | None:
     """Return what this package has noted in a file of another tool's format, or None if it is no such file.
 
     The weights are not read.
-
-    Args:
-        path: The local file. A link is none.
     """
     if os.path.islink(path) or not os.path.isfile(path):
         return None

@@ -213,12 +213,7 @@ class Checkpoint:
 
 
 def entries_of(tree: Any, path: str) -> dict[str, Any]:
-    """What a file of a checkpoint holds, which is a packed dict; anything else is refused.
-
-    Args:
-        tree: What it holds, packed.
-        path: The file's path.
-    """
+    """What a file of a checkpoint holds, which is a packed dict; anything else is refused."""
     if type(tree) is not dict or is_tagged(tree):
         raise DamagedCheckpointError(f"{path} is damaged: it holds no named entries.")
     return tree

@@ -64,15 +64,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str) -> Manifest:
-        """Read the file's content.
-
-        Args:
-            raw: The content.
-            where: The file's path, for messages.
-
-        Raises:
-            CheckpointError: It is damaged, of another format, or of a newer version.
-        """
+        """Read the file's content."""
         try:
             content = json.loads(raw)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -126,11 +118,7 @@ _READERS: dict[int, Callable[[dict[str, Any]], Manifest]] = {1: _read_version_1}
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest:
-    """Read a checkpoint's manifest and compare the names and sizes of its files with what is there.
-
-    Raises:
-        CheckpointError: There is no complete checkpoint, or a file is missing, left over or of another size.
-    """
+    """Read a checkpoint's manifest and compare the names and sizes of its files with what is there."""
     path = storage.join(directory, MANIFEST)
     found = storage.sizes(directory)
     try:
@@ -176,12 +164,7 @@ def _compare(storage: Storage, directory: str, manifest: Manifest, found: dict[s
 
 
 def has_manifest(storage: Storage, directory: str) -> bool:
-    """Whether a directory has a manifest of ours, whole or not.
-
-    Args:
-        storage: Where it is.
-        directory: The directory.
-    """
+    """Whether a directory has a manifest of ours, whole or not."""
     path = storage.join(directory, MANIFEST)
     try:
         content = decoded(storage.read(path), path)
@@ -191,26 +174,13 @@ def has_manifest(storage: Storage, directory: str) -> bool:
 
 
 def check_is_checkpoint(storage: Storage, directory: str, what: str) -> None:
-    """Refuse a directory without a manifest of ours, whole or not: it holds something else.
-
-    Args:
-        storage: Where it is.
-        directory: The directory.
-        what: What does not happen to it, for the message.
-
-    Raises:
-        CheckpointError: It is no checkpoint.
-    """
+    """Refuse a directory without a manifest of ours, whole or not: it holds something else."""
     if not has_manifest(storage, directory):
         raise CheckpointError(f"{directory} {what}: it is no checkpoint, as it has no {MANIFEST} of drivetrain's.")
 
 
 def check_replaceable(storage: Storage, directory: str) -> None:
-    """Refuse to let a checkpoint take the place of something that is none; nothing and an empty directory are.
-
-    Raises:
-        CheckpointError: There is something else.
-    """
+    """Refuse to let a checkpoint take the place of something that is none; nothing and an empty directory are."""
     if not storage.exists(directory) or storage.is_link(directory):
         return
     try:
@@ -285,11 +255,7 @@ _LEFT = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]+)\.(?P<what>writing|rep
 
 @functools.cache
 def writer_of(pid: int) -> dict[str, Any]:
-    """Describe this process as no other will ever be: by its machine, its number and its start, not by the clock.
-
-    Args:
-        pid: The number of this process, which is another one after a fork.
-    """
+    """Describe this process as no other will ever be: by its machine, its number and its start, not by the clock."""
     since_boot = started_since_boot()
     return {"host": _host(), "pid": pid, "started": started_at() if since_boot is None else since_boot}
 
@@ -301,15 +267,7 @@ def writer_token() -> str:
 
 
 def clean_stale_files(root: str, patience: float = 3600.0) -> list[str]:
-    """Remove what dead runs left of files half written, and give those back that were about to be replaced.
-
-    Args:
-        root: The directory that the files are in.
-        patience: Seconds without a write after which a file counts as left whose name has no writer.
-
-    Returns:
-        What was removed or given back, by path.
-    """
+    """Remove what dead runs left of files half written, and give those back that were about to be replaced."""
     try:
         with os.scandir(root) as entries:
             plain = sorted(each.name for each in entries if not each.is_dir(follow_symlinks=False))
@@ -454,12 +412,7 @@ class Places(NamedTuple):
     one_model: bool = False
 
     def into(self, kind: str, states: list[Any]) -> dict[str, Any]:
-        """The targets of a reading, laid out as the checkpoint is.
-
-        Args:
-            kind: `"models"` or `"optimizers"`.
-            states: For each, its state with the tensors that are to be filled.
-        """
+        """The targets of a reading, laid out as the checkpoint is."""
         head, _, rest = getattr(self, kind).partition("/")
         value: Any = states
         if kind == "models" and self.one_model:
@@ -470,11 +423,7 @@ class Places(NamedTuple):
 
 
 def find_places(names: Collection[str]) -> Places:
-    """Where a checkpoint has its models and optimizers.
-
-    Args:
-        names: The top-level entries of its shared state.
-    """
+    """Where a checkpoint has its models and optimizers."""
     if "engine" in names:
         return Places()
     if "state_dict" in names:

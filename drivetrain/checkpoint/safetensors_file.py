@@ -77,15 +77,7 @@ class Entry:
     def of_part(
         cls, key: str, dtype: torch.dtype, size: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
     ) -> Entry:
-        """Describe a part of a tensor. A part that is not the whole has its offsets in its name.
-
-        Args:
-            key: The tensor's key.
-            dtype: Its dtype.
-            size: Its size.
-            offsets: Where in it the part begins.
-            sizes: The part's size.
-        """
+        """Describe a part of a tensor. A part that is not the whole has its offsets in its name."""
         is_whole = tuple(sizes) == tuple(size)
         return cls(key if is_whole else f"{key}@{','.join(map(str, offsets))}", dtype, tuple(sizes))
 
@@ -123,11 +115,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that a file's header calls by this name.
-
-    Raises:
-        ValueError: None has this name.
-    """
+    """The dtype that a file's header calls by this name."""
     found = next((ours for ours, theirs in _NAMES.items() if theirs == name), None)
     if found is None:
         raise ValueError(f"{name!r} is no dtype that is known here; known are {', '.join(_NAMES.values())}")
@@ -135,15 +123,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[bytes, list[int]]:
-    """Make a file's header.
-
-    Args:
-        entries: What the file will hold, in the order that `aligned` gives where the file may be mapped.
-        metadata: Text for the header.
-
-    Returns:
-        The header's bytes, and where in the file each entry begins.
-    """
+    """Make a file's header."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     starts, position = [], 0
     for entry in entries:
@@ -250,19 +230,7 @@ class Placed:
 
 
 def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], dict[str, str]]:
-    """What a safetensors file holds.
-
-    Args:
-        head: The file's first bytes, at least its header.
-        size: Bytes of the whole file.
-        where: Its path, for messages.
-
-    Returns:
-        Where each tensor lies, in the order of the file, and the file's metadata.
-
-    Raises:
-        CheckpointError: It is no such file, is truncated, or its header contradicts itself.
-    """
+    """What a safetensors file holds."""
     length = header_length(head, size, where)
     begin = _LENGTH + length
     try:
@@ -285,13 +253,7 @@ def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], 
 
 
 def header_length(head: bytes, size: int, where: str) -> int:
-    """Bytes of a file's header after the eight that hold this number.
-
-    Args:
-        head: The file's first bytes, eight at least.
-        size: Bytes of the whole file.
-        where: Its path, for messages.
-    """
+    """Bytes of a file's header after the eight that hold this number."""
     length = int.from_bytes(head[:_LENGTH], "little") if len(head) >= _LENGTH else 0
     if not 0 < length <= min(size - _LENGTH, _LONGEST_HEADER):
         raise CheckpointError(f"{where} cannot be read: it does not begin as a safetensors file does.")
@@ -321,17 +283,10 @@ class MappedFile:
 
     The file is never written: where a tensor is changed in place, the pages changed become the process's own.
 
-    Args:
-        path: The file.
-        raw: The only tensor in a file that has no header and nothing else.
-
     Attributes:
         path: Its path.
         placed: Where each tensor lies, by name, in the order of the file.
         metadata: The text in its header.
-
-    Raises:
-        CheckpointError: It cannot be read, is truncated, or is no such file.
     """
 
     def __init__(self, path: str | os.PathLike[str], raw: Entry | None = None) -> None:
@@ -358,11 +313,7 @@ class MappedFile:
         return self
 
     def check_unchanged(self) -> None:
-        """Refuse a file that is not as it was when it was opened, before its bytes are used.
-
-        Raises:
-            CheckpointError: It was changed, replaced or removed.
-        """
+        """Refuse a file that is not as it was when it was opened, before its bytes are used."""
         try:
             found = os.stat(self.path)
             same = (found.st_size, found.st_mtime_ns, found.st_ino) == self._opened
@@ -391,12 +342,7 @@ class MappedFile:
         return place.start % place.entry.dtype.itemsize == 0
 
     def read_into(self, name: str, target: memoryview) -> None:
-        """Fill a buffer with a tensor's bytes, past the mapping.
-
-        Args:
-            name: The tensor.
-            target: As many bytes as it has.
-        """
+        """Fill a buffer with a tensor's bytes, past the mapping."""
         position = self.placed[name].start
         self.will_need(position, position + len(target))
         try:
@@ -411,25 +357,14 @@ class MappedFile:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}.") from error
 
     def will_need(self, start: int, end: int) -> None:
-        """Let the system read a part of the file ahead, meanwhile.
-
-        Args:
-            start: Its first byte.
-            end: The one after its last.
-        """
+        """Let the system read a part of the file ahead, meanwhile."""
         start -= start % mmap.PAGESIZE
         if hasattr(mmap, "MADV_WILLNEED"):
             for position in range(start, end, _AHEAD):
                 self._map.madvise(mmap.MADV_WILLNEED, position, min(_AHEAD, end - position))
 
     def drop(self, start: int, end: int, cache: bool = False) -> None:
-        """Take the pages of a part of the file out of this process's memory; they are read again when they are used.
-
-        Args:
-            start: Its first byte.
-            end: The one after its last; pages that are only partly within stay.
-            cache: Drop them from the system's cache of files too.
-        """
+        """Take the pages of a part of the file out of this process's memory; they are read again when they are used."""
         start += -start % mmap.PAGESIZE
         end -= end % mmap.PAGESIZE
         if end <= start:

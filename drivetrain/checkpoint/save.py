@@ -75,18 +75,6 @@ class Save:
 
     Making it separates plain values from tensors, and agrees on which process writes which tensor. After `copy` the
     caller may change its tensors; without, not before `run` has returned.
-
-    Args:
-        directory: The checkpoint's directory or URL; replaced where it exists.
-        shared: What is the same on all processes.
-        own: What is this process's own.
-        state: This process among its peers.
-        step: The optimizer step, for the manifest.
-        storage: Where to; found from `directory` if None.
-        extra: A local directory whose content becomes part of the checkpoint, and which goes; from `extra_place`.
-
-    Raises:
-        CheckpointError: On any process the state holds something that cannot be saved; raised on all.
     """
 
     def __init__(
@@ -179,11 +167,7 @@ class Save:
         return cast(Tensor, self._planner.resolve_data(item)) if copy is None else copy
 
     def run(self) -> None:
-        """Write, and publish once all processes have written.
-
-        Raises:
-            CheckpointError: Any process could not write; raised on all, and what was there before is intact.
-        """
+        """Write, and publish once all processes have written."""
         peers = self._peers
         place, self._data = self._storage.place_for(self.directory, self._token)
         gathered = peers.gather(self._copy_failure or peers.attempt(lambda: self._write(place)))
@@ -568,9 +552,6 @@ class Peers:
 
     Make it on all processes at once.
 
-    Args:
-        state: This process among its peers; None for a process that acts alone.
-
     Attributes:
         rank: Of this process.
         size: How many there are.
@@ -619,13 +600,7 @@ class Peers:
             return Failure(self.rank, reason_of(error), isinstance(error, DamagedCheckpointError))
 
     def fail(self, failure: Failure, what: str, advice: str = "") -> NoReturn:
-        """Raise, on each process, what one of them met.
-
-        Args:
-            failure: What was agreed on.
-            what: What could not be done.
-            advice: What to do.
-        """
+        """Raise, on each process, what one of them met."""
         if self._cause is not None and not isinstance(self._cause, Exception):
             raise self._cause  # a Ctrl-C stays one
         where = f"rank {failure.rank}: " if self.size > 1 else ""

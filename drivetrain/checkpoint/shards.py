@@ -65,16 +65,8 @@ class Part:
 class TensorIndex:
     """Every tensor of a checkpoint, and where its parts lie.
 
-    Args:
-        content: What `index.json` holds.
-        manifest: Of the checkpoint.
-        path: The index's path, for messages.
-
     Attributes:
         metadata: The tensors as `torch.distributed.checkpoint` describes them.
-
-    Raises:
-        DamagedCheckpointError: It cannot be the index of these files; the tensor is named.
     """
 
     def __init__(self, content: Any, manifest: Manifest, path: str) -> None:
@@ -161,17 +153,7 @@ class TensorIndex:
 
 
 def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -> None:
-    """Compare the index's description of a file with the file's own header.
-
-    Args:
-        header: The header, JSON.
-        length: How many bytes come before the tensors.
-        parts: What lies in the file by the index.
-        path: The file's path.
-
-    Raises:
-        DamagedCheckpointError: They differ; the tensor is named.
-    """
+    """Compare the index's description of a file with the file's own header."""
     try:
         entries = json.loads(header)
     except (ValueError, RecursionError) as error:
@@ -292,12 +274,6 @@ class SafetensorsReader(StorageReader):
     """Reads tensors straight into their destinations and checks the files that they come from.
 
     It is a storage reader of `torch.distributed.checkpoint`, whose `load` takes it.
-
-    Args:
-        storage: Where from.
-        directory: The checkpoint.
-        manifest: What it consists of.
-        hashes: Whether the SHA-256 of each file that is read from is checked; their sizes are known to be right.
     """
 
     def __init__(self, storage: Storage, directory: str, manifest: Manifest, hashes: bool = True) -> None:
@@ -353,11 +329,7 @@ class SafetensorsReader(StorageReader):
         return done
 
     def check_headers(self, names: Sequence[str] | None = None) -> None:
-        """Compare the headers of files with the index; where tensors are read, that is done on the way.
-
-        Args:
-            names: Which files; all that the index names if None.
-        """
+        """Compare the headers of files with the index; where tensors are read, that is done on the way."""
         described = self.index.files()
         for name in described if names is None else names:
             path = self.path_of(name)

@@ -87,15 +87,7 @@ class Storage(ABC):
 
     @abstractmethod
     def place_for(self, directory: str, token: str) -> tuple[str, str]:
-        """Choose where a checkpoint is written until it is published.
-
-        Args:
-            directory: The checkpoint's final directory.
-            token: Distinguishes this write from others.
-
-        Returns:
-            That place, and what its files' names begin with in the published directory.
-        """
+        """Choose where a checkpoint is written until it is published."""
 
     @abstractmethod
     def begin(self, place: str, folders: tuple[str, ...]) -> None:
@@ -103,15 +95,7 @@ class Storage(ABC):
 
     @abstractmethod
     def write(self, path: str, parts: Iterable[memoryview]) -> FileDigest:
-        """Write a new file and make it durable. Returns its size and hash.
-
-        Args:
-            path: The file.
-            parts: What it is to hold, one after another.
-
-        Raises:
-            OSError: It cannot be written; the error names it.
-        """
+        """Write a new file and make it durable. Returns its size and hash."""
 
     @abstractmethod
     def publish(self, place: str, directory: str, token: str, manifest: memoryview) -> None:
@@ -141,11 +125,7 @@ class Storage(ABC):
 
 
 class LocalStorage(Storage):
-    """Directories of this machine or a shared file system: written beside their name and renamed.
-
-    Args:
-        system: What makes the calls of a save that can fail: the module `os`, or what stands in for it.
-    """
+    """Directories of this machine or a shared file system: written beside their name and renamed."""
 
     def __init__(self, system: Any = os) -> None:
         self._os = system
@@ -234,13 +214,7 @@ class LocalStorage(Storage):
         self.replace(place, directory, token)
 
     def replace(self, place: str, path: str, token: str) -> None:
-        """Let what is complete take the place of what has its name, if anything has, which comes back on an error.
-
-        Args:
-            place: A directory or file beside `path`, whose own files are durable.
-            path: Its name.
-            token: Distinguishes this write from others.
-        """
+        """Let what is complete take the place of what has its name, if anything has, which comes back on an error."""
         for folder, _, _ in os.walk(place, topdown=False):
             self._sync_directory(folder)
         parent, name = os.path.split(path)
@@ -318,12 +292,6 @@ class FsspecStorage(Storage):
 
     A checkpoint's files lie in a folder of their own for each write, `data-TOKEN`. Its `MANIFEST.json` names that
     folder and is uploaded last: the checkpoint appears, or replaces the one before, by that one file.
-
-    Args:
-        url: A path on that file system, which names it.
-
-    Raises:
-        CheckpointError: Fsspec, or what it needs for this file system, is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -422,11 +390,7 @@ _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+):/+")
 
 
 def storage_of(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """The storage that a path is on, and the path as that storage takes it.
-
-    Args:
-        path: A local path, `file://...`, or a URL of a file system of fsspec, such as `s3://bucket/run` or `memory://run`.
-    """
+    """The storage that a path is on, and the path as that storage takes it."""
     text = os.fspath(path)
     match = _URL.match(text)
     if match is None:

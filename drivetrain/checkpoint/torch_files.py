@@ -31,17 +31,7 @@ def read_pickled(
     data: BinaryIO | None = None,
     mapped: bool = False,
 ) -> Any:
-    """Read what `torch.save` wrote, of tensors and plain values only; nothing in the file is executed.
-
-    Args:
-        path: The file.
-        allowed: Further classes and functions that may be in it, as `torch.serialization.safe_globals` takes them.
-        data: The part of the file to read; all of it if None.
-        mapped: Whether tensors are read only as they are used, where the file's layout allows it.
-
-    Raises:
-        CheckpointError: The file cannot be read, or holds anything else.
-    """
+    """Read what `torch.save` wrote, of tensors and plain values only; nothing in the file is executed."""
     mapped = mapped and data is None and zipfile.is_zipfile(path)
     try:
         with torch.serialization.safe_globals(allowed or []):
@@ -56,15 +46,7 @@ def read_pickled(
 
 
 def read_objects(path: str | os.PathLike[str], data: BinaryIO | None = None) -> Any:
-    """Read what `torch.save` wrote, objects too. That runs whatever code the file holds.
-
-    Args:
-        path: The file.
-        data: The opened file; `path` then only names it.
-
-    Raises:
-        CheckpointError: It cannot be read, or a class in it cannot be imported.
-    """
+    """Read what `torch.save` wrote, objects too. That runs whatever code the file holds."""
     try:
         return torch.load(path if data is None else data, map_location="cpu", weights_only=False)
     except Exception as error:  # whatever a class raises as it is made
@@ -72,11 +54,7 @@ def read_objects(path: str | os.PathLike[str], data: BinaryIO | None = None) -> 
 
 
 def check_parts(path: str | os.PathLike[str]) -> None:
-    """Compare every part of a file that `torch.save` wrote with its checksum, which `torch.load` does not.
-
-    Raises:
-        CheckpointError: A part is damaged.
-    """
+    """Compare every part of a file that `torch.save` wrote with its checksum, which `torch.load` does not."""
     name = os.fspath(path)
     try:
         with zipfile.ZipFile(name) as archive:
@@ -108,11 +86,7 @@ def plain_classes() -> list[Any]:
 
 
 def refused_classes(source: str | os.PathLike[str] | BinaryIO) -> list[str]:
-    """The classes and functions that a file needs and `read_pickled` with `plain_classes` does not make.
-
-    Args:
-        source: The file, opened or not. One that is not in torch's present form has none; `read_pickled` refuses it.
-    """
+    """The classes and functions that a file needs and `read_pickled` with `plain_classes` does not make."""
     try:
         with torch.serialization.safe_globals(plain_classes()):
             found = torch.serialization.get_unsafe_globals_in_checkpoint(source)
@@ -152,15 +126,9 @@ def bare_name(name: str) -> str:
 class TorchShards:
     """One such folder.
 
-    Args:
-        directory: The local folder.
-
     Attributes:
         directory: The same.
         tensors: Shapes and dtypes of its tensors by name, as `torch.distributed.checkpoint` describes them.
-
-    Raises:
-        CheckpointError: There is none, or it holds anything that is not torch's.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -185,11 +153,7 @@ class TorchShards:
         return {name: ".".join(map(str, path[1:])) for name, path in paths.items() if path[0] == part}
 
     def tensor(self, name: str) -> Tensor:
-        """Read one whole tensor.
-
-        Raises:
-            CheckpointError: A part of it is missing or damaged.
-        """
+        """Read one whole tensor."""
         described = self.tensors[name]
         whole = torch.empty(described.size, dtype=described.properties.dtype)
         filled = 0
@@ -241,11 +205,7 @@ class _Records(pickle.Unpickler):
     """An unpickler of torch's records, which hold no code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """One of them, or a dtype.
-
-        Raises:
-            _UnknownRecord: It is anything else.
-        """
+        """One of them, or a dtype."""
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise _UnknownRecord(f"{module}.{name}")
@@ -292,15 +252,7 @@ BY_POSITION = "#"
 
 
 def by_name_or_position(state: Any, source: str | os.PathLike[str]) -> dict[str, Any]:
-    """An optimizer's state by parameter: FSDP's is by names, any other by positions.
-
-    Args:
-        state: As `torch.optim.Optimizer.state_dict` gives it, or FSDP.
-        source: Where it is from.
-
-    Raises:
-        CheckpointError: It is no such state.
-    """
+    """An optimizer's state by parameter: FSDP's is by names, any other by positions."""
 
     def key(parameter: Any) -> str:
         return bare_name(parameter) if isinstance(parameter, str) else f"{BY_POSITION}{parameter}"

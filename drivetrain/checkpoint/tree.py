@@ -42,19 +42,7 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 
 
 def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """Take the tensors out of a tree.
-
-    Args:
-        tree: Nested dicts, lists and the like of plain values and tensors.
-        prefix: What the keys of its tensors begin with.
-
-    Returns:
-        The packed tree, and the tensors by key, such as `"state_dict/layer.weight"`. A tensor that is in the tree
-        several times, as tied weights are, is there once. One on the meta device stands for what a peer holds.
-
-    Raises:
-        CheckpointError: Something in it is neither a plain value nor a tensor; its path and type are named.
-    """
+    """Take the tensors out of a tree."""
     packer = _Packer()
     return packer.pack(tree, prefix), packer.tensors
 
@@ -74,16 +62,7 @@ def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def unpack(packed: Any, tensor_of: Callable[[str], Tensor], source: str = "The state") -> Any:
-    """Put a tree together again. Only what `pack` may have written is taken.
-
-    Args:
-        packed: What `pack` made.
-        tensor_of: Gives the tensor of a key.
-        source: Where the tree comes from, for messages.
-
-    Raises:
-        DamagedCheckpointError: Something in the tree is nothing that `pack` writes.
-    """
+    """Put a tree together again. Only what `pack` may have written is taken."""
     try:
         return _unpacked(packed, tensor_of)
     except RecursionError:
@@ -128,15 +107,7 @@ class _NotWritten(Exception):
 
 
 def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
-    """The keys of the tensors that a packed tree refers to, each once, in order.
-
-    Args:
-        packed: What `pack` made.
-        source: Where the tree comes from, for messages.
-
-    Raises:
-        DamagedCheckpointError: Something in the tree is nothing that `pack` writes.
-    """
+    """The keys of the tensors that a packed tree refers to, each once, in order."""
     found: dict[str, None] = {}
     unpack(packed, lambda key: found.setdefault(key, None) or _NO_TENSOR, source)
     return list(found)

@@ -15,11 +15,7 @@ def _split(context: click.Context, parameter: click.Parameter, value: str) -> tu
 
 
 def batch_command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a command of a function: its script, the script's arguments, and where the file goes.
-
-    Args:
-        name: What users call it.
-    """
+    """Make a command of a function: its script, the script's arguments, and where the file goes."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         function = click.argument("args", nargs=-1, type=click.UNPROCESSED)(function)
@@ -41,12 +37,7 @@ def batch_command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
 
 
 def write_batch(text: str, file: Path | None) -> None:
-    """Write a batch file where the user asked for it.
-
-    Args:
-        text: What is in it.
-        file: Where; stdout if None.
-    """
+    """Write a batch file where the user asked for it."""
     if file is None:
         click.echo(text, nl=False)
     else:

@@ -155,9 +155,6 @@ class Terminal:
 class Questionnaire:
     """Asks for the settings of a launch.
 
-    Args:
-        terminal: Asks each question.
-
     Attributes:
         values: The answers, by name of setting.
     """
@@ -167,11 +164,7 @@ class Questionnaire:
         self._terminal = terminal
 
     def ask(self) -> dict[str, Any]:
-        """Ask all questions that the answers lead to.
-
-        Returns:
-            Values by name of setting; those that are as by default are left out.
-        """
+        """Ask all questions that the answers lead to."""
         kind = self._terminal.choose("What should the script run on?", (ONE, CPUS, GPUS, TPU), ONE)
         if kind == TPU:
             self.values["tpu"] = True

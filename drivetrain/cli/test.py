@@ -69,11 +69,7 @@ def test(flags: tuple[str, ...]) -> int:
 
 
 def _settings(flags: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
-    """The settings that are in force with these flags, and whether they are only to be shown.
-
-    Raises:
-        ConfigurationError: There is more than flags.
-    """
+    """The settings that are in force with these flags, and whether they are only to be shown."""
     from drivetrain.cli.launch import launch
     from drivetrain.launch.options import SETTINGS
     from drivetrain.launch.settings.sources import collect

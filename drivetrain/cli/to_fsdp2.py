@@ -65,14 +65,7 @@ def to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None
 
 
 def convert(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The same settings for FSDP 2, and what was changed, in words.
-
-    Args:
-        config: The settings of a YAML.
-
-    Raises:
-        ConfigurationError: There is nothing to convert, or a value that cannot be.
-    """
+    """The same settings for FSDP 2, and what was changed, in words."""
     old = config.get("fsdp_config")
     if not old:
         raise ConfigurationError("The file has no fsdp_config: there is nothing to convert.")

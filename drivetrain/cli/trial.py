@@ -81,12 +81,7 @@ class Network(nn.Module):
 
 
 class Trial:
-    """The checks, in the order in which one relies on another.
-
-    Args:
-        accelerator: The setup under test.
-        processes: How many processes were asked for; None if that was left open.
-    """
+    """The checks, in the order in which one relies on another."""
 
     def __init__(self, accelerator: Accelerator, processes: int | None) -> None:
         self.accelerator, self.processes = accelerator, processes
@@ -291,16 +286,7 @@ def examine(
     make: Callable[[], Accelerator] = Accelerator,
     begin: Callable[[str], None] = lambda name: None,
 ) -> list[Finding]:
-    """Check the setup that this process is a part of; all processes call it.
-
-    Args:
-        processes: How many were asked for; None if that was left open.
-        make: Builds the Accelerator under test.
-        begin: Called with the name of each check before it runs.
-
-    Returns:
-        What each check found, the same on every process. Checks that rely on one that failed are left out.
-    """
+    """Check the setup that this process is a part of; all processes call it."""
     begin("start")
     trial = Trial(make(), processes)
     findings = []

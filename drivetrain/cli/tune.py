@@ -74,11 +74,7 @@ def tune(given: tuple[str, ...]) -> int:
 
 
 def _command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return the words before and after the name of a trial's file in the command line of a trial.
-
-    Raises:
-        ConfigurationError: There is no such script, or it is a module.
-    """
+    """Return the words before and after the name of a trial's file in the command line of a trial."""
     from drivetrain.cli.launch import launch
     from drivetrain.launch.options import LaunchOptions
 

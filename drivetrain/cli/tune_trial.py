@@ -39,13 +39,7 @@ _KEPT = (
 
 
 class Pace(Callback):
-    """Lets a Trainer run a trial: times the steps after the first ones, writes what they show, and ends the process.
-
-    Args:
-        change: What is changed.
-        result: The file to write, on the main process.
-        compiles: The script's `Trainer(compile=)`.
-    """
+    """Lets a Trainer run a trial: times the steps after the first ones, writes what they show, and ends the process."""
 
     saves_within_steps = False
 
@@ -121,12 +115,7 @@ class Pace(Callback):
 
 
 def _try(change: Change, result: Path) -> None:
-    """Let every Trainer that is made in this process run a trial.
-
-    Args:
-        change: What to change.
-        result: The file to write, on the main process.
-    """
+    """Let every Trainer that is made in this process run a trial."""
     make, adapt = Trainer.__init__, Trainer.adapt_loader
 
     @functools.wraps(make)

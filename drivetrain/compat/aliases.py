@@ -36,16 +36,6 @@ def install(package: str, *others: str) -> ModuleType:
     whether the package is there, and in which version, find this one. Whether the original is installed makes no
     difference.
 
-    Args:
-        package: `"accelerate"`, `"lightning"`, `"pytorch_lightning"` or `"lightning_fabric"`.
-        *others: More of them.
-
-    Returns:
-        The module that the first name stands for from now on.
-
-    Raises:
-        ConfigurationError: There is no such package here, or the original has been imported already.
-
     Example:
         ```python
         import drivetrain.compat
@@ -100,12 +90,7 @@ def _is_stand_in(module: ModuleType) -> bool:
 
 
 class AliasFinder(DistributionFinder):
-    """Finds the modules of one package, and its version, under the name of another.
-
-    Args:
-        package: The name that is imported.
-        target: The package that it stands for.
-    """
+    """Finds the modules of one package, and its version, under the name of another."""
 
     def __init__(self, package: str, target: str) -> None:
         self.package, self.target = package, target
@@ -142,12 +127,7 @@ class AliasFinder(DistributionFinder):
 
 
 class AliasLoader(Loader):
-    """Gives a module that exists for one that is imported under another name.
-
-    Args:
-        name: The module that exists.
-        alias: The other name.
-    """
+    """Gives a module that exists for one that is imported under another name."""
 
     def __init__(self, name: str, alias: str) -> None:
         self._name, self._alias = name, alias

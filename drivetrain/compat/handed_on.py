@@ -23,13 +23,7 @@ class AbsentNameError(DrivetrainError, NotImplementedError):
 
 
 def absent(name: str, reason: str, package: str = "accelerate") -> type:
-    """A class to import, to inherit from and to check instances against, that raises when it is called.
-
-    Args:
-        name: Its name there.
-        reason: Why it is not here, and what to do.
-        package: The framework.
-    """
+    """A class to import, to inherit from and to check instances against, that raises when it is called."""
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
         raise AbsentNameError(f"{package}'s {name} was called. {reason}")
@@ -38,13 +32,7 @@ def absent(name: str, reason: str, package: str = "accelerate") -> type:
 
 
 def absent_names(module: str, *groups: tuple[str, Iterable[str]], room: str | None = None) -> Callable[[str], Any]:
-    """A module's `__getattr__` for the names that it does not have, and for modules in it that only hand names on.
-
-    Args:
-        module: The module's name.
-        groups: Reasons, each with the names that it holds for.
-        room: A package of drivetrain; a name that it has is taken from there.
-    """
+    """A module's `__getattr__` for the names that it does not have, and for modules in it that only hand names on."""
     package = module.removeprefix("drivetrain.compat.").partition(".")[0]
     reasons = {name: reason for reason, names in groups for name in names}
     made: dict[str, Any] = {}
@@ -297,11 +285,7 @@ ABSENT: dict[str, tuple[str | None, list[tuple[str, str]]]] = {
 
 
 class HandedOnLoader(Loader):
-    """Makes a module that has no file: one that only hands names on.
-
-    Args:
-        name: The module, as one of `drivetrain.compat`.
-    """
+    """Makes a module that has no file: one that only hands names on."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -342,12 +342,7 @@ class CombinedLoader:
 
 
 class CountedBatches(Sampler[Any]):
-    """The batches of a loader's indices; begun again, and cut short, so that there are as many as asked for.
-
-    Args:
-        loader: The loader.
-        count: How many batches there are to be.
-    """
+    """The batches of a loader's indices; begun again, and cut short, so that there are as many as asked for."""
 
     def __init__(self, loader: DataLoader[Any], count: int) -> None:
         self.batches: Any = loader.batch_sampler
@@ -405,12 +400,7 @@ def _arranged(structure: Any, batches: Iterator[Any], outermost: bool = True) ->
 
 
 def is_structure(value: Any, outermost: bool = True) -> bool:
-    """Whether a `CombinedLoader` takes a value for a structure of loaders rather than for one: a list may be either.
-
-    Args:
-        value: The value.
-        outermost: Whether it is all that is given, not a part of it.
-    """
+    """Whether a `CombinedLoader` takes a value for a structure of loaders rather than for one: a list may be either."""
     if not isinstance(value, Mapping | list | tuple):
         return False
     held = list(value.values()) if isinstance(value, Mapping) else list(value)

@@ -106,15 +106,7 @@ class DataLoaderConfiguration:
 
 
 def warn_of_workers(owner: str, value: Any) -> None:
-    """Warn of `num_workers="auto"`, which has no effect any more.
-
-    Args:
-        owner: The function or class that was given the value.
-        value: What was given.
-
-    Raises:
-        ConfigurationError: The value is another one.
-    """
+    """Warn of `num_workers="auto"`, which has no effect any more."""
     if value != "auto":
         raise ConfigurationError(
             f"num_workers={value!r}: leave it out. A number belongs to the loader: DataLoader(num_workers=...).",

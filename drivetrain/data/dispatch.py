@@ -43,13 +43,6 @@ class DispatchReader:
 
     The form of the batches is sent when it changes, their tensors in each step. If reading fails on rank 0, every
     process gets an error.
-
-    Args:
-        make_reader: Makes the reader of a world of one; called on rank 0 only.
-        layout: How the batches are shared.
-        loader: The user's loader, for the length.
-        compared: Whether the other ranks read the first batch too, so that a stream that gives each process a part of
-            its own is refused.
     """
 
     finds_rows = reads_ahead = False

@@ -66,16 +66,6 @@ class BatchedStream(IterableDataset[Record]):
     """Groups a stream's samples into batches, and collates those of one process.
 
     Every process reads the whole stream. With workers, each worker groups its own stream.
-
-    Args:
-        dataset: The user's dataset.
-        collate_fn: The user's collate function.
-        layout: How batches are shared.
-        batch_size: Samples of a batch; None to collate each sample by itself.
-        drop_last: Leave out a last batch that is not full.
-        seed: The seed that samples' random states derive from, by their positions in the stream; None to leave them.
-        workers: How many workers read; they see the epoch change in shared memory.
-        compared: Whether processes compare how the stream begins.
     """
 
     def __init__(
@@ -175,18 +165,8 @@ def _chunks(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[Sequ
 class StreamReader:
     """Reads an iterable dataset in every process and keeps this process's rows.
 
-    Args:
-        loader: The user's loader.
-        layout: How its batches are shared. The batch size in it is not used but found.
-        seed: The seed that samples' random states derive from; None leaves randomness to torch's loader.
-        compared: Whether `begins_with` is found also if one process reads for all.
-        keep: How many of an epoch's first batches are kept for those who share these batches.
-
     Attributes:
         begins_with: A digest of the first samples of the stream, once an iteration has begun.
-
-    Raises:
-        ConfigurationError: If the batches cannot be split, or come out of order in several processes.
     """
 
     def __init__(
@@ -343,11 +323,6 @@ class ReadyBatchesReader:
     Every process iterates all of them and keeps its own. An epoch that is resumed begins with the loader's own state,
     if the loader has `state_dict` and `load_state_dict`, and else by reading what comes before in the random state that
     the epoch began with.
-
-    Args:
-        batches: Anything that gives batches again at each iteration.
-        layout: How they are shared.
-        keep: How many of an epoch's first batches are kept for the processes that share these batches; 0 if none do.
     """
 
     finds_rows = reads_ahead = False
@@ -426,12 +401,7 @@ class ReadyBatchesReader:
 
 
 class _OwnStates:
-    """The state that a loader keeps of itself, after the batches that it has given.
-
-    Args:
-        loader: The loader, which may keep none.
-        ahead: How many batches may be read ahead; for so many the states are kept.
-    """
+    """The state that a loader keeps of itself, after the batches that it has given."""
 
     def __init__(self, loader: Any, ahead: int) -> None:
         methods = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
@@ -486,10 +456,6 @@ class _OwnStates:
 
         torchdata's states hold the workers' parts, so they fit the same number of workers only. Between two epochs its
         loaders have no more to restore than the generators that a position holds.
-
-        Args:
-            saved: The state, from `after`; None if there is none.
-            batches: How many of the epoch's batches come before; 0 to begin the one after a state taken at the end.
         """
         if self._loader is None or not saved:
             return None
@@ -550,11 +516,7 @@ def _is_plain(value: Any) -> bool:
 def _after(
     batches: Iterator[Any], skipped: int, consumed: int | None, head: list[tuple[Any, int | None]], keep: int
 ) -> tuple[Iterator[Any], int | None]:
-    """Read `skipped` batches, of which the first `keep` are put into `head`, with their rows.
-
-    Returns:
-        The rest, and how many rows were read, or None if they are not counted.
-    """
+    """Read `skipped` batches, of which the first `keep` are put into `head`, with their rows."""
     for batch in islice(batches, skipped):
         rows = None if consumed is None else batch_size_or_none(batch)
         if len(head) < keep:
@@ -566,15 +528,7 @@ def _after(
 def _described(
     batches: Iterator[Any], skipped: int, consumed: int | None, length: int | None, counted: bool
 ) -> Iterator[Pair]:
-    """The batches after the first `skipped` ones, each with what is known about it.
-
-    Args:
-        batches: The batches.
-        skipped: How many came before them.
-        consumed: The rows of those; None if they are not known.
-        length: The batches of the whole epoch; None if unknown.
-        counted: Whether rows are counted. For one process alone nothing is padded, so they need not be.
-    """
+    """The batches after the first `skipped` ones, each with what is known about it."""
 
     def describe(batch: Any, number: int, last: bool = False) -> Pair:
         nonlocal consumed
@@ -601,19 +555,7 @@ def own_pairs(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:
 def share_pairs(
     pairs: Iterator[Pair], layout: Layout, head: Sequence[tuple[Any, int | None]] = ()
 ) -> Iterator[list[Pair | None]]:
-    """Share ready batches between processes.
-
-    Args:
-        pairs: The batches of a world of one, each with what is known about it.
-        layout: How they are shared.
-        head: The epoch's first batches, each with its rows, if these are not the first.
-
-    Yields:
-        For each step, every process's batch, or None for one that gets nothing.
-
-    Raises:
-        DataError: If batches are to be split whose rows cannot be found.
-    """
+    """Share ready batches between processes."""
     steps = _steps(pairs, layout, head)
     if layout.tail is not TailPolicy.UNEVEN:
         yield from steps

@@ -75,10 +75,6 @@ class WholeBatches(Dataset[Any]):
     """A dataset that gives collated batches of another one, and makes no samples if it can.
 
     What the user's dataset is and holds is looked up for each batch, so both may be changed between two of them.
-
-    Args:
-        dataset: The user's dataset, for which `may_be_read_at_once` is True.
-        gather: Takes rows out of tensors: `gathered_pinned` if no worker reads and batches are to be pinned.
     """
 
     def __init__(self, dataset: Any, gather: Gather = gathered) -> None:
@@ -112,13 +108,7 @@ def may_be_read_at_once(dataset: Any) -> bool:
 
 
 def read_at_once(dataset: Any, indices: Sequence[int], gather: Gather = gathered) -> list[Tensor] | None:
-    """Return what torch's default collate gives for some samples; None if they have to be read one by one.
-
-    Args:
-        dataset: A map-style dataset.
-        indices: The samples' indices.
-        gather: Takes rows out of tensors.
-    """
+    """Return what torch's default collate gives for some samples; None if they have to be read one by one."""
     while _is_as_in_torch(dataset, Subset):
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
@@ -166,19 +156,7 @@ class IndexStream:
 
 
 class MapReader:
-    """Shards the output of the user's sampler or batch sampler; a torch loader reads what falls to this process.
-
-    Args:
-        loader: The user's loader.
-        layout: How its batches are shared. The batch size in it is not used but found.
-        seed: The seed that samples' random states derive from; None leaves randomness to torch's loader.
-        keep: How many of an epoch's first batches are kept for the processes that share these batches. Only this
-            process then reads, so no agreement about the order is needed. 0 if none do.
-
-    Raises:
-        ConfigurationError: If the loader gives batches out of order to several processes, or its batches cannot be
-            split.
-    """
+    """Shards the output of the user's sampler or batch sampler; a torch loader reads what falls to this process."""
 
     def __init__(
         self,
@@ -326,21 +304,7 @@ class MapReader:
         follow: bool,
         check: bool,
     ) -> tuple[Callable[[], None], Head | None]:
-        """Draw the order from `start`, which need not be where this process's generators are.
-
-        Args:
-            requests: Makes what this process reads.
-            infos: Where to note what is known about batches.
-            epoch: The epoch.
-            position: Where in it to begin.
-            start: The random state to draw from.
-            limit: The user's batches after which the epoch ends; None for all.
-            follow: Draw later indices from it too, not only the first ones.
-            check: Compare the orders of all processes.
-
-        Returns:
-            What to call at the end of the iteration, and the epoch's first samples if it does not begin with them.
-        """
+        """Draw the order from `start`, which need not be where this process's generators are."""
         order, separate = self.order, SeparateDraws(start)
         head: Head | None = None
         skipped = 0

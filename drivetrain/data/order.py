@@ -51,10 +51,6 @@ class KeyedPermutation:
     round function is MurmurHash3's 64-bit finaliser over the half and the round's key. The halves of a small domain
     are too narrow for this, so up to 1024 elements are sorted by their images in a domain of 32 bits (the prefix
     cipher of the same paper).
-
-    Args:
-        length: The size of the set, below 2**62.
-        key: 64 bits; each gives another permutation.
     """
 
     def __init__(self, length: int, key: int) -> None:
@@ -255,11 +251,7 @@ class Position:
 
 
 class IndexOrder:
-    """The index batches of a map-style loader, in the order of the user's sampler or batch sampler.
-
-    Args:
-        loader: The user's loader.
-    """
+    """The index batches of a map-style loader, in the order of the user's sampler or batch sampler."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.batched = loader.batch_sampler is not None
@@ -342,16 +334,7 @@ class IndexOrder:
     def from_position(
         self, iterator: Iterator[Any], position: Position, keep: int
     ) -> tuple[Iterator[Sequence[Any]], Head, int]:
-        """Leave out what comes before a position; nothing that random access makes needless is computed.
-
-        Args:
-            iterator: From `plain_iterator`.
-            position: Where to begin.
-            keep: How many batches from the start of the epoch are kept for padding.
-
-        Returns:
-            The batches from there on, the first samples of the epoch, and how many samples were left out.
-        """
+        """Leave out what comes before a position; nothing that random access makes needless is computed."""
         if self.batched and not self.regular:
             return _skip_batches(iterator, position, keep)
         size = self.batch_size or 1
@@ -415,12 +398,7 @@ def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tup
 
 
 class SeedableSampler:
-    """Gives a RandomSampler a generator that is seeded again at each epoch, with the seed plus the epoch.
-
-    Args:
-        sampler: The user's sampler.
-        seed: The seed of epoch 0.
-    """
+    """Gives a RandomSampler a generator that is seeded again at each epoch, with the seed plus the epoch."""
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
         self._seed = seed

@@ -24,13 +24,6 @@ class SideStreamPlacement:
     Nothing waits on the host: the copy begins at once, beside the kernels of the batch before; kernels queued once the
     batch is received wait for the copy. It pays where host memory is pinned and the placing callable copies with
     `non_blocking=True`.
-
-    Args:
-        place: Puts a batch on the device.
-        kind: The kind of device, which must support streams.
-        device: The device.
-        sends_ahead: Whether `place` only copies, so that a batch may be sent while the one before is computed on. False
-            where it runs code of the user's, or of a strategy's, whose turn is when the batch is used.
     """
 
     def __init__(self, place: Place, kind: DeviceKind, device: torch.device, sends_ahead: bool = False) -> None:
@@ -44,22 +37,14 @@ class SideStreamPlacement:
         return self.receive(self.send(batch))
 
     def send(self, batch: Any) -> Any:
-        """Begin to copy a batch. What is returned may be used once it was received.
-
-        Args:
-            batch: The batch on the host.
-        """
+        """Begin to copy a batch. What is returned may be used once it was received."""
         if self._stream is None:
             self._stream = self._kind.make_stream(self._device)
         with self._kind.stream_context(self._stream):
             return self._place(batch)
 
     def receive(self, sent: Any) -> Any:
-        """Let the kernels that are queued from now on wait for a batch that was sent.
-
-        Args:
-            sent: What `send` returned.
-        """
+        """Let the kernels that are queued from now on wait for a batch that was sent."""
         current = self._kind.current_stream()
         if current is not None:
             current.wait_stream(self._stream)
@@ -173,13 +158,7 @@ class PendingBatch:
 
 
 class PendingParts(PendingBatch):
-    """A batch of several loaders together; each part is brought to the device by its own loader.
-
-    Args:
-        parts: The batch of each loader, pending.
-        info: What is known about all of them together.
-        arranged: Puts them in the structure that the loaders have.
-    """
+    """A batch of several loaders together; each part is brought to the device by its own loader."""
 
     __slots__ = ("_arranged", "_parts")
 
@@ -200,12 +179,7 @@ class PendingParts(PendingBatch):
 
 
 def pending(pairs: Iterator[tuple[Any, BatchInfo]], place: Place | None) -> Iterator[PendingBatch]:
-    """Batches that are placed when they are used.
-
-    Args:
-        pairs: The batches as they are read, each with what is known about it.
-        place: Puts one on the device.
-    """
+    """Batches that are placed when they are used."""
     if place is None:
         return starmap(PendingBatch, pairs)
     links = sends_ahead(place)

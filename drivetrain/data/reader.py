@@ -66,13 +66,7 @@ class Reader(Protocol):
         ...
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Begin an iteration over an epoch, at a position of it.
-
-        Args:
-            epoch: The epoch.
-            position: Where in it to begin.
-            limit: The user's batches after which it ends, counted from the start of the epoch; None for all.
-        """
+        """Begin an iteration over an epoch, at a position of it."""
         ...
 
     def restart(self) -> None:
@@ -175,10 +169,6 @@ def with_rows_found(pairs: Iterator[tuple[Any, BatchInfo]], alone: bool) -> Iter
     """Take the number of rows from each batch, where it does not follow from the order of the indices.
 
     A batch of padding whose rows cannot be found counts as one row.
-
-    Args:
-        pairs: The batches, each with what is known about it.
-        alone: Whether no other process has a batch in the same step; else the rows of all are not known.
     """
 
     def find(pair: tuple[Any, BatchInfo]) -> tuple[Any, BatchInfo]:

@@ -86,12 +86,6 @@ class SeededBatches(Dataset[Any]):
     Seeding a generator takes longer than reading many a sample. So those that no sample of the first batch draws from
     are left as they are from then on; where a batch has drawn from one nevertheless, its samples are read again, each
     from its own state, and the generator is seeded for each sample for good. So it is with what collates them.
-
-    Args:
-        dataset: The user's dataset.
-        collate_fn: The user's collate function; it gets a random state of its own.
-        seed: The run's seed.
-        batched: Whether `indices` is a batch; False for a single index (`batch_size=None`).
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int, batched: bool) -> None:
@@ -194,11 +188,7 @@ def collate_seed(seed: int, epoch: int, key: int) -> int:
 
 
 class ShowUsersDataset:
-    """A worker's init function: `get_worker_info().dataset` is the user's dataset, not what wraps it.
-
-    Args:
-        worker_init_fn: The user's own, called then.
-    """
+    """A worker's init function: `get_worker_info().dataset` is the user's dataset, not what wraps it."""
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self.worker_init_fn = worker_init_fn
@@ -349,9 +339,6 @@ class SeparateDraws:
     A process whose global generators stood where the epoch starts is afterwards where it would be had it drawn
     from them itself, so that the next epoch has another order; any other process is back where it was. This holds too
     for an epoch that was interrupted, if nothing else had drawn from the generators in it.
-
-    Args:
-        start: Where the global generators stand for the first draw. What it holds for a resumed run is kept up to date.
     """
 
     def __init__(self, start: EpochStart) -> None:

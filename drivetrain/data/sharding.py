@@ -73,11 +73,7 @@ class Layout(NamedTuple):
         return 1 if self.split else self.shard.count
 
     def check(self) -> None:
-        """Refuse a batch size that cannot be split.
-
-        Raises:
-            ConfigurationError: If the batches are to be split and their size is no multiple of the processes.
-        """
+        """Refuse a batch size that cannot be split."""
         if self.split and self.batch_size is not None and self.batch_size % self.shard.count:
             raise ConfigurationError(
                 f"split_batches=True splits each batch over {self.shard.count} processes, but the loader's batch size "
@@ -86,12 +82,7 @@ class Layout(NamedTuple):
             )
 
     def steps(self, batches: int, last_rows: int | None = None) -> int:
-        """Return how many batches this process gets in an epoch.
-
-        Args:
-            batches: The batches of the user's loader.
-            last_rows: Rows of the last one; None if unknown.
-        """
+        """Return how many batches this process gets in an epoch."""
         if self.split and self.tail is TailPolicy.UNEVEN and last_rows is not None:
             return batches - (self.shard.index >= last_rows)
         if self.split or self.shard.count == 1:
@@ -118,21 +109,7 @@ class Head(NamedTuple):
 def plan_share(
     sizes: Sequence[int], layout: Layout, *, first_batch: int, final: bool, index: int | None = None
 ) -> Share | None:
-    """Decide what one process takes of a group of batches.
-
-    Args:
-        sizes: Rows of each batch in the group; at least one batch.
-        layout: How groups are shared.
-        first_batch: Rows of the epoch's first batch.
-        final: Whether no group follows.
-        index: Which part to plan for; by default that of the layout.
-
-    Returns:
-        The share; None if this process gets nothing.
-
-    Raises:
-        DataError: If a batch is empty.
-    """
+    """Decide what one process takes of a group of batches."""
     if not all(sizes):
         raise DataError(
             "The batch sampler gave an empty batch, which cannot be shared between processes. Let it give batches of "
@@ -174,13 +151,7 @@ def _plan_slice(size: int, layout: Layout, mine: int, first_batch: int, final: b
 
 
 def with_last(items: Iterable[Item], length: int | None = None) -> Iterator[tuple[Item, bool]]:
-    """Pair each item with whether it is the last one.
-
-    Args:
-        items: Any iterable.
-        length: How many items are expected. While more are to follow, none is read ahead; without
-            it, one is always read ahead.
-    """
+    """Pair each item with whether it is the last one."""
     iterator = iter(items)
     number = 1
     ahead = [next(iterator, _END)]  # never what was given last: a batch is freed with its step
@@ -207,18 +178,6 @@ def shard_batches(
     """Take one process's share out of an epoch's batches.
 
     A world of one gets the very batches that it was given.
-
-    Args:
-        batches: The epoch's batches, each a sequence of samples or of their indices.
-        layout: How they are shared.
-        index: The number of the first batch that comes out, where the epoch does not begin at its start.
-        consumed: Samples of the epoch that were consumed before.
-        head: The epoch's first samples, where `batches` does not begin with them.
-        length: How many batches are expected (see `with_last`); used in a world of one.
-        streaming: Read nothing ahead: `BatchInfo.last` then stays False.
-
-    Yields:
-        The samples of this process's next batch, and what is known about it.
     """
     if layout.shard.count == 1:
         held: list[Sequence[Item]] = []  # nothing while this waits to be asked for the next
@@ -286,12 +245,7 @@ def _groups(batches: Iterable[Sequence[Item]], layout: Layout) -> Iterator[list[
 
 
 def grouped(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
-    """Take items in groups, one for each process; a last group that is short is left out if the layout drops it.
-
-    Args:
-        items: Batches, or what describes them.
-        layout: How they are shared.
-    """
+    """Take items in groups, one for each process; a last group that is short is left out if the layout drops it."""
     size = layout.group_size
     while group := list(islice(items, size)):
         if layout.drop_last and len(group) < size:
@@ -305,19 +259,7 @@ def grouped(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
 def share_of_batches(
     group: Sequence[Any], sizes: Sequence[int], share: Share, head: Sequence[Any], head_sizes: Sequence[int]
 ) -> Any:
-    """Make one process's batch out of a group of batches.
-
-    Args:
-        group: The batches.
-        sizes: How many rows each of them has.
-        share: The rows that the process takes.
-        head: The epoch's first batches, which padding is made of. If their rows have another form, such as another
-            width, then padding is made of the process's own batch, or of the first of them.
-        head_sizes: How many rows each of these has.
-
-    Returns:
-        The batch itself if it is taken whole, else a new one.
-    """
+    """Make one process's batch out of a group of batches."""
     if share.source is None and share.offset == 0 and share.padding == head_sizes[0]:
         return head[0]
     own: list[Any] = [] if share.source is None else [group[share.source]]
@@ -346,14 +288,6 @@ def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int
 
     Tensors, NumPy arrays and lists, such as of strings, numbers or images, that are as long as their batch has rows are
     columns. All else is taken from the last batch as it is.
-
-    Args:
-        batches: The batches.
-        counts: How many rows each has.
-        picks: Which rows, counted through all of the batches.
-
-    Raises:
-        OtherForm: If the batches do not have the same form.
     """
     like = batches[-1]
     if any(type(batch) is not type(like) for batch in batches):
@@ -421,15 +355,7 @@ def _has_rows(part: Any, rows: int) -> bool:
 
 
 def filled(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator[tuple[Any, BatchInfo]]:
-    """Fill short batches up with copies of their own rows, in turn, which are counted as padding.
-
-    Args:
-        pairs: Batches, each with what is known about it, which is changed.
-        size: Rows of a full batch; those of the largest one so far if None.
-
-    Returns:
-        The batches.
-    """
+    """Fill short batches up with copies of their own rows, in turn, which are counted as padding."""
     full = size or 0
 
     def fill(pair: tuple[Any, BatchInfo]) -> tuple[Any, BatchInfo]:
@@ -471,9 +397,6 @@ def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
 
     Not only once every process has one: a window of micro-batches ends early with the last batch, and with it the
     gradients are reduced.
-
-    Raises:
-        DataError: Some processes have no batch left, and others have.
     """
     given, world = 0, PartialState().num_processes
     held: list[Pair] = []  # nothing while this waits to be asked for the next
@@ -527,15 +450,6 @@ def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[
     """Refuse a stream that gives each process its own part, since sharing it out would lose the other parts.
 
     All processes must call it.
-
-    Args:
-        name: The class of the stream.
-        begins_with: A digest of the first samples that this process has read; None if it could not read them.
-        read_again: Opens the stream once more and returns the new digest. A stream that then begins otherwise is random
-            or live by itself, so that a difference does not show parts: it is named in a warning.
-
-    Raises:
-        DataError: If the processes read different samples.
     """
     digests = gather_object([begins_with])
     others = [digest not in (None, digests[0]) for digest in digests]
@@ -558,9 +472,6 @@ def check_same_dataset(dataset: Any) -> None:
 
     No sample is read: compared are the lengths, and the indices of a `Subset`. Subsets that differ and overlap, as
     `random_split` draws them without a seed, are named in a warning.
-
-    Raises:
-        DataError: If the lengths differ, or no two processes hold a sample in common.
     """
     indices = _indices_of(dataset)
     everyone = gather_object([(_length_of(dataset), None if indices is None else indices[:64].tolist())])
@@ -617,10 +528,6 @@ def with_rows_of_all(pairs: Iterator[Pair], shards: int) -> Iterator[Pair]:
     """Exchange the rows of each step's batches; all processes iterate together, with as many batches.
 
     Where the rows of any batch of a step cannot be found, its real batches count alike.
-
-    Args:
-        pairs: This process's batches, each with what is known about it.
-        shards: How many parts the data is read in; processes may read the same part.
     """
     copies = PartialState().num_processes // shards
 

@@ -147,11 +147,6 @@ _NAME = "default"
 class FrozenForPeft(FrozenLinear, nn.Linear):
     """A frozen layer that peft takes for a linear one. It has no weight that peft could change.
 
-    Args:
-        base: As for `FrozenLinear`.
-        quantizer: As for `FrozenLinear`.
-        sharded: As for `FrozenLinear`.
-
     Attributes:
         scaling: What the product of the adapter's matrices is multiplied by; 0 without an adapter.
     """
@@ -170,17 +165,7 @@ class FrozenForPeft(FrozenLinear, nn.Linear):
 
 
 class PeftLayers:
-    """Puts peft's LoRA layers into models.
-
-    Args:
-        rank: Rows of the first matrix of each adapter.
-        alpha: What an adapter adds is scaled by `alpha / rank`; `2 * rank` if None.
-        dropout: Share of the inputs that adapters do not see in training.
-        options: Further arguments of `peft.LoraConfig`.
-
-    Raises:
-        ConfigurationError: An option is one of `QLoRA`, or reads the weights below the adapters.
-    """
+    """Puts peft's LoRA layers into models."""
 
     def __init__(self, rank: int, alpha: float | None, dropout: float, options: Mapping[str, Any] | None) -> None:
         self._options = dict(options or {})
@@ -200,11 +185,7 @@ class PeftLayers:
         self._options |= {"r": rank, "lora_alpha": 2 * rank if alpha is None else alpha, "lora_dropout": dropout}
 
     def check(self) -> None:
-        """See that peft is installed and has the options.
-
-        Raises:
-            ConfigurationError: It is not, or has not.
-        """
+        """See that peft is installed and has the options."""
         if find_spec("peft") is None:
             raise PackageMissingError(
                 "QLoRA(backend='peft') needs peft, which is not installed: pip install peft. Without it, "
@@ -220,12 +201,7 @@ class PeftLayers:
                 )
 
     def add(self, model: nn.Module, layers: Sequence[str]) -> None:
-        """Put an adapter around each of some frozen layers, and leave these alone to be trained.
-
-        Args:
-            model: The model, which is changed.
-            layers: The names of layers that are `FrozenForPeft`.
-        """
+        """Put an adapter around each of some frozen layers, and leave these alone to be trained."""
         import peft
 
         pattern = "|".join(re.escape(name) for name in layers)  # peft takes names in a list for ends of others
@@ -449,11 +425,7 @@ class QLoRA:
 
 
 def digest_of(model: nn.Module) -> str:
-    """SHA-256 of the values of all parameters of a model, by name, quantised ones as they are stored.
-
-    Args:
-        model: The model.
-    """
+    """SHA-256 of the values of all parameters of a model, by name, quantised ones as they are stored."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(remove_duplicate=False)):
         for part in _plain(parameter.detach()):

@@ -53,22 +53,7 @@ def groups_of(
     num_blocks_per_group: int = 1,
     preload_module_classes: Collection[str] | None = None,
 ) -> list[Group]:
-    """Cut a model into groups.
-
-    Args:
-        model: The model.
-        wanted: The ids of the tensors that come and go.
-        kind: `"block"`: each block that repeats is a group, and of the rest each module that has weights itself;
-            `"leaf"`: each module that has weights itself.
-        num_blocks_per_group: How many blocks that follow each other make a group.
-        preload_module_classes: Names of classes whose modules are groups with all that is in them.
-
-    Returns:
-        The groups, in the order of the model.
-
-    Raises:
-        ConfigurationError: There is no such kind of group, or the number is none.
-    """
+    """Cut a model into groups."""
     if kind not in KINDS:
         raise ConfigurationError(
             f"groups={kind!r}: give one of {', '.join(map(repr, KINDS))}.{nearest(str(kind), KINDS)}"
@@ -145,15 +130,7 @@ class _Arrived:
 
 
 class DeviceCopies:
-    """Copies groups of weights to a device, on a stream of their own where it has streams.
-
-    Args:
-        groups: The groups, whose weights are on the host.
-        device: The device.
-        budget: Bytes of the first groups that stay there once they are there.
-        slots: How many groups are on their way at once, each through page-locked memory of its own.
-        pin: Whether weights are page-locked where they are instead, which takes as much memory as they do.
-    """
+    """Copies groups of weights to a device, on a stream of their own where it has streams."""
 
     def __init__(
         self, groups: Sequence[Group], device: torch.device, budget: int, slots: int = 2, pin: bool = False
@@ -315,13 +292,7 @@ class _Ring:
 
 
 class MappedPages:
-    """Reads files ahead of a model's forward, and takes out of memory what it has used.
-
-    Args:
-        groups: The groups of weights, all of which are parts of files.
-        budget: Bytes of the first groups that stay in memory once they are there.
-        cache: Whether the system's cache of files may keep what is beyond them.
-    """
+    """Reads files ahead of a model's forward, and takes out of memory what it has used."""
 
     def __init__(self, groups: Sequence[Group], budget: int, cache: bool) -> None:
         self._cache = cache

@@ -94,11 +94,7 @@ def _in_order(given: Mapping[Device, int]) -> dict[Device, int]:
 
 
 def as_device(given: Any) -> Device:
-    """A device as maps name it: a number for an accelerator, or its name; `"cpu"` or `"disk"`.
-
-    Raises:
-        ConfigurationError: It is none.
-    """
+    """A device as maps name it: a number for an accelerator, or its name; `"cpu"` or `"disk"`."""
     if isinstance(given, bool) or not isinstance(given, (int, str, torch.device)):
         raise ConfigurationError(f"{given!r} is no device. Give a number, a name, or a torch.device.")
     if isinstance(given, int):
@@ -473,15 +469,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 
 
 def refuse_two_devices(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Refuse a map that gives a module, or a weight that is tied, two devices.
-
-    Args:
-        model: The model.
-        device_map: The map; `""` is for what is not named, so others beside it name nothing twice.
-
-    Raises:
-        ConfigurationError: Something has two devices.
-    """
+    """Refuse a map that gives a module, or a weight that is tied, two devices."""
     where = {name: _one_spelling(device) for name, device in device_map.items()}
     for inside in where:
         name = next((inside[:end] for end in reversed(_ends(inside)[:-1]) if inside[:end] in where), None)

@@ -177,11 +177,7 @@ def _maps(
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a class, from JSON.
-
-    Raises:
-        ConfigurationError: It is no JSON object.
-    """
+    """The arguments of a class, from JSON."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -151,9 +151,6 @@ class _Link:
     """The way from a hook to a module that has it, which does not keep the module alive.
 
     A copy of the module has a copy of the hook, and that leads to the copy.
-
-    Args:
-        module: The module.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -390,13 +387,7 @@ class StreamedModelError(ConfigurationError, RuntimeError):
 
 
 class MoveGuard:
-    """Stands before what moves or casts modules, and lets pass what changes nothing.
-
-    Args:
-        modules: The modules.
-        kinds: Dtypes and devices of what they hold, and compute with.
-        pass_on: Called with a module and the arguments of its own method for what changes nothing; that method if None.
-    """
+    """Stands before what moves or casts modules, and lets pass what changes nothing."""
 
     def __init__(
         self,

@@ -35,15 +35,7 @@ Location = torch.device | str
 
 
 def location(given: torch.device | str | int) -> Location:
-    """What a map's value stands for.
-
-    Args:
-        given: A device, its name, the number of an accelerator, or `"disk"`.
-
-    Raises:
-        ConfigurationError: It names no device.
-        DeviceNotAvailableError: This machine has no such device.
-    """
+    """What a map's value stands for."""
     if isinstance(given, str) and given == DISK:
         return DISK
     if isinstance(given, int):
@@ -68,15 +60,7 @@ def location(given: torch.device | str | int) -> Location:
 
 
 def execution_device(given: torch.device | str | int | None, others: Collection[Location] = ()) -> torch.device:
-    """Where weights that come and go are computed with.
-
-    Args:
-        given: What was asked for.
-        others: Where the rest of the model is.
-
-    Returns:
-        That device; else the first accelerator among the others, the machine's first one, or the CPU.
-    """
+    """Where weights that come and go are computed with."""
     if given is not None:
         found = location(given)
         if not isinstance(found, torch.device):
@@ -92,17 +76,7 @@ def execution_device(given: torch.device | str | int | None, others: Collection[
 
 
 def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | int]) -> dict[str, Location]:
-    """Where each parameter and buffer is to be.
-
-    Args:
-        model: The model.
-        device_map: Devices or `"disk"` by the names of modules, parameters and buffers; the empty one is for all that
-            has no other.
-
-    Raises:
-        ConfigurationError: A name is not in the model, a parameter is in no entry, or it or what it is tied to has two
-            devices.
-    """
+    """Where each parameter and buffer is to be."""
     places = named_places(model)
     known = {*(name for name, _ in model.named_modules(remove_duplicate=False)), *places}
     for name in device_map:
@@ -137,17 +111,7 @@ def as_dict(
     dtype: torch.dtype | str | None = None,
     offload_buffers: bool = False,
 ) -> dict[str, torch.device | str | int]:
-    """A map as a dict, whatever it was given as.
-
-    Args:
-        model: The model.
-        device_map: A dict, what has a `to_dict`, a device for the whole model, or `"auto"`, `"balanced"`,
-            `"balanced_low_0"` or `"sequential"`.
-        max_memory: For those names, as for `infer_auto_device_map`.
-        no_split_module_classes: The same.
-        dtype: The same.
-        offload_buffers: The same.
-    """
+    """A map as a dict, whatever it was given as."""
     if isinstance(device_map, Mapping):
         return device_map if isinstance(device_map, DeviceMap) else dict(device_map)
     if hasattr(device_map, "to_dict"):
@@ -233,13 +197,7 @@ def load_checkpoint_in_model(
 
 
 def fill_empty(model: nn.Module, weights: Weights, where: Mapping[str, Location]) -> None:
-    """Give what has no values in a model those of weights that have them.
-
-    Args:
-        model: The model.
-        weights: The weights.
-        where: Where each parameter and buffer is to be.
-    """
+    """Give what has no values in a model those of weights that have them."""
     empty = {name for name, place in named_places(model).items() if place.tensor.is_meta}
     found = {name: weights for name in (*empty, *weights.same.values()) if name in weights}
     if empty and found:
@@ -258,18 +216,7 @@ def load_some(
     keep_in_fp32: Collection[str],
     folder: str | os.PathLike[str] | None,
 ) -> None:
-    """Load a part of a model, the rest of which has its weights already.
-
-    Args:
-        model: The model.
-        weights: The weights.
-        names: The parameters and buffers to load.
-        used: Weights that the rest has taken.
-        where: Where each parameter and buffer is to be.
-        dtype: Convert floating-point weights to it.
-        keep_in_fp32: Weights with one of these in their names become float32.
-        folder: Where weights are written that are to stay on disk and cannot be used from their own files.
-    """
+    """Load a part of a model, the rest of which has its weights already."""
     left = {name: weights for name in weights if name not in used}
     wanted = set(names) & persistent(model)
     loading = _Loading(model, JoinedWeights(left, weights.where), dtype, keep_in_fp32, only=wanted)

@@ -141,12 +141,7 @@ _KEY = (
 
 
 def as_page(problem: Problem, placement: Placement) -> str:
-    """A page of HTML that draws a map.
-
-    Args:
-        problem: The blocks and the budgets.
-        placement: Where the blocks go.
-    """
+    """A page of HTML that draws a map."""
     shares = problem.shares(placement)
     # A disk has so much more than all others that they would not be seen beside it.
     limits = [share.limit for share in shares if share.limit <= problem.size] or [problem.size]

@@ -37,11 +37,7 @@ class Adapter(NamedTuple):
 
 
 def adapters_in(weights: Mapping[str, Any]) -> dict[str, Adapter]:
-    """The adapters among weights, by the names of their layers.
-
-    Args:
-        weights: Weights, or anything else by their names.
-    """
+    """The adapters among weights, by the names of their layers."""
     found = {}
     for name in weights:
         for first, second, scale in _ENDINGS:

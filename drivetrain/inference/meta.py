@@ -129,11 +129,7 @@ def _move_buffer(module: nn.Module, name: str, tensor: Any) -> torch.Tensor | No
 
 
 class _Moved:
-    """Moves each tensor once, so that what several modules share they share afterwards.
-
-    Args:
-        device: Where to.
-    """
+    """Moves each tensor once, so that what several modules share they share afterwards."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

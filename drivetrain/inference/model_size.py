@@ -65,16 +65,7 @@ class ModelSize:
 
 
 def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool = False) -> nn.Module | ModelSize:
-    """A model on the meta device, or the sizes in the headers of safetensors files.
-
-    Args:
-        source: `package.module:Class`, a `config.json` of transformers or its folder, or a safetensors file or folder.
-        kwargs: Arguments of the class.
-        trust_remote_code: Whether a `config.json` may name code of its own.
-
-    Raises:
-        ConfigurationError: There is no such thing.
-    """
+    """A model on the meta device, or the sizes in the headers of safetensors files."""
     path = Path(source)
     if ":" in source and not path.exists():
         return _from_class(source, kwargs)
@@ -238,11 +229,7 @@ def _with_lists(module: nn.Module) -> nn.Module:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The tensors in a safetensors file, by name: dtype, shape and place.
-
-    Raises:
-        ConfigurationError: It is no safetensors file.
-    """
+    """The tensors in a safetensors file, by name: dtype, shape and place."""
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -442,20 +429,7 @@ def estimate_training(
     activations: float = 0.0,
     temporaries: float = 0.0,
 ) -> Use:
-    """Bytes that one process holds in training.
-
-    Args:
-        size: The model.
-        strategy: One of `STRATEGIES`.
-        precision: One of `PRECISIONS`.
-        processes: How many share the work.
-        optimizer: One of `OPTIMIZERS`.
-        activations: Bytes of activations of one process's batch.
-        temporaries: Bytes that the optimizer's step takes for a moment where nothing is sharded.
-
-    Raises:
-        ConfigurationError: A name that is none of these.
-    """
+    """Bytes that one process holds in training."""
     choices: tuple[tuple[str, str, Mapping[str, object]], ...] = (
         ("strategy", strategy, STRATEGIES),
         ("precision", precision, PRECISIONS),
@@ -493,11 +467,7 @@ _KEYS = {
 
 
 def read_config(source: str) -> Mapping[str, Any]:
-    """The config.json that a path names, or that is in its folder.
-
-    Raises:
-        ConfigurationError: There is none, or it is no JSON object.
-    """
+    """The config.json that a path names, or that is in its folder."""
     path = Path(source)
     config = path / "config.json" if path.is_dir() else path
     if config.suffix != ".json" or not config.is_file():
@@ -516,14 +486,6 @@ def kv_cache_values(config: Mapping[str, Any], batch: int, seq: int) -> int:
 
     Layers with a sliding window keep no more positions than it has; an encoder-decoder keeps those of its encoder too,
     taken as long as the decoder's. Layers that keep a state instead of a cache (Mamba) count like the others.
-
-    Args:
-        config: The configuration.
-        batch: Sequences at a time.
-        seq: Positions of each.
-
-    Raises:
-        ConfigurationError: It lacks the sizes of the attention.
     """
     text = config.get("text_config")
     config = {**config, **text} if isinstance(text, Mapping) else config
@@ -608,11 +570,7 @@ Inputs = tuple[list[tuple[tuple[int, ...], torch.dtype]], dict[str, tuple[tuple[
 
 
 def parse_inputs(given: Sequence[str]) -> Inputs:
-    """The shapes and dtypes of a batch, from texts such as `8x128:int64` or `input_ids=8x128:int64`.
-
-    Raises:
-        ConfigurationError: One cannot be read.
-    """
+    """The shapes and dtypes of a batch, from texts such as `8x128:int64` or `input_ids=8x128:int64`."""
     positional, named = [], {}
     for text in given:
         found = _INPUT.match(text)
@@ -636,17 +594,7 @@ def peak_of_training(
     precision: str = "32",
     make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> tuple[int, int]:
-    """Peak bytes of the second training step of a model on one process; nothing is allocated.
-
-    Args:
-        model: The model, on the meta device. It is left as it is.
-        inputs: The batch, as `parse_inputs` gives it.
-        precision: The precision's name.
-        make_optimizer: Makes the optimizer of the parameters.
-
-    Returns:
-        The peak of forward and backward, and that of the optimizer's step.
-    """
+    """Peak bytes of the second training step of a model on one process; nothing is allocated."""
     positional, named = inputs
     meta = copy.deepcopy(model)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:

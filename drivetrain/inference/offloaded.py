@@ -98,13 +98,7 @@ def like(old: Tensor, value: Tensor) -> Tensor:
 
 
 def set_tensor(model: nn.Module, name: str, value: Tensor) -> None:
-    """Give a parameter or buffer a value on whatever device that is.
-
-    Args:
-        model: The model.
-        name: Its name.
-        value: The value.
-    """
+    """Give a parameter or buffer a value on whatever device that is."""
     place = place_named(model, name)
     place.put(like(place.tensor, value))
 
@@ -294,12 +288,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class FolderWeights(Weights):
-    """Weights in a folder, as `offload_state_dict` and `disk_offload` write it.
-
-    Args:
-        folder: The folder.
-        index: What is in it; its own index if None.
-    """
+    """Weights in a folder, as `offload_state_dict` and `disk_offload` write it."""
 
     def __init__(self, folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None) -> None:
         self.where = "the index given" if folder is None else os.fspath(folder)
@@ -367,16 +356,7 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any], offload_f
 def write_offloaded(
     entries: Sequence[Entry], read: Callable[[str], Tensor], folder: str | os.PathLike[str]
 ) -> MappedFile:
-    """Write weights as one safetensors file into a folder, and its index.
-
-    Args:
-        entries: What they are.
-        read: Gives one by its name, of that dtype and shape.
-        folder: The folder.
-
-    Returns:
-        The file.
-    """
+    """Write weights as one safetensors file into a folder, and its index."""
     ordered = [entries[position] for position in aligned(entries)]
     header, _ = layout(ordered, {"format": "pt"})
     # The same for the same weights: what else is used from the folder meanwhile stays as it is.

@@ -247,13 +247,7 @@ def _lay_out(
 
 
 class _Loader:
-    """Gives tensors on the meta device their values, and brings a model onto a device.
-
-    Args:
-        weights: Where values come from.
-        ties: Names of parameters that are one.
-        device: The device.
-    """
+    """Gives tensors on the meta device their values, and brings a model onto a device."""
 
     def __init__(self, weights: Weights | None, ties: Sequence[Sequence[str]], device: torch.device) -> None:
         self._weights, self._device = weights, device

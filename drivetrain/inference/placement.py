@@ -90,15 +90,7 @@ class _Together:
 
 
 def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.device]) -> list[RemovableHandle]:
-    """Have modules that a map splits run where what they bring together is on several devices.
-
-    Args:
-        model: The model.
-        computes: Where modules compute, the model among them.
-
-    Returns:
-        What removes it.
-    """
+    """Have modules that a map splits run where what they bring together is on several devices."""
     handles: list[RemovableHandle] = []
     several = len(set(computes.values())) > 1
     for module in model.modules():
@@ -126,11 +118,7 @@ def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.dev
 
 
 def callable_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or what is in it where it cannot be called itself.
-
-    Args:
-        module: The module.
-    """
+    """The module, or what is in it where it cannot be called itself."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
         for child in module.children():
             yield from callable_modules(child)
@@ -146,13 +134,7 @@ HOOK = "_hf_hook"
 
 
 class Placement:
-    """The hooks of a model, and the weights that were in memory before.
-
-    Args:
-        stream: The weights that come and go.
-        written: Where weights are that were written to disk, and are in memory again once the hooks are gone.
-        moved: Where buffers are that were moved beside them, and are on the CPU again then.
-    """
+    """The hooks of a model, and the weights that were in memory before."""
 
     def __init__(self, stream: WeightStream, written: Sequence[Place] = (), moved: Sequence[Place] = ()) -> None:
         self.stream = stream
@@ -165,11 +147,7 @@ class Placement:
         self._handles += handles
 
     def guard(self, computes: Mapping[nn.Module, torch.device]) -> None:
-        """Refuse to move or cast these modules, for as long as the hooks are there.
-
-        Args:
-            computes: The modules, and where each computes.
-        """
+        """Refuse to move or cast these modules, for as long as the hooks are there."""
         kinds = {
             (tensor.dtype, where)
             for module, device in computes.items()
@@ -197,15 +175,7 @@ class Placement:
 
 
 class PlacedHook(ModelHook):
-    """What a module's `_hf_hook` is: where it computes, to be read by other packages.
-
-    Args:
-        placement: Of the whole model.
-        execution_device: Where the module computes.
-        offload: Whether its weights come and go.
-        io_same_device: Whether its outputs are moved to where its inputs were.
-        skip_keys: Keys of inputs and outputs that stay where they are.
-    """
+    """What a module's `_hf_hook` is: where it computes, to be read by other packages."""
 
     stays = True  # beside a hook of peft's on one of the modules
 
@@ -222,11 +192,7 @@ class PlacedHook(ModelHook):
         self._came_from: list[torch.device | None] = []
 
     def detach_hook(self, module: ModuleT) -> ModuleT:
-        """Take away the hooks of the whole model.
-
-        Args:
-            module: The module that this belongs to.
-        """
+        """Take away the hooks of the whole model."""
         self.placement.remove()
         return module
 
@@ -251,16 +217,7 @@ def attach(
     written: Sequence[Place] = (),
     moved: Sequence[Place] = (),
 ) -> Placement:
-    """Let a model's modules get their inputs on the device on which they compute, and outputs go back.
-
-    Args:
-        model: The model.
-        stream: Its weights that come and go.
-        device_map: Where its modules are.
-        skip_keys: Keys of inputs and outputs that stay where they are.
-        written: Where weights are that were in memory and were written to disk.
-        moved: Where buffers are that were on the CPU and were moved beside them.
-    """
+    """Let a model's modules get their inputs on the device on which they compute, and outputs go back."""
     placement = Placement(stream, written, moved)
     offloaded = {module for group in stream.groups for module in group.modules}
     computes: dict[nn.Module, torch.device] = dict.fromkeys(offloaded, stream.device)
@@ -291,11 +248,7 @@ def attach(
 
 
 def detach(model: nn.Module) -> None:
-    """Take away what an earlier `attach` has put on a model.
-
-    Args:
-        model: The model.
-    """
+    """Take away what an earlier `attach` has put on a model."""
     found = getattr(model, HOOK, None)
     if isinstance(found, PlacedHook):
         found.placement.remove()

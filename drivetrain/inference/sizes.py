@@ -114,12 +114,7 @@ def dtype_scale(
 
 
 def new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) -> int:
-    """The bytes of a tensor that none before it covers.
-
-    Args:
-        tensor: The tensor.
-        covered: What those before it cover, by storage; its own is added.
-    """
+    """The bytes of a tensor that none before it covers."""
     return sum(_new_bytes(piece, covered) for piece in stored_pieces(tensor))
 
 
@@ -212,15 +207,7 @@ def blocks_of(
     loading: Loading,
     activations: Mapping[str, int] | None = None,
 ) -> list[Block]:
-    """A model's blocks in the order in which its modules are registered, which is that of execution.
-
-    Args:
-        model: The model.
-        no_split_module_classes: Names of classes whose modules are kept whole. None for those that the model names
-            itself, else the blocks that it repeats.
-        loading: As what its tensors are loaded.
-        activations: What `activations_of` returned.
-    """
+    """A model's blocks in the order in which its modules are registered, which is that of execution."""
     units = units_of_placement(model, no_split_module_classes)
     tensors = all_tensors(model)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -352,18 +339,7 @@ def activations_of(
     kwargs: Mapping[str, Any],
     dtype: str | torch.dtype | None = None,
 ) -> dict[str, int]:
-    """Bytes of what one forward has alive at most while it computes each unit, beside weights; nothing is allocated.
-
-    Args:
-        model: The model; it is left as it is.
-        units: Names of its units.
-        args: Positional arguments of an example; only their shapes and dtypes count.
-        kwargs: Keyword arguments of it.
-        dtype: Compute in this dtype, where it is one of torch's.
-
-    Raises:
-        ConfigurationError: The model does not run without values.
-    """
+    """Bytes of what one forward has alive at most while it computes each unit, beside weights; nothing is allocated."""
     peaks: dict[str, int] = dict.fromkeys(units, 0)
     running: list[str] = []
 

@@ -14,15 +14,7 @@ from drivetrain.runtime.host import as_bytes
 
 
 class Search:
-    """Puts things of given sizes into rooms of given sizes, by trying; exact for few things.
-
-    Args:
-        sizes: The sizes of the things.
-        rooms: The rooms, those that are tried first first, and what each holds.
-        allowed: Whether things (their indices) may be in rooms; None where only sizes count. What is not allowed for
-            some is not for more.
-        most_steps: After how many attempts the search gives up.
-    """
+    """Puts things of given sizes into rooms of given sizes, by trying; exact for few things."""
 
     def __init__(
         self,
@@ -34,12 +26,7 @@ class Search:
         self.sizes, self.rooms, self.allowed, self.most_steps = sizes, rooms, allowed, most_steps
 
     def first(self, largest_first: bool = True) -> list[int] | None:
-        """The first solution, the rooms of things in their order; None if there is none, or if it is not soon found.
-
-        Args:
-            largest_first: Place large things first, which finds one sooner; else each beside the one before it, which
-                finds one with longer runs.
-        """
+        """The first solution, the rooms of things in their order; None if there is none, or if it is not soon found."""
         order = list(range(len(self.sizes)))
         if largest_first:
             order.sort(key=lambda index: -self.sizes[index])
@@ -237,21 +224,7 @@ def solve(
     fill_gaps: bool = False,
     on_host: bool = True,
 ) -> Placement | None:
-    """Place blocks so that they fit: on accelerators alone if that is possible, in as few runs as possible.
-
-    Args:
-        problem: The blocks and the budgets.
-        policy: `"sequential"` fills one device after the other; `"balanced"` lets the largest share be as small as
-            it can, and then the number of boundaries; `"balanced_low_0"` balances all but the first device, which gets
-            what the others have no room for.
-        reserve_largest: Leave room for the largest block on the first device where it can be spared,
-            unless everything fits there.
-        fill_gaps: Put single blocks on accelerators that have room for them, out of order.
-        on_host: Let the host compute what is kept on it, also where there are accelerators.
-
-    Returns:
-        Where the blocks go; None if there is no such placement.
-    """
+    """Place blocks so that they fit: on accelerators alone if that is possible, in as few runs as possible."""
     placement = _on_accelerators(problem, policy, reserve_largest) or _with_offload(problem, on_host)
     if placement is not None and fill_gaps:
         placement = _fill_gaps(problem, placement)
@@ -333,14 +306,7 @@ def _whole(places: list[int | None]) -> tuple[int, ...] | None:
 
 
 class _Filling:
-    """Puts blocks into rooms one after the other.
-
-    Args:
-        problem: The blocks and the budgets.
-        limits: For each room the bytes that may be used of it.
-        main: The room that computes what is put nowhere, and its buffers stay there.
-        reserve: Bytes of the largest block that is streamed there.
-    """
+    """Puts blocks into rooms one after the other."""
 
     def __init__(self, problem: Problem, limits: dict[int, float], main: int | None = None, reserve: int = 0) -> None:
         self.blocks, self.limits, self.main = problem.blocks, limits, main
@@ -500,12 +466,7 @@ def _fill_gaps(problem: Problem, placement: Placement) -> Placement:
 
 
 def refuse(problem: Problem, unsplit: Container[str]) -> ConfigurationError:
-    """The error for blocks that no placement holds: which is the largest, how much is short, and what would do.
-
-    Args:
-        problem: The blocks and the budgets.
-        unsplit: Names of what cannot be split.
-    """
+    """The error for blocks that no placement holds: which is the largest, how much is short, and what would do."""
     ways = "Raise a budget, add another device, or load the model in a smaller dtype"
     largest = max(problem.blocks, key=lambda block: block.streamed + block.activations)
     can_split = any(name not in unsplit for name in largest.names)

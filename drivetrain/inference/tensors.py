@@ -61,15 +61,7 @@ def find_tied_parameters(model: nn.Module, **_kwargs: Any) -> list[list[str]]:
 
 
 def memory_groups(tensors: Mapping[str, torch.Tensor], declared: Mapping[str, str]) -> list[list[str]]:
-    """The names of tensors, those together that share memory, in full or in part, or are declared as tied.
-
-    Args:
-        tensors: The tensors.
-        declared: Names, and whose memory each is meant to have.
-
-    Returns:
-        A list of names for each group, in the order of `tensors`; most are of one name.
-    """
+    """The names of tensors, those together that share memory, in full or in part, or are declared as tied."""
     groups = _Groups(tensors)
     storages: dict[Any, list[tuple[int, int, str]]] = defaultdict(list)
     for name, tensor in tensors.items():
@@ -213,25 +205,13 @@ def set_module_tensor_to_device(
 
 
 def release_memory(device: torch.device) -> None:
-    """Give memory that the allocator of a device keeps back to it.
-
-    Args:
-        device: The device that something has left.
-    """
+    """Give memory that the allocator of a device keeps back to it."""
     if device.type not in ("cpu", "meta"):
         get_device_kind(device.type).empty_cache()
 
 
 def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
-    """The table of a module that a tensor is in, and its name there.
-
-    Args:
-        module: The module.
-        tensor_name: The name of the tensor in the module.
-
-    Raises:
-        ConfigurationError: The module has no such tensor.
-    """
+    """The table of a module that a tensor is in, and its name there."""
     path, _, name = tensor_name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -247,12 +227,7 @@ def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
 
 
 def tied_tensors(module: nn.Module, recurse: bool = True) -> TiedTensors:
-    """The weights that a module has under several names, as `tied_params_map` lists them.
-
-    Args:
-        module: The module.
-        recurse: Whether with the modules within it.
-    """
+    """The weights that a module has under several names, as `tied_params_map` lists them."""
     found: dict[int, int] = {}
     for _, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
         if not parameter.is_meta and not wraps_others(parameter):
@@ -269,14 +244,7 @@ def tied_address(tensor: torch.Tensor, tied_params_map: TiedTensors | None) -> i
 
 
 def torch_dtype(given: str | torch.dtype) -> torch.dtype:
-    """A dtype from itself or from its name.
-
-    Args:
-        given: Such as `torch.float16`, `"float16"` or `"torch.float16"`.
-
-    Raises:
-        ConfigurationError: There is no dtype of this name.
-    """
+    """A dtype from itself or from its name."""
     found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
         known = [name for name, each in vars(torch).items() if isinstance(each, torch.dtype)]

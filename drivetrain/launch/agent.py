@@ -62,16 +62,7 @@ class Ending:
 
 
 class LocalRanks:
-    """The processes that one attempt has started on this machine, by local rank.
-
-    Args:
-        processes: Each a session of its own, so that a signal can reach what it has started too.
-        global_ranks: Their global ranks.
-        error_files: Where each leaves its failure.
-        signal_all: Whether a signal that is passed on goes to all that a rank has started as well. A program that is
-            not Python may be a shell, which would end alone; loader workers of one that is would die of it, and the
-            rank with them.
-    """
+    """The processes that one attempt has started on this machine, by local rank."""
 
     def __init__(
         self,
@@ -162,11 +153,7 @@ class LocalRanks:
         return any((record := self._record(local)) is not None and record.final and record.text for local in others)
 
     def failures(self, with_lost: bool = True) -> list[RankFailure]:
-        """The ranks that failed by themselves.
-
-        Args:
-            with_lost: Whether also those that the others can do without.
-        """
+        """The ranks that failed by themselves."""
         left_out = () if with_lost else self.lost()
         failures = [self.hang] if self.hang is not None else []
         for local, process in self._processes.items():
@@ -297,32 +284,14 @@ _FAREWELL = 3.0  # seconds that the machine that serves the store waits for the 
 
 
 def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, failures: int) -> tuple[int, int]:
-    """Count alike on every machine, also on one that has joined late.
-
-    Args:
-        store: One that only this round's machines have written to.
-        machine: Index of this one.
-        machines: How many there are.
-        attempts: How often this machine has started its ranks.
-        failures: How many of these ended in a failure.
-
-    Returns:
-        The largest of each over all machines.
-    """
+    """Count alike on every machine, also on one that has joined late."""
     store.set(f"drivetrain/counts/{machine}", json.dumps([attempts, failures]))
     counts = [json.loads(store.get(f"drivetrain/counts/{peer}")) for peer in range(machines)]
     return max(count[0] for count in counts), max(count[1] for count in counts)
 
 
 class Peers:
-    """The launchers of all machines of a run, seen from one of them, during one attempt.
-
-    Args:
-        store: The store that the rendezvous gave; None before there is one, for one machine.
-        machine: Index of this one.
-        machines: How many there are.
-        attempt: Number of restarts so far.
-    """
+    """The launchers of all machines of a run, seen from one of them, during one attempt."""
 
     def __init__(self, store: Any, machine: int, machines: int, attempt: int) -> None:
         self._store = store
@@ -364,11 +333,7 @@ class Peers:
             return False
 
     def collect_stacks(self, own: str) -> str:
-        """The lines of all machines about their ranks, after asking them, a few seconds at most.
-
-        Args:
-            own: The lines about this machine's ranks.
-        """
+        """The lines of all machines about their ranks, after asking them, a few seconds at most."""
         if self._machines == 1:
             return own
         self._write("stacks", own)
@@ -436,15 +401,7 @@ class Peers:
             return True  # the machine that serves the store has seen everybody and left
 
     def agree_on_first(self, own: RankFailure | None, *, final: bool = True) -> RankFailure | None:
-        """Find the first failure over all machines, after this machine's ranks have ended.
-
-        Args:
-            own: The first of this machine.
-            final: Whether this launcher ends now, and must stay until the others have read.
-
-        Returns:
-            The failure with the earliest time by the machines' clocks; `own` where none answers.
-        """
+        """Find the first failure over all machines, after this machine's ranks have ended."""
         if self._machines == 1:
             return own
         self.publish(own)
@@ -489,19 +446,7 @@ _LOST = "The others continue: it was taking items from a work queue, and the one
 
 
 class RankAgent(LocalElasticAgent):
-    """Starts the ranks of one machine, watches them and ends them together.
-
-    Args:
-        spec: What to run, as torch's agent takes it.
-        variables: Environment variables of each rank, over those of this process.
-        grace_period: Seconds that ranks have to save and end once they were asked to, or once one of them has
-            reported that the run was preempted.
-        can_shrink: Whether the run may continue with fewer machines.
-        signal_all: Whether a signal also goes to all that a rank has started.
-        watchdog: Finds ranks that make no progress; None where nothing shall.
-        *arguments: Those of torch's agent.
-        **options: Those of torch's agent, by name.
-    """
+    """Starts the ranks of one machine, watches them and ends them together."""
 
     def __init__(
         self,
@@ -809,11 +754,7 @@ class RankAgent(LocalElasticAgent):
 
 
 class ProcessesFailed(LaunchError, ChildFailedError):
-    """A `LaunchError` that is torch's `ChildFailedError` too.
-
-    Args:
-        message: What happened.
-    """
+    """A `LaunchError` that is torch's `ChildFailedError` too."""
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)

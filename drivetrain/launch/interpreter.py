@@ -34,11 +34,7 @@ class Invocation:
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> Invocation:
-        """Take a command line apart.
-
-        Args:
-            arguments: Everything after the interpreter, such as `["-W", "error", "train.py", "--lr", "1"]`.
-        """
+        """Take a command line apart."""
         options: list[str] = []
         rest = list(arguments)
         while rest:

@@ -63,12 +63,7 @@ class LaunchPlan:
 
     @classmethod
     def make(cls, options: LaunchOptions) -> LaunchPlan:
-        """Hold the options against this machine's devices and cores.
-
-        Raises:
-            ConfigurationError: More processes than devices, or a setting that this system does not have.
-            DeviceNotAvailableError: Accelerators were asked for where there are none.
-        """
+        """Hold the options against this machine's devices and cores."""
         kind = _device_kind(options)
         if options.num_processes is not None:
             local_processes = options.num_processes // options.max_machines
@@ -358,11 +353,7 @@ def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
 
 
 def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters) -> None:
-    """Wait until machine 0 listens. Torch would wait in a call that no signal interrupts, and print nothing.
-
-    Raises:
-        RendezvousError: It does not within the time that machines wait for each other.
-    """
+    """Wait until machine 0 listens. Torch would wait in a call that no signal interrupts, and print nothing."""
     host, _, port = parameters.endpoint.rpartition(":")
     serves = parameters.get("is_host", False) or _matches_machine_hostname(host)
     if options.machine_rank == 0 if parameters.backend == "static" else serves:
@@ -464,11 +455,7 @@ def _quiet_loggers() -> Iterator[None]:
 
 
 def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
-    """Each setting that is given, its value, and where that comes from; with the reason where it changes nothing.
-
-    Args:
-        given: By name of setting.
-    """
+    """Each setting that is given, its value, and where that comes from; with the reason where it changes nothing."""
     rows = []
     for name, setting in SETTINGS.items():
         if name not in given or (setting.refused and not given[name].value):
@@ -483,12 +470,7 @@ def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
 
 
 def settings_table(options: LaunchOptions, given: Mapping[str, Given]) -> str:
-    """Every setting of the top, and those of groups that are given, with their values and where these come from.
-
-    Args:
-        options: What is in force.
-        given: Where the values come from, by name of setting.
-    """
+    """Every setting of the top, and those of groups that are given, with their values and where these come from."""
     rows = {name: (name, value, source) for name, value, source in settings_rows(given)}
     lines = []
     for name, setting in SETTINGS.items():
@@ -501,12 +483,7 @@ def settings_table(options: LaunchOptions, given: Mapping[str, Given]) -> str:
 
 
 def table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """Lines with aligned columns.
-
-    Args:
-        heads: What the columns hold.
-        rows: The cells of each line.
-    """
+    """Lines with aligned columns."""
     lines = [heads, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads) - 1)]
     return "\n".join(
@@ -522,21 +499,7 @@ _MOST_PROCESSES = 16  # that are listed one by one
 
 
 def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, args: Sequence[str] = ()) -> str:
-    """Describe a launch without starting it.
-
-    Args:
-        options: What it is asked to do.
-        given: Where the values come from, by name of setting.
-        script: What it runs.
-        args: The script's arguments.
-
-    Returns:
-        Several lines.
-
-    Raises:
-        ConfigurationError: The options do not fit this machine.
-        DeviceNotAvailableError: Accelerators were asked for where there are none.
-    """
+    """Describe a launch without starting it."""
     plan = _on_ray(options) if options.launcher == "ray" else LaunchPlan.make(options)
     kind = "module" if options.module else "program" if options.no_python else "script"
     processes = plan.local_processes * options.max_machines
@@ -603,35 +566,13 @@ def launch_with_mpi(options: LaunchOptions, script: str, args: Sequence[str] = (
     """Run a script as several processes that mpirun starts, and wait for them.
 
     Ranks find their place from MPI's variables.
-
-    Args:
-        options: How many processes, where, and with which settings.
-        script: The script's path, or a module's or program's name if the options ask for that.
-        args: Its arguments, passed on as they are.
-
-    Returns:
-        The exit code of mpirun.
-
-    Raises:
-        ConfigurationError: The options do not fit this machine.
-        LaunchError: There is no mpirun.
     """
     command, variables = mpi_command(options, script, args)
     return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
 
 
 def mpi_command(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
-    """The command line for mpirun, and the environment variables that its processes get.
-
-    Args:
-        options: How many processes, where, and with which settings.
-        script: What they run.
-        args: Its arguments.
-
-    Raises:
-        ConfigurationError: The options do not fit this machine.
-        LaunchError: There is no mpirun.
-    """
+    """The command line for mpirun, and the environment variables that its processes get."""
     program = next((found for name in _PROGRAMS if (found := shutil.which(name))), None)
     if program is None:
         raise LaunchError(

@@ -70,11 +70,7 @@ def free_port() -> int:
 
 
 def refuse_existing_state() -> None:
-    """Raise where this process has taken its place in a run, which a function's processes would inherit.
-
-    Raises:
-        LaunchError: It has.
-    """
+    """Raise where this process has taken its place in a run, which a function's processes would inherit."""
     if PartialState.existing() is not None:
         raise LaunchError(
             "An Accelerator, Trainer or PartialState exists in this process already, so its processes could "
@@ -84,14 +80,7 @@ def refuse_existing_state() -> None:
 
 
 def refuse_what_a_fork_would_break(kind: str) -> None:
-    """Raise where this process cannot be forked into ranks.
-
-    Args:
-        kind: Name of the kind of device that they run on.
-
-    Raises:
-        LaunchError: Something is in the way; the message names it.
-    """
+    """Raise where this process cannot be forked into ranks."""
     if "fork" not in multiprocessing.get_all_start_methods():
         raise LaunchError(
             "This system has no fork, which starting processes from a notebook needs. Save the training as a file and "
@@ -116,15 +105,7 @@ _PLAIN = (str, bytes, int, float, type(None))
 
 
 def sent(value: Any, has_script: bool) -> bytes:
-    """The bytes that `pickle.loads` makes the value of in another process.
-
-    Args:
-        value: What to send.
-        has_script: Whether what `__main__` defines is found there, too; else it must be sent by value.
-
-    Raises:
-        Exception: It cannot be pickled; whatever pickle raises.
-    """
+    """The bytes that `pickle.loads` makes the value of in another process."""
     cloud = cloudpickle_module()
     if has_script or cloud is None:
         try:
@@ -155,15 +136,7 @@ def _is_of_script(given: type | FunctionType) -> bool:
 
 
 def what_cannot_be_sent(parts: Mapping[str, Any], has_script: bool) -> str:
-    """Name the innermost object that keeps some parts from being sent, and why.
-
-    Args:
-        parts: What is sent, by the names that the message has for them.
-        has_script: As for `sent`.
-
-    Returns:
-        Such as `task.transform (a function, <lambda>): Can't pickle ...`; empty where all can be sent.
-    """
+    """Name the innermost object that keeps some parts from being sent, and why."""
     for name, value in parts.items():
         reason = _reason(value, has_script)
         if reason:
@@ -222,18 +195,6 @@ def launch_on_xla(
 
     The processes are forked by torch_xla, which gives each its device; what is in `args`, such as a model that was made
     before, is shared with them until they change it.
-
-    Args:
-        function: What each process runs.
-        args: Its arguments.
-        num_processes: 1 for this process, which drives all devices; the number of devices for one each. None for one
-            each, where a device can have a process of its own.
-        mixed_precision: Default number format.
-        num_nodes: Machines; 1.
-
-    Raises:
-        ConfigurationError: Another number of processes or machines.
-        LaunchError: Forking is not possible any more, or a process failed.
     """
     if num_nodes > 1:
         raise ConfigurationError(
@@ -344,11 +305,7 @@ class ScriptMain:
 
 
 def stop_at_start_of_processes() -> None:
-    """End the top level of the script here, in a process that imports it for what it defines.
-
-    Raises:
-        ScriptReached: This is such a process.
-    """
+    """End the top level of the script here, in a process that imports it for what it defines."""
     if PartialState.registry().get(_IMPORTS):
         raise ScriptReached
 
@@ -387,13 +344,7 @@ class InterruptedProcessesError(KeyboardInterrupt):
 
 
 class Call:
-    """What each process calls.
-
-    Args:
-        function: What each process runs.
-        args: Its arguments.
-        prepare: What it calls before; a function and its arguments.
-    """
+    """What each process calls."""
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], prepare: Prepare | None = None) -> None:
         self._function, self._args, self._prepare = function, args, prepare
@@ -409,16 +360,7 @@ class Call:
 
 
 class PickledCall(Call):
-    """A call by value, for a new interpreter, which imports the running script again.
-
-    Args:
-        function: What each process runs.
-        args: Its arguments.
-        prepare: What it calls before it unpickles them.
-
-    Raises:
-        LaunchError: They cannot be pickled.
-    """
+    """A call by value, for a new interpreter, which imports the running script again."""
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], prepare: Prepare | None = None) -> None:
         self._script, self._prepare = ScriptMain.here(), prepare
@@ -447,15 +389,7 @@ class PickledCall(Call):
 
 
 class Processes:
-    """The processes of one attempt.
-
-    Args:
-        method: `"fork"` or `"spawn"`.
-        call: What each runs.
-        variables: The environment variables that all of them have.
-        first_rank: The rank of the first one here.
-        forwards_signals: Whether they get signals from this process, each once, rather than from the terminal.
-    """
+    """The processes of one attempt."""
 
     def __init__(
         self,
@@ -496,13 +430,7 @@ class Processes:
         self._processes[rank], self._reports[rank] = process, receiver
 
     def run(self) -> Any:
-        """Wait for all and return the first one's value; on a failure or an interrupt, end the others first.
-
-        Raises:
-            NotebookError: One of them failed.
-            InterruptedProcessesError: This process was interrupted, and the first one has returned a value.
-            KeyboardInterrupt: The same where it has not.
-        """
+        """Wait for all and return the first one's value; on a failure or an interrupt, end the others first."""
         try:
             with self._signals_forwarded():
                 self._wait()
@@ -745,25 +673,7 @@ def call_in_processes(
     prepare: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
     takes_over: bool = False,
 ) -> Any:
-    """Run a function in the processes of this machine, and wait for them. They end with this process.
-
-    Args:
-        function: What each runs.
-        args: Its arguments; pickled for new interpreters.
-        options: How many processes there are, on how many machines, and how often they are started again.
-        start_method: `"fork"`, or `"spawn"` for new interpreters.
-        prepare: What each calls before it unpickles the function: a function of a module, and its arguments.
-        takes_over: Whether they continue a run that this process has begun: an Accelerator may exist here already, and
-            Ctrl-C, SIGTERM and SIGUSR1 reach each of them once, from here.
-
-    Returns:
-        What the function returned in the first process of this machine.
-
-    Raises:
-        InterruptedProcessesError: Ctrl-C, after which the first process has returned a value.
-        LaunchError: A process failed, or cannot be started; the message holds the first one's traceback.
-        ConfigurationError: There are fewer devices than processes.
-    """
+    """Run a function in the processes of this machine, and wait for them. They end with this process."""
     stop_at_start_of_processes()
     plan = LaunchPlan.make(options)
     world_size = plan.local_processes * options.max_machines

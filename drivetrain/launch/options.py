@@ -78,12 +78,7 @@ ALTERNATIVES = (
 
 @dataclass(frozen=True)
 class Given:
-    """A value of a setting.
-
-    Args:
-        value: The value.
-        source: What gave it, such as `"flag --num_processes"`.
-    """
+    """A value of a setting."""
 
     value: Any
     source: str
@@ -646,11 +641,7 @@ SETTINGS: dict[str, Setting] = {
 
 
 def merge(sources: Iterable[Mapping[str, Given]]) -> dict[str, Given]:
-    """Merge sources, the strongest first.
-
-    Raises:
-        ConfigurationError: There is no setting of some name.
-    """
+    """Merge sources, the strongest first."""
     merged: dict[str, Given] = {}
     for source in sources:
         chosen = {name for name, given in merged.items() if given.value}
@@ -668,11 +659,7 @@ def merge(sources: Iterable[Mapping[str, Given]]) -> dict[str, Given]:
 
 
 def variables_of(values: Mapping[str, Any]) -> dict[str, str]:
-    """The environment variables through which settings reach the processes.
-
-    Args:
-        values: Values by name of setting; of a group whose switch is off, none is passed on.
-    """
+    """The environment variables through which settings reach the processes."""
     variables = {}
     for name, value in values.items():
         setting = SETTINGS[name]

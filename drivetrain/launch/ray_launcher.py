@@ -78,11 +78,7 @@ class Report:
 
 
 class Stream:
-    """What a process writes to a pipe, in whole lines; the rest of a line once nothing follows it.
-
-    Args:
-        pipe: The end to read.
-    """
+    """What a process writes to a pipe, in whole lines; the rest of a line once nothing follows it."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._lock = threading.Lock()
@@ -92,11 +88,7 @@ class Stream:
         self._reader.start()
 
     def take(self, *, last: bool = False) -> bytes:
-        """What is there, up to the end of a line.
-
-        Args:
-            last: Take the rest too, once the writer has ended.
-        """
+        """What is there, up to the end of a line."""
         if last:
             self._reader.join(STOP_PATIENCE)  # a process that it has left behind may hold the pipe
         with self._lock:
@@ -143,20 +135,7 @@ class RayWorker:
     def start(
         self, command: Sequence[str], variables: Mapping[str, str], directory: str, *, python: bool = True
     ) -> int:
-        """Start the rank.
-
-        Args:
-            command: What it runs; the options and arguments of Python, where `python`.
-            variables: Its environment variables, over those of this worker.
-            directory: Its working directory.
-            python: Whether it is Python, this worker's.
-
-        Returns:
-            Its process id.
-
-        Raises:
-            LaunchError: There is no such directory or program on this machine.
-        """
+        """Start the rank."""
         if not os.path.isdir(directory):
             raise LaunchError(
                 f"{socket.gethostname()} has no directory {directory}. The script must be at the same path on every "
@@ -223,12 +202,7 @@ class RayWorker:
 
 
 def environment_of_rank(given: Mapping[str, str], of_machine: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of a rank.
-
-    Args:
-        given: Those that the launcher gives it.
-        of_machine: Those of Ray's worker; one that the launcher gives too is the launcher's.
-    """
+    """The environment variables of a rank."""
     environment = {**of_machine, **given}
     if environment.get("PYTHONBREAKPOINT", "").startswith("ray."):
         del environment["PYTHONBREAKPOINT"]  # of Ray's workers alone
@@ -236,12 +210,7 @@ def environment_of_rank(given: Mapping[str, str], of_machine: Mapping[str, str])
 
 
 def variables_to_pass_on(environ: Mapping[str, str], leave: Iterable[str] = ()) -> dict[str, str]:
-    """What of the launcher's environment reaches ranks on other machines: all that is not about this machine.
-
-    Args:
-        environ: The launcher's variables.
-        leave: More that are left out.
-    """
+    """What of the launcher's environment reaches ranks on other machines: all that is not about this machine."""
     left = {*_OF_A_MACHINE, *leave}
     return {
         name: value
@@ -262,11 +231,7 @@ _CLUSTER_INTERVAL = 0.2
 
 
 def import_ray() -> Any:
-    """Ray itself.
-
-    Raises:
-        LaunchError: It is not installed.
-    """
+    """Ray itself."""
     try:
         return import_module("ray")
     except ImportError as error:
@@ -275,11 +240,7 @@ def import_ray() -> Any:
 
 @contextmanager
 def connected(options: LaunchOptions) -> Iterator[Any]:
-    """Connect to the cluster, or start one for this run; Ray, for as long as the context lasts.
-
-    Raises:
-        LaunchError: Ray is not installed, or the cluster cannot be reached.
-    """
+    """Connect to the cluster, or start one for this run; Ray, for as long as the context lasts."""
     ray = import_ray()
     address = options.ray_address or os.environ.get("RAY_ADDRESS") or "auto"
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -330,15 +291,7 @@ def cores_of_worker(options: LaunchOptions) -> int:
 
 
 def count_of_ranks(ray: Any, options: LaunchOptions) -> tuple[int, bool]:
-    """How many ranks there are, and whether each gets a GPU.
-
-    Args:
-        ray: Ray, connected.
-        options: What was asked for.
-
-    Raises:
-        DeviceNotAvailableError: One rank for each GPU was asked for, and the cluster has none.
-    """
+    """How many ranks there are, and whether each gets a GPU."""
     devices = int(ray.cluster_resources().get("GPU", 0))
     on_devices = not options.cpu and (devices > 0 or options.multi_gpu)
     if options.num_processes is not None:
@@ -355,21 +308,7 @@ def count_of_ranks(ray: Any, options: LaunchOptions) -> tuple[int, bool]:
 def reserved(
     ray: Any, options: LaunchOptions, count: int, on_devices: bool, stopped: Callable[[], bool]
 ) -> Iterator[list[Any]]:
-    """Reserve a worker for each rank, all of them at once, and give all back in the end.
-
-    Args:
-        ray: Ray, connected.
-        options: What was asked for.
-        count: How many.
-        on_devices: Whether each gets a GPU.
-        stopped: Whether to wait no longer.
-
-    Yields:
-        Ray's handle of each worker; none where the wait was stopped.
-
-    Raises:
-        LaunchError: The resources did not become free in time.
-    """
+    """Reserve a worker for each rank, all of them at once, and give all back in the end."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -428,14 +367,7 @@ def _has(ray: Any) -> str:
 
 
 def in_order(places: list[Place]) -> list[int]:
-    """The workers in the order of their ranks: those of a machine follow each other, by their devices.
-
-    Args:
-        places: Where each is.
-
-    Returns:
-        Indices of the workers, that of rank 0 first.
-    """
+    """The workers in the order of their ranks: those of a machine follow each other, by their devices."""
     nodes = list(dict.fromkeys(place.node for place in places))
 
     # By number where the ids are numbers: 10 comes after 9.
@@ -457,18 +389,6 @@ def launch_with_ray(options: LaunchOptions, script: str, args: Sequence[str] = (
 
     Each worker reserves cores and, where the cluster has any, one GPU. Ranks get the environment of this process but
     for what is about this machine, and run in the same directory.
-
-    Args:
-        options: How many processes, on which cluster, and with which settings.
-        script: The script's path, or a module's or program's name if the options ask for that.
-        args: Its arguments, passed on as they are.
-
-    Returns:
-        The exit code, as `launch_script` has it.
-
-    Raises:
-        LaunchError: Ray is not installed, the cluster cannot be reached or has too little, or a worker cannot start.
-        DeviceNotAvailableError: GPUs were asked for where there are none.
     """
     with connected(options) as ray, _signals() as signals:
         count, on_devices = count_of_ranks(ray, options)
@@ -491,12 +411,7 @@ def launch_with_ray(options: LaunchOptions, script: str, args: Sequence[str] = (
 
 
 class RayRanks:
-    """The ranks of one attempt, each on a worker.
-
-    Args:
-        ray: Ray, connected.
-        workers: Its handle of each worker, by rank.
-    """
+    """The ranks of one attempt, each on a worker."""
 
     def __init__(self, ray: Any, workers: Sequence[Any]) -> None:
         self._ray = ray
@@ -532,15 +447,7 @@ class RayRanks:
         return failure is not None and failure.exit_code == RESUME_EXIT_CODE
 
     def watch(self, options: LaunchOptions, signals: Sequence[signal.Signals]) -> RankFailure | None:
-        """Wait for the end of all; where one fails or a signal comes, end the others.
-
-        Args:
-            options: What was asked for.
-            signals: Those that have come, which grows.
-
-        Returns:
-            The first failure; None where there is none.
-        """
+        """Wait for the end of all; where one fails or a signal comes, end the others."""
         while self.alive():
             self.poll()
             if signals:
@@ -659,9 +566,6 @@ def places_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
     """The variables by which each rank finds its place, and the devices of its machine that it sees.
 
     A rank sees the devices of all ranks of its machine, its own at its local rank, as under the other launchers.
-
-    Args:
-        places: Where each rank is, by rank; those of a machine follow each other.
     """
     nodes = list(dict.fromkeys(place.node for place in places))
     for rank, place in enumerate(places):
@@ -680,11 +584,7 @@ def places_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
 
 
 def _answers(ray: Any, calls: list[Any], stopped: Callable[[], bool]) -> list[Any]:
-    """What workers answer; nothing where the wait was stopped.
-
-    Raises:
-        LaunchError: A worker could not start, or has refused.
-    """
+    """What workers answer; nothing where the wait was stopped."""
     while len(ray.wait(calls, num_returns=len(calls), timeout=_POLL_PATIENCE)[0]) < len(calls):
         if stopped():
             return []

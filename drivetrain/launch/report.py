@@ -103,14 +103,7 @@ class FailureRecord:
 
 
 def write_record(path: str, text: str, summary: str, exit_code: int = 1) -> None:
-    """Write a rank's failure so that the file appears complete or not at all.
-
-    Args:
-        path: The file that the elastic agent named.
-        text: What the user will see: a traceback or a message.
-        summary: One line.
-        exit_code: What the rank will end with.
-    """
+    """Write a rank's failure so that the file appears complete or not at all."""
     now = time.time()
     extra = {"py_callstack": text, "timestamp": str(int(now))}
     own = {"timestamp": now, "exit_code": exit_code}
@@ -143,18 +136,7 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: bool = True, debug: bool = False) -> str:
-    """Explain to the user how a rank failed.
-
-    Args:
-        failure: The first one.
-        world_size: Processes of the run.
-        then: What became of the others; a sentence that they were stopped if empty.
-        advise: Whether to name the likely cause, and what to do.
-        debug: Whether the processes compare their calls before each collective, so that this need not be advised.
-
-    Returns:
-        A line that names the rank, and its traceback or message.
-    """
+    """Explain to the user how a rank failed."""
     peers = world_size - 1
     stopped = f" The other {peers} processes were stopped." if peers > 1 else " The other process was stopped."
     if failure.hung:
@@ -193,14 +175,7 @@ def resumable(what: str = "the run was preempted and has saved its state") -> in
 
 
 def announce_restart(failure: RankFailure | None, world_size: int, number: int, most: int) -> None:
-    """Write why all processes start again, in one line, and the traceback where there is one.
-
-    Args:
-        failure: The first failure of the attempt that has ended; None where a machine is gone.
-        world_size: Processes of the run.
-        number: Which restart this is; 0 for one that does not count.
-        most: How many there may be.
-    """
+    """Write why all processes start again, in one line, and the traceback where there is one."""
     count = f" (restart {number} of {most})" if number else ""
     then = f"Starting all processes again{count}."
     if failure is None:
@@ -220,16 +195,7 @@ def exit_code_after(
     succeeded: bool,
     described: str,
 ) -> int:
-    """Explain how a run ended after a signal was passed on to its ranks; the exit code for it.
-
-    Args:
-        received: The signal.
-        overdue: Ranks that had to be killed.
-        grace_period: Seconds that they had.
-        preempted: Whether they have saved, so that the run can be resumed.
-        succeeded: Whether all were through before they had to stop.
-        described: The failure to show; empty where there is none.
-    """
+    """Explain how a run ended after a signal was passed on to its ranks; the exit code for it."""
     if overdue:
         ranks = ", ".join(str(rank) for rank in overdue)
         announce(

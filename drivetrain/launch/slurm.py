@@ -45,14 +45,7 @@ class SlurmJob:
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] | None = None) -> SlurmJob | None:
-        """Read SLURM's variables; None outside a job.
-
-        Args:
-            environ: The variables; `os.environ` if None.
-
-        Raises:
-            ConfigurationError: They cannot be read.
-        """
+        """Read SLURM's variables; None outside a job."""
         variables = os.environ if environ is None else environ
         job = variables.get("SLURM_JOB_ID")
         in_step = any(variables.get(name) for name in _STEP)
@@ -83,11 +76,7 @@ class SlurmJob:
         return 20000 + int(digits[-4:]) if digits else DEFAULT_PORT
 
     def options(self) -> dict[str, Any]:
-        """Launch options that follow from the job.
-
-        Raises:
-            ConfigurationError: Several launchers were started by srun on one machine.
-        """
+        """Launch options that follow from the job."""
         if self.tasks_here > 1:
             raise ConfigurationError(
                 f"srun has started {self.tasks_here} tasks on this machine, each of which would launch processes of "
@@ -106,11 +95,7 @@ class SlurmJob:
         return found
 
     def srun(self, command: Sequence[str]) -> list[str]:
-        """The command that runs another one once on each machine of the job, with all of its cores.
-
-        Args:
-            command: What to run.
-        """
+        """The command that runs another one once on each machine of the job, with all of its cores."""
         machines = len(self.hosts)
         where = [f"--nodes={machines}", f"--ntasks={machines}", "--ntasks-per-node=1"]
         # Else srun binds each task to one core, and ends all where one machine's launcher has ended well.
@@ -121,13 +106,6 @@ def slurm_options(given: Mapping[str, Any], environ: Mapping[str, str] | None = 
     """Launch options from this process's SLURM job; empty outside one, or where flags set how machines meet.
 
     In the batch script of a job on several machines this does not return: srun runs the same command on each.
-
-    Args:
-        given: Options that the user gave.
-        environ: The variables to read; `os.environ` if None.
-
-    Raises:
-        ConfigurationError: The variables cannot be read, or srun has started several launchers on one machine.
     """
     job = SlurmJob.detect(environ)
     on_ray = given.get("launcher") == "ray"  # Ray has its own machines
@@ -173,25 +151,7 @@ def _check_count(name: str, value: int | None, minimum: int = 1) -> None:
 
 @dataclass(frozen=True)
 class SbatchFile:
-    """An sbatch file that launches a script, and hands the job back to the queue when it was preempted.
-
-    Args:
-        nodes: Machines.
-        gpus_per_node: Accelerators of each; None for a job on the CPU.
-        processes_per_node: Processes on each; None for one per accelerator.
-        cpus_per_node: Cores of each.
-        memory: Memory of each, such as `"64G"`; `"0"` for all.
-        time: Longest run, such as `"1-12:00:00"`.
-        partition: Partition.
-        account: Account that pays.
-        job_name: Name of the job.
-        output: File for what it prints; `%j` is the job's number.
-        signal_seconds: Seconds before the end at which the script is asked to save.
-        setup: Shell lines that run before, such as one that activates an environment.
-
-    Raises:
-        ConfigurationError: A value that SLURM would refuse.
-    """
+    """An sbatch file that launches a script, and hands the job back to the queue when it was preempted."""
 
     nodes: int = 1
     gpus_per_node: int | None = None
@@ -218,13 +178,7 @@ class SbatchFile:
             _check(name, getattr(self, name), re.compile(r"[^\s'\"]+"), "without blanks and quotes")
 
     def render(self, script: str, args: Sequence[str] = (), flags: Sequence[str] = ()) -> str:
-        """The file's text.
-
-        Args:
-            script: What to launch.
-            args: Its arguments.
-            flags: Further flags of `drivetrain launch`.
-        """
+        """The file's text."""
         directives: dict[str, object] = {
             "job-name": self.job_name,
             "nodes": self.nodes,
@@ -273,24 +227,7 @@ exit $code
 
 @dataclass(frozen=True)
 class JobSetManifest:
-    """A Kubernetes JobSet that launches a script: one pod a machine, all of which start again together.
-
-    Args:
-        image: Container image, with drivetrain and the script in it.
-        name: Name of the JobSet.
-        namespace: Its namespace; the current one if None.
-        nodes: Machines.
-        gpus_per_node: Accelerators of each; None for the CPU.
-        gpu_resource: What they are called in the cluster.
-        processes_per_node: Processes on each; None for one per accelerator.
-        cpus_per_node: Cores of each, such as `"16"`.
-        memory: Memory of each, such as `"64Gi"`.
-        max_restarts: How often all pods are started again.
-        claim: A persistent volume claim that is mounted at `/data`.
-
-    Raises:
-        ConfigurationError: A value that Kubernetes would refuse.
-    """
+    """A Kubernetes JobSet that launches a script: one pod a machine, all of which start again together."""
 
     image: str
     name: str = "drivetrain"
@@ -315,13 +252,7 @@ class JobSetManifest:
             _check(name, getattr(self, name), _QUANTITY, "a quantity, such as 16 or 64Gi")
 
     def build(self, script: str, args: Sequence[str] = (), flags: Sequence[str] = ()) -> dict[str, Any]:
-        """The manifest.
-
-        Args:
-            script: What to launch, by its path in the image.
-            args: Its arguments.
-            flags: Further flags of `drivetrain launch`.
-        """
+        """The manifest."""
         metadata = {"name": self.name, **({"namespace": self.namespace} if self.namespace else {})}
         job = {
             "parallelism": self.nodes,

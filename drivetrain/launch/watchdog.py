@@ -86,14 +86,7 @@ class RankReport:
 
 @dataclass
 class Watchdog:
-    """Watches the ranks of one machine.
-
-    Args:
-        directory: Where their heartbeat files are.
-        limit: Seconds without progress after which a rank hangs. With None a rank hangs that waits in a collective
-            for almost as long as its process group allows.
-        debug: Whether the processes compare their calls. Reports then show the whole stack of each rank.
-    """
+    """Watches the ranks of one machine."""
 
     directory: str
     limit: float | None
@@ -110,27 +103,14 @@ class Watchdog:
         return os.path.join(self.directory, str(local_rank))
 
     def start(self, pids: dict[int, int], global_ranks: dict[int, int], world_size: int) -> None:
-        """Watch the ranks of a new attempt.
-
-        Args:
-            pids: Their process ids, by local rank.
-            global_ranks: Their global ranks.
-            world_size: Ranks over all machines.
-        """
+        """Watch the ranks of a new attempt."""
         self._alone = world_size < 2
         self._last_time = time.monotonic()
         self._global_ranks = global_ranks
         self._watched = {local: _Progress(pid, self.path(local), self._clock) for local, pid in pids.items()}
 
     def poll(self, alive: Iterable[int]) -> list[RankReport] | None:
-        """Read the ranks' signs, once in a while only.
-
-        Args:
-            alive: Local ranks that have not ended.
-
-        Returns:
-            A report on each of them where one hangs; None otherwise.
-        """
+        """Read the ranks' signs, once in a while only."""
         now = time.monotonic()
         if now < self._next_poll:
             return None
@@ -169,12 +149,7 @@ class Watchdog:
         return "\n".join(each.describe(whole_stack=self.debug) for each in reports)
 
     def failure(self, reports: list[RankReport], text: str) -> RankFailure:
-        """How a hang is passed on: as the failure of the rank that has stood still for the longest time.
-
-        Args:
-            reports: Those on this machine's ranks.
-            text: The lines about the ranks of all machines.
-        """
+        """How a hang is passed on: as the failure of the rank that has stood still for the longest time."""
         worst = max(reports, key=lambda report: report.idle)
         limit = f"--hang_timeout {self.limit:g}" if self.limit is not None else "the default of --hang_timeout"
         lines = [f"the run hangs: no progress for {worst.idle:.0f} s ({limit}). The processes were stopped.", text]

@@ -34,11 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run the script named on the command line as this process's main program.
-
-    Returns:
-        The exit code.
-    """
+    """Run the script named on the command line as this process's main program."""
     kind, target, *arguments = sys.argv[1:]
     rank_process = os.getpid()
     # Registered before the script has registered anything, so it runs after all of the script's exit handlers.
@@ -176,9 +172,6 @@ def _leave_process_group(rank_process: int) -> None:
 
     Otherwise the interpreter ends with gloo's threads alive, which aborts the process in one run of two where a DDP
     model lives at the script's top level (seen with torch 2.13): the run would fail after it had succeeded.
-
-    Args:
-        rank_process: The id of the process that is the rank; nothing is done in another, such as one that it forks.
     """
     distributed = sys.modules.get("torch.distributed")
     if os.getpid() != rank_process or distributed is None or not distributed.is_available():

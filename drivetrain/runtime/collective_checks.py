@@ -29,16 +29,6 @@ def verify_operation(
 
     Called before every collective and every wait in debug mode. The processes meet at their store and not in a
     collective, so that none is stuck where another calls something else.
-
-    Args:
-        operation: The collective's name.
-        data: The structure that it is given.
-        state: This process among its peers.
-        ignore: In what tensors may differ: in their first dimension, or in all of them.
-
-    Raises:
-        CollectiveError: On every process, naming the ranks that differ from the others, that have ended, or that
-            did not come within the time-out of the process group.
     """
     if state.call_comparison is not None:
         described = "" if data is None else _outline(data, ignore)
@@ -46,14 +36,7 @@ def verify_operation(
 
 
 class CallComparison:
-    """Compares the calls of all processes, one after the other.
-
-    Args:
-        store: What the processes meet at.
-        rank: Rank of this process.
-        world_size: How many there are.
-        timeout: How long to wait for a process that does not come.
-    """
+    """Compares the calls of all processes, one after the other."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
         self._store = store
@@ -63,16 +46,7 @@ class CallComparison:
         self._number = 0
 
     def compare(self, call: str, line: str) -> None:
-        """Publish this process's call and read those of all others.
-
-        Args:
-            call: What is called on what.
-            line: The line that calls it.
-
-        Raises:
-            CollectiveError: Where the calls differ, on every process; or where a process does not come, on those
-                that wait for it.
-        """
+        """Publish this process's call and read those of all others."""
         self._number += 1
         try:
             self._store.set(self._key(self._rank), f"{call}\n{line}")
@@ -136,18 +110,7 @@ class CallComparison:
 def call_collective(
     operation: str, state: PartialState, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> None:
-    """Run a collective; where it fails, raise an error with the rank and the usual cause.
-
-    Args:
-        operation: The collective's name for the message.
-        state: This process among its peers.
-        function: The function of `torch.distributed`.
-        *args: Its arguments.
-        **kwargs: Its keyword arguments.
-
-    Raises:
-        CollectiveError: If it fails.
-    """
+    """Run a collective; where it fails, raise an error with the rank and the usual cause."""
     state.heartbeat.beat()
     try:
         function(*args, **kwargs)

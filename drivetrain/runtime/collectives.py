@@ -80,21 +80,7 @@ def gather(tensor: Any) -> Any:
 
 
 def gather_rows(data: Any, keep: int) -> Any:
-    """Concatenate the first `keep` rows of every process's tensors; `keep` may differ between processes.
-
-    Args:
-        data: A nested structure of tensors with at least `keep` rows each, with the same shapes on all
-            processes but for the number of rows. A tensor without dimensions counts as one row of its own,
-            whatever `keep` is.
-        keep: How many rows of this process's tensors are real, from 0.
-
-    Returns:
-        The structure with exactly the real rows of all processes, in the order of the ranks.
-
-    Raises:
-        DataError: If the structure holds something that is not a tensor.
-        CollectiveError: If on any process a tensor has fewer rows than `keep`. Every process raises it.
-    """
+    """Concatenate the first `keep` rows of every process's tensors; `keep` may differ between processes."""
     state = PartialState()
     rows: list[int] = []
 
@@ -147,13 +133,7 @@ def gather_object(object: Any) -> list[Any]:
 
 
 def cannot_be_sent(operation: str, state: PartialState, error: Exception) -> DataError:
-    """The error for an object that other processes cannot be given.
-
-    Args:
-        operation: What was to send it.
-        state: This process.
-        error: What pickle raised.
-    """
+    """The error for an object that other processes cannot be given."""
     return DataError(
         f"{operation} on rank {state.process_index}: what it was given cannot be sent to other processes: "
         f"{error}. Give tensors, numbers, strings and containers of them, or objects whose class is defined at "
@@ -399,9 +379,6 @@ class BlockGather:
     one of its own, so that it waits for those that are behind and not for what takes as long everywhere.
 
     Make it on all processes at once, and end it with `finish` or `abandon`.
-
-    Args:
-        state: This process among its peers.
     """
 
     def __init__(self, state: PartialState) -> None:
@@ -421,14 +398,7 @@ class BlockGather:
             self._receiver.start()
 
     def add(self, block: Any) -> None:
-        """Give a block of this process.
-
-        Args:
-            block: What can be pickled, in host memory; it must not change afterwards.
-
-        Raises:
-            DataError: It cannot be pickled.
-        """
+        """Give a block of this process."""
         if not self._state.use_distributed or self._state.is_main_process:
             self._blocks.append(block)
             self._turns.release()
@@ -441,15 +411,7 @@ class BlockGather:
         self._send(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def finish(self) -> list[Any]:
-        """Wait until all have come.
-
-        Returns:
-            The blocks of all processes on the main process, nothing on the others.
-
-        Raises:
-            CollectiveError: A process is gone.
-            DataError: A block cannot be read on the main process.
-        """
+        """Wait until all have come."""
         if not self._state.use_distributed:
             return self._blocks
         if self._receiver is None:

@@ -436,12 +436,7 @@ register_device(_XLA)
 
 
 def get_device_kind(name: str) -> DeviceKind:
-    """Look a kind up by name, such as `"cuda"`, and make sure that this machine has one.
-
-    Raises:
-        ConfigurationError: No kind has this name.
-        DeviceNotAvailableError: This machine has no such device.
-    """
+    """Look a kind up by name, such as `"cuda"`, and make sure that this machine has one."""
     base = name.split(":", 1)[0].lower()
     kind = _KINDS.get(base)
     if kind is None:
@@ -458,16 +453,7 @@ def get_device_kind(name: str) -> DeviceKind:
 
 
 def get_device(name: str) -> tuple[DeviceKind, int | None]:
-    """Look up a kind, and the number of a device of it, by a name such as `"cuda"` or `"cuda:1"`.
-
-    Returns:
-        The kind and the number; None for the number if the name has none, or if processes do not choose among devices
-        of the kind: on the CPU, and where one process drives all of them.
-
-    Raises:
-        ConfigurationError: No kind has this name, or it has no device of this number.
-        DeviceNotAvailableError: This machine has no such device.
-    """
+    """Look up a kind, and the number of a device of it, by a name such as `"cuda"` or `"cuda:1"`."""
     kind, (_, _, number) = get_device_kind(name), name.partition(":")
     if not number:
         return kind, None

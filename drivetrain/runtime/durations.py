@@ -171,16 +171,7 @@ class Duration:
 
 
 def clock_time(value: Any, name: str, otherwise: str = "") -> timedelta | None:
-    """Read a duration that has to be one of the clock.
-
-    Args:
-        value: What `Duration.of` takes.
-        name: The argument's name, for errors.
-        otherwise: What takes durations of other units, for errors.
-
-    Raises:
-        ConfigurationError: It is none, or one in another unit.
-    """
+    """Read a duration that has to be one of the clock."""
     duration = Duration.of(value, name)
     if duration is None:
         return None
@@ -193,15 +184,7 @@ def clock_time(value: Any, name: str, otherwise: str = "") -> timedelta | None:
 
 
 def interval_of(value: Any, name: str) -> int | Duration:
-    """Read how often something happens: every so many steps, or a duration; one of steps as their number.
-
-    Args:
-        value: A number, which is returned as it is, or what `Duration.of` takes.
-        name: The argument's name, for errors.
-
-    Raises:
-        ConfigurationError: It is neither, or a duration of nothing.
-    """
+    """Read how often something happens: every so many steps, or a duration; one of steps as their number."""
     if isinstance(value, int):
         return value
     duration = Duration.of(value, name)
@@ -214,17 +197,7 @@ def interval_of(value: Any, name: str) -> int | Duration:
 
 
 def count_of(value: Any, name: str, unit: Unit, otherwise: str = "") -> Any:
-    """Read a number of one unit, which may be written as a duration.
-
-    Args:
-        value: What was given; what is neither a duration nor its text is returned as it is, for its own check.
-        name: The argument's name, for errors.
-        unit: The unit.
-        otherwise: What takes durations of other units, for errors.
-
-    Raises:
-        ConfigurationError: It is a duration in another unit.
-    """
+    """Read a number of one unit, which may be written as a duration."""
     if not isinstance(value, Duration) and not (isinstance(value, str) and value.strip()[:1].isdigit()):
         return value
     duration = Duration.of(value, name)

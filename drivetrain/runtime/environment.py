@@ -20,15 +20,6 @@ _SEPARATOR = re.compile(r",(?![^\[]*\])")
 def expand_hosts(hosts: str) -> list[str]:
     """Names of all hosts in a compressed list.
 
-    Args:
-        hosts: As SLURM writes it, such as `"node[003-005,9],other"` or `"rack[1-2]n[01-02]-ib"`.
-
-    Returns:
-        The names, in the order of the list.
-
-    Raises:
-        ConfigurationError: The list cannot be read.
-
     Example:
         ```python
         from drivetrain.runtime.environment import expand_hosts

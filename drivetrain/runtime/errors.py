@@ -90,11 +90,7 @@ class LaunchError(DrivetrainError, RuntimeError):
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Join the first eight names, and how many more there are.
-
-    Args:
-        names: The names.
-    """
+    """Join the first eight names, and how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
@@ -163,10 +159,6 @@ def short_tracebacks(error: BaseException, trace: TracebackType | None) -> Itera
     """Leave drivetrain's inner frames out of an exception, and of those that led to it, while the body runs.
 
     User code's frames stay. An exception that is no `DrivetrainError`, nor led to one, keeps all frames.
-
-    Args:
-        error: The exception.
-        trace: Its traceback, or the part of it that is shown.
     """
     links = list(_links(error))
     before = [link.__traceback__ for link in links]
@@ -244,14 +236,7 @@ class UnknownArgumentError(ConfigurationError, TypeError):
 
 
 def known_keywords(function: F) -> F:
-    """Let a function refuse keyword arguments that it does not take, with the nearest one that it takes.
-
-    Args:
-        function: The function. One that takes any keyword argument is returned as it is.
-
-    Returns:
-        A function that raises `UnknownArgumentError` in place of Python's own `TypeError`.
-    """
+    """Let a function refuse keyword arguments that it does not take, with the nearest one that it takes."""
     parameters = inspect.signature(function).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return function
@@ -268,13 +253,7 @@ def known_keywords(function: F) -> F:
 
 
 def unknown_argument(function: str, unknown: str, taken: Collection[str]) -> UnknownArgumentError:
-    """Return the error for a keyword argument that a function does not take.
-
-    Args:
-        function: What the message calls the function.
-        unknown: The argument.
-        taken: The arguments that the function takes.
-    """
+    """Return the error for a keyword argument that a function does not take."""
     guess = nearest(unknown, taken)
     known = "" if guess else f" It takes {', '.join(name for name in taken if name != 'self')}."
     return UnknownArgumentError(f"{function}() takes no argument {unknown!r}.{guess}{known}")
@@ -315,16 +294,7 @@ class DrivetrainDeprecationWarning(FutureWarning):
 
 
 def deprecated(*, since: str, removed_in: str, use: str | None = None) -> Callable[[F], F]:
-    """Mark a function, method or class that will be removed: a call warns.
-
-    Args:
-        since: The first version that warns.
-        removed_in: The version without it.
-        use: What to use instead; None where there is nothing.
-
-    Returns:
-        The decorator. A class stays a class: its constructor warns, and that of its subclasses.
-    """
+    """Mark a function, method or class that will be removed: a call warns."""
     until = _until(since, removed_in)
 
     def mark(target: F) -> F:
@@ -340,17 +310,7 @@ def deprecated(*, since: str, removed_in: str, use: str | None = None) -> Callab
 def warn_ignored(
     function: str, name: str, value: object, hint: str, *, since: str, removed_in: str, stacklevel: int = 4
 ) -> None:
-    """Warn the caller's caller of an argument that is taken and has no effect any more; do nothing if it is None.
-
-    Args:
-        function: The name of the function that takes the argument.
-        name: The argument.
-        value: What was given for it.
-        hint: What to do instead, as a sentence.
-        since: The first version in which it has no effect.
-        removed_in: The version that refuses it.
-        stacklevel: Frames from the warning up to the user's line.
-    """
+    """Warn the caller's caller of an argument that is taken and has no effect any more; do nothing if it is None."""
     if value is not None:
         _warn(f"{function}({name}={value!r}) has no effect {_until(since, removed_in)}. {hint}".rstrip(), stacklevel)
 

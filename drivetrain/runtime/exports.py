@@ -10,16 +10,7 @@ from typing import Any
 
 
 def load_export(name: str, exports: Mapping[str, str], namespace: dict[str, Any]) -> Any:
-    """Import what a package's `__getattr__` was asked for, and keep it there.
-
-    Args:
-        name: The name.
-        exports: The module that each public name is in.
-        namespace: The package's `globals()`.
-
-    Raises:
-        AttributeError: It is none of the public names.
-    """
+    """Import what a package's `__getattr__` was asked for, and keep it there."""
     if name not in exports:
         raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
     value = namespace[name] = getattr(importlib.import_module(exports[name]), name)

@@ -14,11 +14,7 @@ from drivetrain.runtime.errors import ConfigurationError
 
 
 def gather_with_gradients(tensor: Tensor) -> Tensor:
-    """Stack a tensor of all processes along a new first dimension; gradients flow back to each process's own.
-
-    Args:
-        tensor: Of the same shape on all processes.
-    """
+    """Stack a tensor of all processes along a new first dimension; gradients flow back to each process's own."""
     from torch.distributed.nn.functional import all_gather
 
     return torch.stack(all_gather(tensor))  # type: ignore[no-untyped-call]
@@ -55,13 +51,7 @@ class TorchGroup:
 
     @classmethod
     def init_group(cls, main_address: str | None = None, main_port: str | int | None = None, **kwargs: Any) -> None:
-        """Make the group of all processes.
-
-        Args:
-            main_address: The address of the first process; `MASTER_ADDR` if None.
-            main_port: Its port; `MASTER_PORT` if None.
-            **kwargs: For `torch.distributed.init_process_group`.
-        """
+        """Make the group of all processes."""
         before = dict(os.environ)
         wanted = {"MASTER_ADDR": main_address, "MASTER_PORT": main_port}
         given = {name: str(value) for name, value in wanted.items() if value is not None}
@@ -75,20 +65,12 @@ class TorchGroup:
 
     @classmethod
     def new_group(cls, **kwargs: Any) -> Any:
-        """Make a group of some processes; called by all.
-
-        Args:
-            **kwargs: For `torch.distributed.new_group`.
-        """
+        """Make a group of some processes; called by all."""
         return dist.new_group(**kwargs)
 
     @classmethod
     def destroy_group(cls, group: Any) -> None:
-        """End a group, on the processes that are in it.
-
-        Args:
-            group: The group.
-        """
+        """End a group, on the processes that are in it."""
         if group in dist.distributed_c10d._pg_map:
             dist.destroy_process_group(group)
 
@@ -104,11 +86,7 @@ class TorchGroup:
 
     @classmethod
     def is_member(cls, group: Any) -> bool:
-        """Whether this process is in a group.
-
-        Args:
-            group: The group.
-        """
+        """Whether this process is in a group."""
         return bool(group != dist.GroupMember.NON_GROUP_MEMBER)
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
@@ -165,12 +143,7 @@ class TorchGroup:
         dist.barrier(group=self.group, device_ids=device_ids)
 
     def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all processes of the group, and name those that do not come.
-
-        Args:
-            timeout: How long to wait.
-            wait_all_ranks: Whether to name all of them, not the first one alone.
-        """
+        """Wait for all processes of the group, and name those that do not come."""
         dist.monitored_barrier(group=self.group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 
     def all_gather_object(self, object_list: list[Any], obj: Any) -> list[Any]:
@@ -197,11 +170,7 @@ class TorchGroup:
 
     @classmethod
     def _convert_to_native_op(cls, op: Any) -> Any:
-        """The operation of a name.
-
-        Raises:
-            ConfigurationError: There is none of that name, or it is no name.
-        """
+        """The operation of a name."""
         if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
             return op
         if not isinstance(op, str):

@@ -28,12 +28,7 @@ _COUNTS_CPU_TIME, _COUNTS_BEATS_ONLY = 1, 2
 
 
 class Heartbeat:
-    """Counts what a rank gets done.
-
-    Args:
-        cells: Where to count: mapped memory, or a list where no launcher reads it.
-        watched: Whether a launcher reads it.
-    """
+    """Counts what a rank gets done."""
 
     __slots__ = ("_cells", "watched")
 
@@ -71,12 +66,7 @@ class Heartbeat:
         return counted
 
     def describe_waits(self, timeout: timedelta | None, *, spinning: bool) -> None:
-        """Record how this rank waits for others.
-
-        Args:
-            timeout: How long a collective may wait; None if it is not known.
-            spinning: Whether a wait for the device uses CPU time, so that CPU time is no sign of progress.
-        """
+        """Record how this rank waits for others."""
         self._cells[_TIMEOUT_MS] = int(timeout.total_seconds() * 1000) if timeout is not None else 0
         self._cells[_ATTACHED] = _COUNTS_BEATS_ONLY if spinning else _COUNTS_CPU_TIME
 
@@ -141,11 +131,7 @@ _LEFT_A_QUEUE = "_drivetrain_left_work_queue"
 
 
 def set_expendable(expendable: bool) -> None:
-    """Leave the mark, or take it away; does nothing where no launcher reads it.
-
-    Args:
-        expendable: Whether the others can do without this process from now on.
-    """
+    """Leave the mark, or take it away; does nothing where no launcher reads it."""
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if not error_file:
         return
@@ -157,11 +143,7 @@ def set_expendable(expendable: bool) -> None:
 
 
 def is_expendable(error_file: str) -> bool:
-    """Whether a process has left the mark.
-
-    Args:
-        error_file: Where it leaves its failure.
-    """
+    """Whether a process has left the mark."""
     return os.path.exists(_mark(error_file))
 
 

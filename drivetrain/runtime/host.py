@@ -18,9 +18,6 @@ def parse_bytes(size: int | str) -> int:
     """Bytes, from a number or from text such as `"5GB"` or `"5G"` (of 1000 MB) or `"500MiB"` (of 1024 KiB).
 
     The case of letters has no meaning, but for `"Gb"` and its like: these are bits.
-
-    Raises:
-        ConfigurationError: It is no size.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         return size
@@ -90,9 +87,6 @@ def started_since_boot(pid: int | str = "self") -> float | None:
     """Return when a process was started, in seconds since the machine was; None if that is not known.
 
     Unlike a time of day it stays the same when the clock is set.
-
-    Args:
-        pid: The number of the process; this one if it is `"self"`.
     """
     found = _read(f"/proc/{pid}/stat")
     return int(found.rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK") if found else None
@@ -104,12 +98,7 @@ def boot_id() -> str:
 
 
 def is_alive(pid: int, started: float) -> bool:
-    """Return whether the process with a number is the one that was started then, and has not ended.
-
-    Args:
-        pid: The number.
-        started: What `started_since_boot` returned in it; or its start in seconds since 1970, as psutil has it.
-    """
+    """Return whether the process with a number is the one that was started then, and has not ended."""
     import psutil
 
     try:
@@ -145,10 +134,6 @@ def _read(path: str) -> bytes:
 
 
 def cores_of_process(processes_here: int = 1) -> int:
-    """The processor's cores for each process of this machine.
-
-    Args:
-        processes_here: Processes of the run on this machine.
-    """
+    """The processor's cores for each process of this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // processes_here)

@@ -72,18 +72,7 @@ class RankLogger(_Adapter):
         in_order: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Log a message on the main process, or on all of them.
-
-        Args:
-            level: The level's number.
-            msg: The message, with `%` placeholders for `args`.
-            *args: The values for the placeholders.
-            main_process_only: Log on the main process only; with False on every process, with the rank in
-                front.
-            in_order: Log on every process, one after the other by rank. All processes must make this call:
-                they wait for each other between the lines. Without a process group the order is not kept.
-            **kwargs: As for `logging.Logger.log`.
-        """
+        """Log a message on the main process, or on all of them."""
         if not in_order and not self.isEnabledFor(level):
             return
         rank, world_size = rank_and_world_size()

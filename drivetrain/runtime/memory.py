@@ -60,20 +60,7 @@ class Attempt(NamedTuple):
 
 
 def attempt_together(call: Callable[[], Any], what: str, patience: float, releases: bool = True) -> Attempt:
-    """Make a call that may lack memory; call it on all processes. Memory that lacks on one has lacked on all.
-
-    Args:
-        call: What to call.
-        what: Its name, for messages.
-        patience: Seconds that a process without memory waits for the others to end the same attempt.
-        releases: Whether memory that nothing holds any more is released before.
-
-    Returns:
-        What came of it.
-
-    Raises:
-        CollectiveError: Another process has failed, or waits for this one, which has no memory.
-    """
+    """Make a call that may lack memory; call it on all processes. Memory that lacks on one has lacked on all."""
     if releases:
         _release()
     shared = SharedAttempt.begin(what, patience)
@@ -213,12 +200,7 @@ class MemoryUse(NamedTuple):
 
     @classmethod
     def read(cls, kind: DeviceKind, device: torch.device) -> MemoryUse:
-        """Read what this process takes.
-
-        Args:
-            kind: The kind of the device.
-            device: The device that counts beside the host.
-        """
+        """Read what this process takes."""
         host = resident_bytes()
         current, peak, reserved = kind.memory_use(device) or (host, max(host, _host_peak()), 0)
         return cls(current, peak, reserved, host)
@@ -237,10 +219,6 @@ def _host_peak() -> int:
 class MemoryHistory:
     """The allocations of a device, as torch records them where it can (CUDA), to be written when memory runs out.
 
-    Args:
-        device: The device.
-        max_entries: How many allocations are kept.
-
     Attributes:
         is_recording: Whether they are being recorded.
     """
@@ -257,11 +235,7 @@ class MemoryHistory:
             self.is_recording = True
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write what was recorded; its directory is made.
-
-        Args:
-            path: The file.
-        """
+        """Write what was recorded; its directory is made."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._functions._dump_snapshot(os.fspath(path))
 
@@ -284,11 +258,6 @@ class HostBlocks:
 
     A copy is queued behind what computes its source, so the source may be overwritten afterwards. What is on its way
     is in pinned memory; it is bounded, and what is handed out is not pinned.
-
-    Args:
-        state: This process and its device.
-        most_items: Results of a block.
-        most_bytes: Bytes of a block's tensors, from which on it is full.
     """
 
     def __init__(self, state: PartialState, most_items: int = MOST_ITEMS, most_bytes: int = MOST_BYTES) -> None:
@@ -299,15 +268,7 @@ class HostBlocks:
         self._bytes = 0
 
     def add(self, item: Any, cut: Callable[[Any], Any] | None = None) -> list[Any]:
-        """Take a nested structure of tensors.
-
-        Args:
-            item: The structure. Tensors that are in host memory stay the same ones.
-            cut: What is done to it in host memory, where a cut is no graph that has to be compiled.
-
-        Returns:
-            The items of the block that it completes, on the CPU; none where the block is not full yet.
-        """
+        """Take a nested structure of tensors."""
         own: set[torch.device] = set()
 
         def measure(leaf: Tensor) -> Tensor:
@@ -337,13 +298,7 @@ class HostBlocks:
 
 
 def parameter_size(layer: torch.nn.Module, name: str, whole: int) -> tuple[int, int]:
-    """Elements of a layer's parameter before it was quantised, and the bytes that it takes with its scales.
-
-    Args:
-        layer: The layer.
-        name: The parameter's name in it.
-        whole: Elements of the parameter as it is stored, of which this process may hold a part.
-    """
+    """Elements of a layer's parameter before it was quantised, and the bytes that it takes with its scales."""
     # Not by item, for which ZeRO-3 gathers the parameter if a forward was broken off, though only one process counts.
     parameter: Any = layer._parameters.get(name)
     stored = whole * int(parameter.element_size())

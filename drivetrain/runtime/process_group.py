@@ -31,19 +31,6 @@ def init_process_group(
 
     Tensors of the kind go through its backend; CPU tensors always have gloo beside it, so that
     gathering Python objects never waits for the device.
-
-    Args:
-        environment: This process among its peers.
-        kind: The kind of device whose tensors are exchanged.
-        backend: Overrides the kind's backend.
-        timeout: How long a collective may wait for a peer; 30 minutes if None.
-        device: The device to bind the group to, for backends that want one.
-
-    Returns:
-        The backend's name, and the store that the processes met at.
-
-    Raises:
-        LaunchError: The other processes were not there in time.
     """
     chosen = backend or kind.backend
     spec = chosen if chosen == "gloo" or ":" in chosen or kind.name == "cpu" else f"cpu:gloo,{kind.name}:{chosen}"
@@ -103,12 +90,7 @@ def destroy_process_group() -> None:
 
 
 def leave_process_group(store: Store, patience: timedelta) -> None:
-    """Leave the process group at exit, waiting for the peers a short while only: they may be dead or busy.
-
-    Args:
-        store: The store that the processes met at, which outlives any collective that hangs.
-        patience: How long to wait.
-    """
+    """Leave the process group at exit, waiting for the peers a short while only: they may be dead or busy."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     gc.collect()

@@ -78,28 +78,12 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
     Each argument goes through SplitMix64's finaliser in turn (Steele, Lea and Flood, "Fast splittable
     pseudorandom number generators", OOPSLA 2014). For one seed and epoch, different indices below 2**64 have
     different seeds.
-
-    Args:
-        seed: The run's seed.
-        epoch: The epoch, from 0.
-        index: The sample's index in the dataset, from 0.
-
-    Returns:
-        An integer from 0 to 2**64 - 1.
     """
     return sample_seeds(seed, epoch)(index)
 
 
 def sample_seeds(seed: int, epoch: int) -> Callable[[int], int]:
-    """`sample_seed` for the samples of an epoch, in a third of the time.
-
-    Args:
-        seed: The run's seed.
-        epoch: The epoch, from 0.
-
-    Returns:
-        What takes a sample's index and returns its seed.
-    """
+    """`sample_seed` for the samples of an epoch, in a third of the time."""
     base = _mixed((_mixed(seed) + epoch) & _MASK)
     return lambda index: _mixed((base + index) & _MASK)
 
@@ -117,9 +101,6 @@ def seed_all_generators(seed: int) -> None:
 
     Meant to be called for every sample. NumPy gets the upper and torch the lower 32 bits: both run the same
     Mersenne Twister, which keeps 32 bits of a seed, and one seed would give both the same stream.
-
-    Args:
-        seed: From 0 to 2**64 - 1, as from `sample_seed`.
     """
     for each in GENERATORS.values():
         each.seed(seed)
@@ -161,12 +142,7 @@ GENERATORS = {
 
 
 def drawn_since(seed: int, names: Iterable[str]) -> list[str]:
-    """Find the generators that were drawn from, or seeded otherwise, since they were seeded: by what they give next.
-
-    Args:
-        seed: What they were seeded with.
-        names: Which of `GENERATORS`. They are not as they were afterwards.
-    """
+    """Find the generators that were drawn from, or seeded otherwise, since they were seeded: by what they give next."""
     drawn = []
     for name in names:
         generator = GENERATORS[name]
@@ -182,9 +158,6 @@ def own_generator(name: str) -> torch.Generator:
 
     It is seeded by the state of torch's global generator, which stays as it is, and belongs to the random state of
     this process until another of the name is made.
-
-    Args:
-        name: What it is for, under which its state is kept.
     """
     state = torch.default_generator.get_state().numpy().tobytes()
     seed = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little")
@@ -222,11 +195,7 @@ class RandomState:
 
     @classmethod
     def capture(cls, devices: bool = True) -> RandomState:
-        """Take the state of all generators.
-
-        Args:
-            devices: Take also those of devices, which may wait for the device.
-        """
+        """Take the state of all generators."""
         states: dict[str, Tensor] = {}
         own: dict[str, Tensor] = {}
         if devices:
@@ -272,11 +241,7 @@ class RandomState:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> RandomState:
-        """Make a state from what `state_dict` returned; lists of numbers do in place of tensors.
-
-        Raises:
-            CheckpointError: If a part is missing.
-        """
+        """Make a state from what `state_dict` returned; lists of numbers do in place of tensors."""
         try:
             python, numpy = state["python"], state["numpy"]
             return cls(
@@ -312,11 +277,7 @@ class KeptGenerators:
         self._states = {name: each.get_state() for name, each in GENERATORS.items()}
 
     def changed(self, names: Iterable[str] | None = None) -> list[str]:
-        """Return the names of those that have drawn, or were seeded, since their states were noted.
-
-        Args:
-            names: Which of `GENERATORS` to compare; all of them if None.
-        """
+        """Return the names of those that have drawn, or were seeded, since their states were noted."""
         return [
             name
             for name in (GENERATORS if names is None else names)
@@ -351,9 +312,6 @@ def isolated_random_state(devices: bool = False) -> Iterator[None]:
     """Run the body and then put the global generators back to where they were.
 
     Most of its time goes into NumPy's state, which is copied twice: do it once for a batch, not for each sample.
-
-    Args:
-        devices: Put those of devices back too, which may wait for the device.
     """
     state = RandomState.capture(devices=devices)
     try:

@@ -20,10 +20,6 @@ def all_arrive(name: str, patience: timedelta) -> bool:
 
     No collective is used: it may be called where peers are gone or busy elsewhere. All that call it get the same
     answer, unless the process that holds the store is gone.
-
-    Args:
-        name: The place; each may be asked about once.
-        patience: How long to wait for the others.
     """
     state = PartialState()
     if not state.use_distributed:
@@ -46,13 +42,7 @@ def all_arrive(name: str, patience: timedelta) -> bool:
 
 
 def exchange_if_all_arrive(name: str, own: str, patience: timedelta) -> list[str] | None:
-    """A text of every process, in the order of their ranks; None where not all arrive, as for `all_arrive`.
-
-    Args:
-        name: The place; each may be asked about once.
-        own: This process's text.
-        patience: How long to wait for the others.
-    """
+    """A text of every process, in the order of their ranks; None where not all arrive, as for `all_arrive`."""
     state = PartialState()
     if not state.use_distributed:
         return [own]
@@ -80,14 +70,7 @@ _KEPT = 2  # attempts whose outcomes stay in the store
 
 
 class SharedAttempt:
-    """One attempt of a call that every process makes.
-
-    Args:
-        state: This process among its peers.
-        what: The name of what is called, for messages.
-        patience: Seconds that a process without memory waits for the others to end their attempt, and any process for
-            others to begin it.
-    """
+    """One attempt of a call that every process makes."""
 
     def __init__(self, state: PartialState, what: str, patience: float) -> None:
         self._store: Store = state.store or group_store()
@@ -111,14 +94,7 @@ class SharedAttempt:
         self._write(f"{_FAILED}{type(error).__name__}: {error}")
 
     def all_had_memory(self, *, here: bool) -> bool:
-        """Wait for the others; whether memory was enough on all processes.
-
-        Args:
-            here: Whether it was on this one.
-
-        Raises:
-            CollectiveError: Another process has failed, or does not end its attempt: it waits for this one.
-        """
+        """Wait for the others; whether memory was enough on all processes."""
         self._write(_DONE if here else _NO_MEMORY)
         begin, pause = time.monotonic(), _SHORTEST
         while True:

@@ -32,9 +32,6 @@ def visible(text: str) -> str:
 
     Names in files that somebody else wrote could else move the cursor, set the clipboard, or turn the direction of what
     follows.
-
-    Args:
-        text: The text.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -42,11 +39,7 @@ def visible(text: str) -> str:
 
 
 def without_credentials(text: str) -> str:
-    """Return a text with `<hidden>` in the place of passwords, keys and tokens in the URLs that it holds.
-
-    Args:
-        text: The text.
-    """
+    """Return a text with `<hidden>` in the place of passwords, keys and tokens in the URLs that it holds."""
     if "://" not in text:
         return text
     text = _USER_INFO.sub(lambda found: f"{found['before']}{found['user'] or ''}{HIDDEN}@", text)
@@ -54,11 +47,7 @@ def without_credentials(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Return a text as it may be written for people: without credentials and without control characters.
-
-    Args:
-        text: The text.
-    """
+    """Return a text as it may be written for people: without credentials and without control characters."""
     return visible(without_credentials(text))
 
 
@@ -72,11 +61,6 @@ def print_text(text: str, end: str = "\n", file: TextIO | None = None) -> None:
 
     A text is lost if there is nowhere to write it to: a closed pipe or terminal, a full disk, no standard output. What
     the output's encoding has no characters for is spelled out.
-
-    Args:
-        text: The text.
-        end: What stands after it.
-        file: Where to; the standard output if None.
     """
     stream = sys.stdout if file is None else file
     if stream is None:  # as in a process without a console
@@ -99,15 +83,7 @@ def print_text(text: str, end: str = "\n", file: TextIO | None = None) -> None:
 def print_all(
     *args: object, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool = False
 ) -> None:
-    """Print as the built-in `print` does, and raise nothing if the text cannot be written.
-
-    Args:
-        *args: What to print.
-        sep: What stands between them.
-        end: What stands after them.
-        file: Where to; the standard output if None.
-        flush: Taken as `print` takes it: the text is always written at once.
-    """
+    """Print as the built-in `print` does, and raise nothing if the text cannot be written."""
     print_text((" " if sep is None else sep).join(map(str, args)), "\n" if end is None else end, file)
 
 
@@ -134,11 +110,7 @@ def _descriptor(stream: TextIO) -> int | None:
 
 
 class Lenient:
-    """A stream that loses what cannot be written instead of raising, for packages that write by themselves.
-
-    Args:
-        stream: The stream; everything but writing is asked of it.
-    """
+    """A stream that loses what cannot be written instead of raising, for packages that write by themselves."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -345,15 +345,7 @@ class TimeSpent:
         cores: int,
         callbacks: Mapping[str, float] | None = None,
     ) -> TimeSpent:
-        """What a `Timing` has measured.
-
-        Args:
-            timing: The timing.
-            samples: See the attribute, as the following.
-            workers: The loader's.
-            cores: Of the processor.
-            callbacks: By name, where something else has measured each; all together if None.
-        """
+        """What a `Timing` has measured."""
         seconds = timing.seconds
         named = {"callbacks, which profiler='simple' names": seconds["callbacks"]} if callbacks is None else callbacks
         return cls(

@@ -33,12 +33,7 @@ def why_absent() -> str:
 
 
 def import_torch_xla() -> Any:
-    """The package `torch_xla`, for the torch that is installed.
-
-    Raises:
-        DeviceNotAvailableError: It is not installed.
-        ConfigurationError: It was built for another version of torch.
-    """
+    """The package `torch_xla`, for the torch that is installed."""
     try:
         found = metadata.version("torch_xla")
     except metadata.PackageNotFoundError:
@@ -50,15 +45,7 @@ def import_torch_xla() -> Any:
 
 
 def check_pair(torch_version: str, xla_version: str) -> None:
-    """Refuse a torch_xla that was built for another torch: importing it would end in missing symbols.
-
-    Args:
-        torch_version: As `torch.__version__`.
-        xla_version: That of torch_xla.
-
-    Raises:
-        ConfigurationError: Their minor versions differ.
-    """
+    """Refuse a torch_xla that was built for another torch: importing it would end in missing symbols."""
     ours, theirs = _minor(torch_version), _minor(xla_version)
     if ours != theirs:
         raise ConfigurationError(
@@ -75,14 +62,7 @@ def is_started() -> bool:
 
 
 def start(spmd: bool) -> None:
-    """Start this process's XLA runtime; nothing where it runs like this already.
-
-    Args:
-        spmd: Let one virtual device stand for all devices of this process, over which tensors are sharded.
-
-    Raises:
-        ConfigurationError: The runtime runs the other way already, or a backward has run on the CPU before.
-    """
+    """Start this process's XLA runtime; nothing where it runs like this already."""
     import_torch_xla()
     runtime = importlib.import_module("torch_xla.runtime")
     if is_started() and bool(runtime.is_spmd()) != spmd:
@@ -140,11 +120,7 @@ def has_process_per_device() -> bool:
 
 
 def sync(wait: bool = False) -> None:
-    """Compile and run what has been recorded since the last call; the host does not wait for results.
-
-    Args:
-        wait: Wait for them.
-    """
+    """Compile and run what has been recorded since the last call; the host does not wait for results."""
     import_torch_xla().sync(wait=wait)
 
 
@@ -181,25 +157,13 @@ def memory_info() -> dict[str, Any]:
 
 
 def serve_profiles(port: int) -> Any:
-    """Let TensorBoard capture profiles of this process.
-
-    Args:
-        port: Where.
-
-    Returns:
-        The server, which runs as long as it is kept.
-    """
+    """Let TensorBoard capture profiles of this process."""
     import_torch_xla()
     return importlib.import_module("torch_xla.debug.profiler").start_server(port)
 
 
 def trace(name: str, is_step: bool = False) -> AbstractContextManager[Any]:
-    """A context whose body has a name in captured profiles.
-
-    Args:
-        name: The name.
-        is_step: Whether the body is a step.
-    """
+    """A context whose body has a name in captured profiles."""
     profiler = importlib.import_module("torch_xla.debug.profiler")
     context: AbstractContextManager[Any] = (profiler.StepTrace if is_step else profiler.Trace)(name)
     return context

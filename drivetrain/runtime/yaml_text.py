@@ -13,28 +13,12 @@ def load_yaml(text: str) -> Any:
 
     PyYAML shares what an alias repeats. A file of a kilobyte may load quickly and then hang the code that walks through
     its 10^9 values, or through one that holds itself.
-
-    Args:
-        text: The document.
-
-    Returns:
-        Its values.
-
-    Raises:
-        yaml.YAMLError: The text is no YAML, is nested too deeply, or stands for more than `MOST_VALUES` values.
     """
     return _read(text, lambda loader, node: loader.construct_document(node))
 
 
 def check_yaml(text: str) -> None:
-    """Raise if a YAML document is one that `load_yaml` refuses for its anchors or its depth.
-
-    Args:
-        text: The document.
-
-    Raises:
-        yaml.YAMLError: The text is no YAML, is nested too deeply, or stands for more than `MOST_VALUES` values.
-    """
+    """Raise if a YAML document is one that `load_yaml` refuses for its anchors or its depth."""
     _read(text, lambda loader, node: None)
 
 

@@ -31,18 +31,7 @@ if TYPE_CHECKING:
 
 
 def move_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """Bring a model onto a device, whose parameters stay those that its optimizers hold.
-
-    Args:
-        model: The model.
-        device: The device.
-
-    Returns:
-        The model.
-
-    Raises:
-        ConfigurationError: Something else holds on to a parameter's memory.
-    """
+    """Bring a model onto a device, whose parameters stay those that its optimizers hold."""
     probe = nn.ParameterList([nn.Parameter(torch.empty(0))])
     before = probe[0]
     return model.to(device) if probe.to(device)[0] is before else move_in_place(model, device)
@@ -56,17 +45,6 @@ def move_in_place(
     On XLA, and on devices of other backends (PrivateUse1), `Module.to` makes new parameters, which optimizers that
     were built before do not hold, and unties tied ones. Here the same objects become tensors on the device, wherever
     they are held.
-
-    Args:
-        model: The model, changed in place.
-        device: The device.
-        placed: Called with the name of each parameter, and with it once it is there.
-
-    Returns:
-        The model.
-
-    Raises:
-        ConfigurationError: Something else holds on to a parameter's memory.
     """
     for name, parameter in model.named_parameters():
         if not _is_on(parameter, device):
@@ -84,16 +62,7 @@ def move_in_place(
 
 
 def refuse_left_behind(before: Mapping[str, nn.Parameter], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers over parameters that are the model's no longer, once it has been placed.
-
-    Args:
-        before: The model's parameters as they were, by name.
-        model: The placed model.
-        optimizers: Its optimizers.
-
-    Raises:
-        ConfigurationError: Names the first such parameter.
-    """
+    """Refuse optimizers over parameters that are the model's no longer, once it has been placed."""
     now = {id(parameter) for parameter in model.parameters()}
     gone = {id(parameter): name for name, parameter in before.items() if id(parameter) not in now}
     for optimizer in optimizers if gone else ():
@@ -135,21 +104,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Topology:
-    """Which share of the data and of the model is this process's, and which processes' results count.
-
-    Args:
-        environment: This process among its peers.
-        kind: The kind of device that it computes on.
-        device: Where its tensors live.
-        data_shard: Which slice of the data it loads: not its rank where several processes share a batch.
-        data_ranks: For each data shard, in their order, the rank whose rows stand for it; None where every rank does.
-        value_ranks: The ranks whose logged values together are those of the global batch, each counted once; None
-            where all are.
-        averaging_processes: Over how many processes gradients are averaged; the data shards if None.
-        stage_group: The processes that compute parts of one forward, as the stages of a pipeline do; None where each
-            process computes all of it.
-        loss_rank: The rank in that group that computes losses.
-    """
+    """Which share of the data and of the model is this process's, and which processes' results count."""
 
     environment: ProcessEnvironment
     kind: DeviceKind
@@ -163,24 +118,14 @@ class Topology:
 
     @classmethod
     def data_parallel(cls, state: PartialState) -> Topology:
-        """Every process loads a shard of the data of its own and computes the whole model.
-
-        Args:
-            state: This process, its device and its peers.
-        """
+        """Every process loads a shard of the data of its own and computes the whole model."""
         count = state.environment.world_size
         shard = DataShard(state.environment.rank, count)
         return cls(state.environment, state.kind, state.device, shard, averaging_processes=count)
 
     @classmethod
     def in_grid(cls, state: PartialState, place: MeshPlace, stage_group: dist.ProcessGroup | None = None) -> Topology:
-        """Processes that share batches, sequences or the layers of a model.
-
-        Args:
-            state: This process, its device and its peers.
-            place: This process's place in the grid.
-            stage_group: The processes of its pipeline, if there is one.
-        """
+        """Processes that share batches, sequences or the layers of a model."""
         return cls(
             state.environment,
             state.kind,
@@ -225,13 +170,7 @@ class Topology:
         return index, len(self.value_ranks)
 
     def select(self, per_rank: Sequence[Value], rows: bool = False) -> list[Value]:
-        """Those of the values of all processes that count, in the order of the data.
-
-        Args:
-            per_rank: A value of each process, in the order of the ranks.
-            rows: Whether they are rows of the data, which processes that share a sequence hold copies of, rather than
-                values computed from each process's part of it.
-        """
+        """Those of the values of all processes that count, in the order of the data."""
         ranks = self.data_ranks if rows else self.value_ranks
         return list(per_rank) if ranks is None else [per_rank[rank] for rank in ranks]
 
@@ -272,11 +211,7 @@ class Gradients:
         _refuse_old_names(cls, {"sync": "no_sync(model)", "held": "are_held(model)", "scale_held": "scale"})
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context whose backwards do not reduce gradients over processes, as within an accumulation window.
-
-        Args:
-            model: What `prepare` returned.
-        """
+        """Return a context whose backwards do not reduce gradients over processes, as within an accumulation window."""
         return nullcontext()
 
     def are_held(self, model: nn.Module) -> bool:
@@ -290,33 +225,14 @@ class Gradients:
         """Raise where this process's backward has left out gradients that its peers wait for.
 
         Nothing is exchanged, so it may precede a collective that those peers would not meet.
-
-        Args:
-            model: What `prepare` returned.
-
-        Raises:
-            ConfigurationError: Names the rank and the parameters.
         """
 
     def zero_loss(self, task: nn.Module) -> torch.Tensor:
-        """A loss with gradients of zero, for a batch that a task leaves out while its peers wait for gradients.
-
-        Raises:
-            ConfigurationError: No batch can be left out here.
-        """
+        """A loss with gradients of zero, for a batch that a task leaves out while its peers wait for gradients."""
         return zero_loss_of(task.parameters())
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale gradients down to a total norm of at most `max_norm`, over all shards.
-
-        Args:
-            parameters: The parameters whose gradients they are.
-            max_norm: The largest norm allowed.
-            norm_type: The p of the p-norm.
-
-        Returns:
-            The total norm before clipping, a scalar tensor on the device.
-        """
+        """Scale gradients down to a total norm of at most `max_norm`, over all shards."""
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
@@ -324,32 +240,14 @@ class Gradients:
         nn.utils.clip_grad_value_(parameters, value)
 
     def scale(self, model: nn.Module, parameters: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
-        """Multiply the gradients of a window, also those that are held until the window ends.
-
-        Args:
-            model: What `prepare` returned.
-            parameters: The parameters whose `.grad` is scaled, each once.
-            factor: A number or a scalar tensor, the same on all processes.
-        """
+        """Multiply the gradients of a window, also those that are held until the window ends."""
         scale_tensors([local_part(each.grad) for each in parameters if each.grad is not None], factor)
 
     def reduce(self, model: nn.Module) -> None:
-        """Average the gradients of a step over processes where `repeats_steps`; call it on all, each with its own.
-
-        Args:
-            model: What `prepare` returned, whose gradients were computed by the module in it.
-        """
+        """Average the gradients of a step over processes where `repeats_steps`; call it on all, each with its own."""
 
     def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """Take parameters that are trained from now on, and were frozen when the model was placed.
-
-        Args:
-            model: What `prepare` returned.
-            parameters: The parameters, or this process's shards of them.
-
-        Raises:
-            ConfigurationError: What is trained is settled when the model is placed.
-        """
+        """Take parameters that are trained from now on, and were frozen when the model was placed."""
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
         """Complete what backwards have left to do, before the gradients of a window are unscaled, clipped or stepped.
@@ -359,24 +257,11 @@ class Gradients:
         """
 
     def leaves(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that a backward leaves the gradients of some parameters in, for a backward to these alone.
-
-        Args:
-            model: What `prepare` returned.
-            parameters: The parameters, or this process's shards of them.
-
-        Raises:
-            ConfigurationError: A backward cannot be limited to some parameters.
-        """
+        """The tensors that a backward leaves the gradients of some parameters in, for a backward to these alone."""
         return list(parameters)
 
     def prepare_backward(self, model: nn.Module, loss: torch.Tensor) -> None:
-        """Get ready for a backward that a task runs by itself, during its training step.
-
-        Args:
-            model: What `prepare` returned.
-            loss: The loss that it goes back from.
-        """
+        """Get ready for a backward that a task runs by itself, during its training step."""
 
 
 def scale_tensors(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
@@ -388,11 +273,7 @@ def scale_tensors(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float)
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Average the gradients of all parameters that any process has one of; call it on all processes.
-
-    Args:
-        parameters: The same ones on all processes.
-    """
+    """Average the gradients of all parameters that any process has one of; call it on all processes."""
     if not (parameters and PartialState().use_distributed):
         return
     here = torch.tensor([float(each.grad is not None) for each in parameters], device=parameters[0].device)
@@ -410,25 +291,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_several_losses(reason: str) -> NoReturn:
-    """Raise where a backward cannot be limited to some parameters.
-
-    Args:
-        reason: Why, as a sentence.
-
-    Raises:
-        ConfigurationError: Always.
-    """
+    """Raise where a backward cannot be limited to some parameters."""
     raise ConfigurationError(
         f'training_step returned a loss for each optimizer. {reason} Return one loss, or use strategy="ddp" or "fsdp".',
     )
 
 
 def refuse_left_out_batch(task: nn.Module, rank: int) -> NoReturn:
-    """Raise where a task leaves out a batch, but its peers' backward gathers over all processes.
-
-    Raises:
-        ConfigurationError: Always.
-    """
+    """Raise where a task leaves out a batch, but its peers' backward gathers over all processes."""
     raise ConfigurationError(
         f"{type(task).__name__}.training_step returned None on rank {rank}. With a sharded model every process must "
         "run as many forwards and backwards. Return a loss that counts for nothing instead, such as loss * 0, or leave "
@@ -437,11 +307,7 @@ def refuse_left_out_batch(task: nn.Module, rank: int) -> NoReturn:
 
 
 def zero_loss_of(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """A loss of zero that depends on all of these that are trained.
-
-    Args:
-        parameters: The parameters.
-    """
+    """A loss of zero that depends on all of these that are trained."""
     parts = [parameter.reshape(-1)[:1].sum() for parameter in parameters if parameter.requires_grad]
     parts = [part.real if part.is_complex() else part for part in parts]
     return torch.stack(parts).nan_to_num(0.0, 0.0, 0.0).sum() * 0.0
@@ -455,15 +321,7 @@ IMPLEMENTATION = ("fused", "foreach")
 
 
 def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return `{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`.
-
-    Args:
-        model: The bare model, whose names are used.
-        optimizer: An optimizer over some of its parameters.
-
-    Raises:
-        CheckpointError: The optimizer holds a parameter that the model does not.
-    """
+    """Return `{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in (*held, *optimizer.state):
@@ -478,11 +336,7 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
 
 
 def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load what `named_optimizer_state` returned, in whatever order the parameters are now.
-
-    Raises:
-        CheckpointError: The groups hold other parameters than the saved ones; both are listed.
-    """
+    """Load what `named_optimizer_state` returned, in whatever order the parameters are now."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     current = optimizer.state_dict()
     here = [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
@@ -532,16 +386,7 @@ def _differ_in_strides(one: Tensor, other: Tensor) -> bool:
 
 
 def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner: str = "The optimizer") -> None:
-    """Compare the parameters of each group with those that were saved.
-
-    Args:
-        here: Their names, by group.
-        saved: What `named_optimizer_state` returned.
-        owner: What has the groups, for the message.
-
-    Raises:
-        CheckpointError: They are others; both are listed.
-    """
+    """Compare the parameters of each group with those that were saved."""
     there = [list(group["params"]) for group in saved["param_groups"]]
     if [sorted(group) for group in here] == [sorted(group) for group in there]:
         return
@@ -554,14 +399,7 @@ def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner:
 
 
 def class_chosen(item: Any) -> str | None:
-    """The name of the class that a user chose for an optimizer or a scheduler.
-
-    Args:
-        item: What a strategy steps, which may hold the user's own as `.optimizer`.
-
-    Returns:
-        The name; None where a backend has chosen it, from a configuration that names none.
-    """
+    """The name of the class that a user chose for an optimizer or a scheduler."""
     while (package := type(item).__module__.partition(".")[0]) == "deepspeed" and hasattr(item, "optimizer"):
         item = item.optimizer
     return None if package in ("deepspeed", "drivetrain") else type(item).__name__
@@ -574,12 +412,7 @@ StateDict = dict[str, Any]
 
 
 class ModelState:
-    """The state of models that each process holds whole.
-
-    Args:
-        topology: This process's place.
-        unwrap: Returns the user's own module inside what `prepare` returned.
-    """
+    """The state of models that each process holds whole."""
 
     def __init__(self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module]) -> None:
         self.topology = topology
@@ -602,21 +435,11 @@ class ModelState:
         restore_optimizer_state(self.unwrap(model), optimizer, state)
 
     def optimizer_targets(self, model: nn.Module, saved: StateDict) -> StateDict:
-        """Return tensors that a saved optimizer state is read into; implemented where a process can read its shards.
-
-        Args:
-            model: What `prepare` returned.
-            saved: What `optimizer` returned under any strategy, its tensors on the meta device.
-        """
+        """Return tensors that a saved optimizer state is read into; implemented where a process can read its shards."""
         raise NotImplementedError
 
     def full(self, model: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor]:
-        """Return all parameters and buffers, whole and on the CPU, on rank 0, and an empty dict elsewhere.
-
-        Args:
-            model: What `prepare` returned.
-            everywhere: Return them on every process if each holds the model whole.
-        """
+        """Return all parameters and buffers, whole and on the CPU, on rank 0, and an empty dict elsewhere."""
         if self.topology.rank != 0 and not (everywhere and self.holds_whole):
             return {}
         state = self.unwrap(model).state_dict()
@@ -632,12 +455,6 @@ class ModelState:
         """The parameters by name, or this process's shards of them: what is written to them is what the model computes.
 
         What was gathered for a forward is freed, so that the next one sees what was written.
-
-        Args:
-            model: What `prepare` returned.
-
-        Raises:
-            ConfigurationError: The strategy keeps weights elsewhere, so that these are copies.
         """
         return dict(self.unwrap(model).named_parameters())
 
@@ -656,10 +473,6 @@ def with_buffers_of_rank_0(model: nn.Module, state: StateDict) -> StateDict:
 
     Buffers such as running means differ between processes until the next forward sends rank 0's to all, and a
     checkpoint may take each tensor from another process.
-
-    Args:
-        model: The bare model.
-        state: Its state, which is changed.
     """
     for name, _ in model.named_buffers():
         if name in state:
@@ -687,13 +500,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a loop was asked for that a strategy may refuse, or that its own configuration may give too.
-
-    Args:
-        precision: The number formats.
-        gradient_accumulation_steps: Micro-batches of a step.
-        gradient_clipping: The norm that gradients are clipped to; None where the loop takes no such argument.
-    """
+    """What a loop was asked for that a strategy may refuse, or that its own configuration may give too."""
 
     precision: Precision
     gradient_accumulation_steps: Given
@@ -994,11 +801,7 @@ class BatchPlacement:
     fills_evaluation: bool = False
 
     def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """What a loader calls with each batch.
-
-        Args:
-            place: Puts a batch on the device, as the user or the loop wants it.
-        """
+        """What a loader calls with each batch."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -1007,10 +810,5 @@ class BatchPlacement:
 
 
 def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractContextManager[Any]:
-    """Return the context without gradients that an evaluation runs in.
-
-    Args:
-        strategy: The strategy, which may not allow inference mode.
-        inference_mode: Whether inference mode was asked for.
-    """
+    """Return the context without gradients that an evaluation runs in."""
     return torch.inference_mode() if inference_mode and strategy.allows_inference_mode else torch.no_grad()

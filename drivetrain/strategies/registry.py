@@ -44,11 +44,6 @@ class Spawned(Single, StartsProcesses):
 
     In the process of the Trainer itself nothing is computed: the weights stay as they were given, until a verb has
     ended and those of its first process come back.
-
-    Args:
-        name: The name under which it is asked for, such as `"ddp_spawn"`.
-        within: Makes the strategy of the processes.
-        start_method: `"spawn"` for new interpreters, or `"fork"`.
     """
 
     def __init__(self, name: str, within: Callable[[], Strategy], start_method: str) -> None:
@@ -57,11 +52,7 @@ class Spawned(Single, StartsProcesses):
         self.num_processes, self.kind = 0, ""
 
     def setup(self, state: PartialState) -> None:
-        """Take this process's place, which only a Trainer gives it.
-
-        Raises:
-            ConfigurationError: There is no Trainer, whose verbs could run in other processes.
-        """
+        """Take this process's place, which only a Trainer gives it."""
         if not self.num_processes:
             raise ConfigurationError(
                 f"strategy={self.name!r} runs each verb of a Trainer in processes of its own, and an Accelerator has "
@@ -130,14 +121,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def strategy_class(name: str) -> Any:
-    """Import the class of a strategy that is only imported when it is asked for.
-
-    Args:
-        name: `"fsdp"`, `"deepspeed"`, `"xla"`, `"xla_fsdp"` or `"megatron"`.
-
-    Raises:
-        ConfigurationError: This installation was made without it.
-    """
+    """Import the class of a strategy that is only imported when it is asked for."""
     module, _, attribute = _CLASSES[name].partition(":")
     if find_spec(module) is None:
         raise ConfigurationError(
@@ -247,12 +231,7 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
 
 
 def grid_rank(strategy: Strategy, dimension: str) -> int:
-    """This process's index along one dimension of a grid of processes; without a grid all are replicas.
-
-    Args:
-        strategy: What places its models.
-        dimension: `"dp_replicate"`, `"dp_shard"`, `"cp"`, `"tp"` or `"pp"`.
-    """
+    """This process's index along one dimension of a grid of processes; without a grid all are replicas."""
     place = getattr(strategy, "place_in_mesh", None)
     if place is None:
         return strategy.topology.data_shard.index if dimension == "dp_replicate" else 0

@@ -20,18 +20,7 @@ _ALLOWED = (
 
 
 def units_of(model: nn.Module, wrap: Any, option: str = "wrap") -> list[nn.Module]:
-    """The modules inside a model that become units of their own, innermost first.
-
-    Args:
-        model: The model; what no unit takes belongs to the model itself.
-        wrap: `"auto"` (the model's own `_no_split_modules`, else the blocks that repeat in a `ModuleList`), a class or
-            a class's name or several, a number of parameters from which on a module is a unit, a function of a
-            module that returns whether it is one, or None for the whole model as one.
-        option: What the user calls it, for errors.
-
-    Raises:
-        ConfigurationError: Nothing in the model matches; the classes that it has are listed.
-    """
+    """The modules inside a model that become units of their own, innermost first."""
     chosen = _chosen(model, wrap, option)
     wanted = {id(module) for module in chosen if any(True for _ in module.parameters())}
     return [module for module in _innermost_first(model) if id(module) in wanted and has_forward(module)]
@@ -156,10 +145,6 @@ def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[
     """Leave out the units that share a parameter with what is outside of them.
 
     A parameter can be gathered by one unit alone, so one that is used in two belongs to the unit around both.
-
-    Args:
-        model: The model.
-        units: Its units, innermost first.
     """
     left = list(units)
     while True:

@@ -273,14 +273,7 @@ class Tracker(ABC):
 
 
 def write_values(tracker: Tracker, values: Mapping[str, Any], step: int | None, **options: Any) -> None:
-    """Let a tracker write values of one step, through its own `log_metrics` where it has one.
-
-    Args:
-        tracker: The tracker.
-        values: Names and values.
-        step: The optimizer step that they belong to.
-        **options: For the tracker's own `log`.
-    """
+    """Let a tracker write values of one step, through its own `log_metrics` where it has one."""
     if options or type(tracker).log_metrics is Tracker.log_metrics:
         tracker.log(values, step, **options)
     else:
@@ -288,12 +281,7 @@ def write_values(tracker: Tracker, values: Mapping[str, Any], step: int | None, 
 
 
 def write_hyper_parameters(tracker: Tracker, values: Mapping[str, Any]) -> None:
-    """Let a tracker write hyper-parameters, through its own `log_hyperparams` where it has one.
-
-    Args:
-        tracker: The tracker.
-        values: Names and values.
-    """
+    """Let a tracker write hyper-parameters, through its own `log_hyperparams` where it has one."""
     if type(tracker).log_hyperparams is Tracker.log_hyperparams:
         tracker.store_init_configuration(values)
     else:
@@ -301,11 +289,7 @@ def write_hyper_parameters(tracker: Tracker, values: Mapping[str, Any]) -> None:
 
 
 def hyperparameters_of(params: Any) -> dict[str, Any]:
-    """Return hyper-parameters given as mapping, dataclass or namespace as a dict.
-
-    Raises:
-        ConfigurationError: If they are anything else.
-    """
+    """Return hyper-parameters given as mapping, dataclass or namespace as a dict."""
     if params is None:
         return {}
     if isinstance(params, Mapping):
@@ -321,12 +305,7 @@ def hyperparameters_of(params: Any) -> dict[str, Any]:
 
 
 def plain(value: Any, keep: bool = False) -> Any:
-    """Return a value as what YAML and JSON can hold; what has no such form becomes its text.
-
-    Args:
-        value: The value.
-        keep: Leave what has no such form as it is.
-    """
+    """Return a value as what YAML and JSON can hold; what has no such form becomes its text."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
@@ -462,11 +441,7 @@ _CHANNELS = (1, 3, 4)
 
 
 def as_images(values: Mapping[str, Any]) -> dict[str, list[NDArray[Any]]]:
-    """Return images of every form as lists of byte arrays of shape (H, W, 1), (H, W, 3) or (H, W, 4), by name.
-
-    Raises:
-        ConfigurationError: One has another shape.
-    """
+    """Return images of every form as lists of byte arrays of shape (H, W, 1), (H, W, 3) or (H, W, 4), by name."""
     return {
         name: [image for each in _several(value) for image in _images(name, each)] for name, value in values.items()
     }
@@ -512,12 +487,7 @@ def as_array(value: Any) -> NDArray[Any]:
 
 
 def as_rows(columns: Sequence[str] | None, data: Any) -> tuple[list[str], list[list[Any]]]:
-    """Return a table as the names of its columns and its rows.
-
-    Args:
-        columns: The names; the first row of `data` if None, or a DataFrame's own.
-        data: Rows, or a pandas DataFrame.
-    """
+    """Return a table as the names of its columns and its rows."""
     if hasattr(data, "columns") and hasattr(data, "values"):
         names = data.columns if columns is None else columns
         return [str(name) for name in names], [list(row) for row in data.values.tolist()]
@@ -532,9 +502,6 @@ def as_rows(columns: Sequence[str] | None, data: Any) -> tuple[list[str], list[l
 
 class Losses:
     """Counts the values that one tracker could not write, by cause.
-
-    Args:
-        owner: The tracker, for messages.
 
     Attributes:
         owner: The tracker, for messages.
@@ -560,13 +527,7 @@ class Losses:
             self._given += values
 
     def count_lost(self, values: int, error: BaseException | str, advice: str = "") -> None:
-        """Count values that were lost, and warn of a cause that is new.
-
-        Args:
-            values: How many.
-            error: Why.
-            advice: What follows from it, for the warning.
-        """
+        """Count values that were lost, and warn of a cause that is new."""
         cause = self.secrets.in_text(error if isinstance(error, str) else first_line(error))
         kind = re.sub(r"0x[0-9a-f]+|\d+", "#", cause)
         with self._lock:

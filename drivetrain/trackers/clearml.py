@@ -300,11 +300,7 @@ def _wait_for_source(task: Task) -> None:
 
 
 def _check_server() -> None:
-    """Raise where ClearML has no credentials or no connection.
-
-    Raises:
-        TrackerError: The message names which, and what to do.
-    """
+    """Raise where ClearML has no credentials or no connection."""
     from clearml.backend_api import Session
     from clearml.config import config_obj
 

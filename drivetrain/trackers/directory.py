@@ -30,11 +30,6 @@ class RunDirectory:
 
     A number is taken by making its directory, so that runs that start at the same moment never share one. One that
     stays empty is removed again.
-
-    Args:
-        save_dir: The directory of all runs; the current one if it is a URL, since trackers write local files.
-        name: The name of the experiment; None or an empty name leaves this level out.
-        version: A number, or a text that is used as it is. An existing one is continued.
     """
 
     def __init__(self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None = None) -> None:
@@ -74,18 +69,7 @@ class RunDirectory:
         return self.root / (version if isinstance(version, str) else f"version_{version}")
 
     def resume(self, version: Any) -> bool:
-        """Continue the directory of a run to resume, unless another version was asked for, or it is gone.
-
-        Args:
-            version: The version of that run, as a checkpoint holds it: nothing is taken that is not the name of a
-                directory of runs.
-
-        Returns:
-            Whether this run writes there now.
-
-        Raises:
-            CheckpointError: It is no version.
-        """
+        """Continue the directory of a run to resume, unless another version was asked for, or it is gone."""
         if self.is_given:
             return bool(self._version == version)
         is_number = type(version) is int and version >= 0
@@ -237,11 +221,7 @@ class DirectoryTracker(Tracker):
         self._resume_from(state)
 
     def _checked(self, state: Mapping[str, Any], key: str, kind: type) -> Any:
-        """One entry of a checkpoint's state.
-
-        Raises:
-            CheckpointError: It is missing or of another type.
-        """
+        """One entry of a checkpoint's state."""
         value = state.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise CheckpointError(

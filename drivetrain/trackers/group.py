@@ -44,13 +44,7 @@ Item = tuple[Call, int]
 
 
 class CallQueue:
-    """A bounded queue of calls and the thread that makes them; the thread lives while there is anything to do.
-
-    Args:
-        name: The name of the thread.
-        run: Makes one call, given with the number of values that it writes; it must not raise.
-        limit: How many calls may wait.
-    """
+    """A bounded queue of calls and the thread that makes them; the thread lives while there is anything to do."""
 
     def __init__(self, name: str, run: Callable[[Call, int], None], limit: int) -> None:
         self._name, self._run, self._limit = name, run, limit
@@ -71,16 +65,7 @@ class CallQueue:
         return threading.current_thread() is self._thread
 
     def put(self, call: Call, values: int = 1, *, always: bool = False) -> bool:
-        """Let the thread make a call after those before it; returns at once.
-
-        Args:
-            call: The call.
-            values: How many values it writes.
-            always: Take it even where the queue is full.
-
-        Returns:
-            Whether there was room.
-        """
+        """Let the thread make a call after those before it; returns at once."""
         with self._changed:
             if self._pending >= self._limit and not always:
                 return False
@@ -164,11 +149,7 @@ class Absent:
 
 
 class AbsentTracker(Tracker):
-    """Takes the place of a tracker on processes that do not call it, and in a trial run.
-
-    Args:
-        name: The name of that tracker.
-    """
+    """Takes the place of a tracker on processes that do not call it, and in a trial run."""
 
     def __init__(self, name: str = "absent") -> None:
         self.name = name  # type: ignore[misc]

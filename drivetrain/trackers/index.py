@@ -28,15 +28,7 @@ except ImportError:  # Windows
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike[str], seconds: float) -> Iterator[None]:
-    """Hold the lock of a file, which other processes and other threads wait for.
-
-    Args:
-        path: The file; it is made, and stays.
-        seconds: How long to wait.
-
-    Raises:
-        TimeoutError: Another run held it all the time.
-    """
+    """Hold the lock of a file, which other processes and other threads wait for."""
     deadline = time.monotonic() + seconds
     with open(path, "a", encoding="utf-8") as file:
         while not _takes(file):
@@ -87,11 +79,6 @@ def record_run(save_dir: str | os.PathLike[str], place: str | os.PathLike[str], 
     """Put a line for this run at the top of `<save_dir>/drivetrain_logs/index`; a problem becomes a warning.
 
     Several runs may do so at once.
-
-    Args:
-        save_dir: The directory of all runs.
-        place: The run's directory or file, which is shown relative to the index; or its address.
-        secrets: What the command must not show, beside what has the name of a secret.
     """
     directory = Path(save_dir, DIRECTORY)
     shown = os.fspath(place)
@@ -127,11 +114,7 @@ class ListedRun:
 
 
 def read_runs(save_dir: str | os.PathLike[str]) -> list[ListedRun]:
-    """The runs that `<save_dir>/drivetrain_logs/index` lists, newest first, each once.
-
-    Args:
-        save_dir: The directory of all runs.
-    """
+    """The runs that `<save_dir>/drivetrain_logs/index` lists, newest first, each once."""
     directory = Path(save_dir, DIRECTORY)
     path = directory / NAME
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

@@ -28,9 +28,6 @@ class Secrets:
 
     A name such as `api_key`, `hf_token`, `password` or `clientSecret` makes a text secret, whatever it is. The values
     of environment variables with such names are known, and so are those that are given.
-
-    Args:
-        values: Further values that are secret, such as the key that a tracker was given.
     """
 
     def __init__(self, values: Iterable[str] = ()) -> None:

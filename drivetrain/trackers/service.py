@@ -27,13 +27,7 @@ CONNECT_SECONDS = 10.0
 
 
 def refuse_missing(owner: str, package: str, extra: str) -> PackageMissingError:
-    """The error for a package that is not installed.
-
-    Args:
-        owner: The tracker.
-        package: The package.
-        extra: The extra of drivetrain that installs it.
-    """
+    """The error for a package that is not installed."""
     return PackageMissingError(
         f"{owner} needs {package}, which is not installed. Install it with `pip install 'drivetrain[{extra}]'`, or use "
         "CSVLogger instead."
@@ -41,16 +35,7 @@ def refuse_missing(owner: str, package: str, extra: str) -> PackageMissingError:
 
 
 def check_reachable(owner: str, url: str, advice: str) -> None:
-    """Raise where the server of a tracker cannot be connected to; packages themselves try for minutes.
-
-    Args:
-        owner: The tracker.
-        url: The address of its server.
-        advice: What to do.
-
-    Raises:
-        TrackerError: There is no connection.
-    """
+    """Raise where the server of a tracker cannot be connected to; packages themselves try for minutes."""
     if any(scheme in urllib.request.getproxies() for scheme in ("http", "https", "all")):
         return  # through which the package connects
     parsed = urllib.parse.urlsplit(url)
@@ -62,12 +47,7 @@ def check_reachable(owner: str, url: str, advice: str) -> None:
 
 
 def source_is_clean(owner: str, secrets: Iterable[str]) -> bool:
-    """Whether a tracker may record the script and its command line; warns where they hold a secret as it is.
-
-    Args:
-        owner: The tracker.
-        secrets: Values that it was given.
-    """
+    """Whether a tracker may record the script and its command line; warns where they hold a secret as it is."""
     script, text = script_path(), " ".join(sys.argv)
     try:
         text += "" if script is None else Path(script).read_text(encoding="utf-8", errors="replace")
@@ -88,12 +68,7 @@ def script_path() -> str | None:
 
 
 def flat_scalars(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, float], dict[str, str]]:
-    """Sort values into numbers and texts; nested ones become names with a `/`.
-
-    Args:
-        values: Names and values.
-        prefix: Put before each name.
-    """
+    """Sort values into numbers and texts; nested ones become names with a `/`."""
     numbers: dict[str, float] = {}
     texts: dict[str, str] = {}
     for key, value in values.items():
@@ -115,11 +90,6 @@ class PackageRun(Tracker):
     """One run of a package's, called on the thread of a `PackageLogger`.
 
     A subclass opens the package's run in `open` and leaves it in `_run`; `close` ends it.
-
-    Args:
-        owner: The tracker, for messages.
-        save_dir: The directory of all runs, in whose index this one is listed.
-        run_id: The run to continue.
 
     Attributes:
         run_id: The ID of the run, once it is known.

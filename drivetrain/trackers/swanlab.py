@@ -111,11 +111,7 @@ class _SwanLabRun(PackageRun):
         return str(self._run.dir) if self._run.mode != "online" else str(self._run.url)
 
     def _settings(self, swanlab: Any) -> Any:
-        """The settings of the run: those given, without the source where it holds a secret.
-
-        Raises:
-            TrackerError: There is no key, or no connection.
-        """
+        """The settings of the run: those given, without the source where it holds a secret."""
         from swanlab.sdk.internal.settings import create_settings
 
         settings = create_settings()

@@ -49,14 +49,7 @@ _REASONS = (
 
 
 def compile_plugin(given: bool | str | Mapping[str, Any]) -> TorchDynamoPlugin:
-    """Return what `Trainer(compile=)` asks the engine for.
-
-    Args:
-        given: The argument.
-
-    Raises:
-        ConfigurationError: It is something else, or an option does not exist.
-    """
+    """Return what `Trainer(compile=)` asks the engine for."""
     if isinstance(given, bool):
         return TorchDynamoPlugin("inductor", disable=not given)
     if given == "blocks":
@@ -80,9 +73,6 @@ def compilations_watched(trainer: Trainer) -> Iterator[None]:
     """Keep what is compiled in the body in the run's folder, and print a line about it at the end.
 
     Nothing is done where nothing is compiled.
-
-    Args:
-        trainer: The trainer.
     """
     if trainer.accelerator.preparation.compilation is None:
         yield
@@ -125,15 +115,7 @@ def _default_cache() -> str:
 
 
 def describe(records: Sequence[Any], breaks: Mapping[str, int]) -> str:
-    """What was compiled, in one line.
-
-    Args:
-        records: Torch's records of what it compiled: each with `is_forward`, `recompile_reason` and `duration_us`.
-        breaks: How often code could not be compiled in one piece, by torch's reason.
-
-    Returns:
-        The line; empty where nothing was compiled.
-    """
+    """What was compiled, in one line."""
     # Also of backwards, and of code in which there was nothing to compile.
     forwards = [each for each in records if getattr(each, "has_guarded_code", True) and each.is_forward is not False]
     if not forwards:
@@ -178,9 +160,6 @@ def uncompiled(model: Any) -> Any:
     """The task in what `torch.compile(task)` returns, whose forward and steps are compiled from then on.
 
     Logging stays outside of the compiled code.
-
-    Args:
-        model: A task, compiled or not; anything else is returned as it is.
     """
     compiler = sys.modules.get("torch._dynamo")  # takes seconds to import, and nothing is compiled without it
     if compiler is None or not isinstance(model, compiler.OptimizedModule) or not isinstance(model._orig_mod, Task):
@@ -197,20 +176,12 @@ def uncompiled(model: Any) -> Any:
 
 
 def is_compiled(task: Task) -> bool:
-    """Whether a task's forward and steps are compiled since it was taken out of what `torch.compile` had returned.
-
-    Args:
-        task: The task.
-    """
+    """Whether a task's forward and steps are compiled since it was taken out of what `torch.compile` had returned."""
     return _BEFORE in task.__dict__
 
 
 def leave_compiled(task: Task) -> None:
-    """Give a task its forward and its steps back as they were before it was compiled.
-
-    Args:
-        task: The task.
-    """
+    """Give a task its forward and its steps back as they were before it was compiled."""
     before = task.__dict__.pop(_BEFORE, {})
     for name in (*_STEPS, *_LOGGING):
         task.__dict__.pop(name, None)

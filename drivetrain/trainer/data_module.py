@@ -106,13 +106,7 @@ ENTRIES = (
 
 
 def for_hooks(engine: Mapping[str, Any], number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint as `on_save_checkpoint` and `on_load_checkpoint` see it.
-
-    Args:
-        engine: The engine's part of the shared state.
-        number: Which of its models is the task.
-        entries: The Trainer's entries.
-    """
+    """Return a checkpoint as `on_save_checkpoint` and `on_load_checkpoint` see it."""
     progress = entries.get("progress", {})
     state: dict[str, Any] = {"epoch": progress.get("epoch", 0), "global_step": progress.get("global_step", 0)}
     if number < len(engine["models"]):
@@ -122,13 +116,7 @@ def for_hooks(engine: Mapping[str, Any], number: int, entries: Mapping[str, Any]
 
 
 def take_back(state: dict[str, Any], engine: dict[str, Any], number: int) -> dict[str, Any]:
-    """Give the engine's part what hooks have left of it, and sort the rest into entries.
-
-    Args:
-        state: What `for_hooks` returned, changed by hooks.
-        engine: The engine's part of the shared state, which is changed.
-        number: Which of its models is the task.
-    """
+    """Give the engine's part what hooks have left of it, and sort the rest into entries."""
     if "state_dict" in state:
         engine["models"][number] = state["state_dict"]
     engine.update({place: state[name] for name, place in _ENGINE.items() if name in state})
@@ -138,12 +126,7 @@ def take_back(state: dict[str, Any], engine: dict[str, Any], number: int) -> dic
 
 
 def state_of(kind: type, entries: Mapping[str, Any]) -> Any:
-    """Return the state of a data module in a checkpoint; a `.ckpt` has it under the name of its class.
-
-    Args:
-        kind: The data module's class.
-        entries: The Trainer's entries.
-    """
+    """Return the state of a data module in a checkpoint; a `.ckpt` has it under the name of its class."""
     return entries.get("datamodule") or entries.get("hooks", {}).get(kind.__qualname__)
 
 

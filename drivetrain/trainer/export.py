@@ -228,9 +228,6 @@ class Exporting:
     """A context in which a task is in evaluation mode and holds no Trainer, which no exporter can read.
 
     Exporters ask for every attribute, so `task.trainer` must be something.
-
-    Args:
-        task: The task.
     """
 
     def __init__(self, task: Any) -> None:

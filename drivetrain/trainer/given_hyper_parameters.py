@@ -36,11 +36,7 @@ def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[No
 
 
 def given_hyper_parameters(owner: object) -> Mapping[str, Any] | None:
-    """The hyper-parameters that stand for the arguments of an object; None where there are none.
-
-    Args:
-        owner: The object under construction.
-    """
+    """The hyper-parameters that stand for the arguments of an object; None where there are none."""
     given = _given.get()
     return given[1] if given is not None and type(owner) is given[0] else None
 

@@ -40,11 +40,6 @@ class Hooks:
     """The overridden hooks of a run's callbacks and task, by name, each ready to call.
 
     Callbacks come before the task; see `find_late` for the one exception.
-
-    Args:
-        trainer: The trainer, first argument of every callback hook.
-        task: The task, second argument of every callback hook.
-        callbacks: The callbacks; the trainer's if None.
     """
 
     def __init__(self, trainer: Trainer, task: Task, callbacks: Sequence[Callback] | None = None) -> None:
@@ -66,10 +61,6 @@ class Hooks:
 
         It is handed to those that can take it where there are several loaders, and to those that cannot be called
         without it.
-
-        Args:
-            name: Of the hook.
-            dataloader_idx: The loader's number, None if there is only one.
         """
         key = name, dataloader_idx
         if key not in self._of_batches:
@@ -151,12 +142,7 @@ def _takes(hook: Hook, count: int) -> bool:
 
 
 def let_log(callback: Callback, task: Task | None) -> None:
-    """Give a callback a task's `log` and `log_dict` as its own, as `self.log`, unless it has such methods.
-
-    Args:
-        callback: The callback.
-        task: The task; None takes them away again.
-    """
+    """Give a callback a task's `log` and `log_dict` as its own, as `self.log`, unless it has such methods."""
     for name in ("log", "log_dict"):
         if task is None:
             callback.__dict__.pop(name, None)
@@ -181,15 +167,7 @@ def call_teardown_hooks(trainer: Trainer, task: Task, data: DataModule | None, s
 
 
 def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
-    """Call hooks, each whatever those before it raise, which is logged.
-
-    Args:
-        name: Their name.
-        hooks: Each without arguments.
-
-    Returns:
-        The errors.
-    """
+    """Call hooks, each whatever those before it raise, which is logged."""
     errors: list[BaseException] = []
     for hook in hooks:
         try:

@@ -42,15 +42,7 @@ class HyperParameters(dict[str, Any]):
 
 
 def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
-    """The arguments of the outermost `__init__` of `owner` that led to `frame`.
-
-    Args:
-        frame: A frame inside the constructor.
-        owner: The object under construction.
-
-    Returns:
-        Argument names and values, those of `**kwargs` among them.
-    """
+    """The arguments of the outermost `__init__` of `owner` that led to `frame`."""
     found: dict[str, Any] = {}
     for constructor in _constructor_frames(frame, owner):
         found.update(_arguments_in(constructor))
@@ -58,16 +50,7 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
 
 
 def outermost_arguments(frame: FrameType, owner: Any) -> dict[str, Any] | None:
-    """Return the arguments of the constructor that was called, if its class gives others to those of its bases.
-
-    Args:
-        frame: A frame inside the constructor.
-        owner: The object under construction.
-
-    Returns:
-        Argument names and values; None if only one constructor is running, or if it has got positional arguments
-        without names.
-    """
+    """Return the arguments of the constructor that was called, if its class gives others to those of its bases."""
     frames = list(_constructor_frames(frame, owner))
     _, varargs, _, values = inspect.getargvalues(frames[-1]) if frames else (None, None, None, {})
     if len(frames) < 2 or (varargs and values.get(varargs)):
@@ -104,14 +87,7 @@ def select_hyper_parameters(
     ignore: Sequence[str] | str | None,
     keeps_modules: bool = False,
 ) -> dict[str, Any]:
-    """What `save_hyperparameters(*names)` means.
-
-    Args:
-        names: Argument names, or one mapping, dataclass or namespace to take instead; all arguments if empty.
-        arguments: The constructor's arguments.
-        ignore: Names to leave out.
-        keeps_modules: Whether modules are among them; else they are left out, with a warning.
-    """
+    """What `save_hyperparameters(*names)` means."""
     left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())
     if len(names) == 1 and not isinstance(names[0], str):
         given = names[0]
@@ -151,12 +127,6 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The hyper-parameters in a YAML file, such as the `hparams.yaml` that a run leaves, or in a CSV file.
 
     A CSV file has a line for each, its name and its value, below a line of titles.
-
-    Args:
-        path: The file.
-
-    Raises:
-        CheckpointError: It is not there, or holds no mapping.
     """
     import yaml  # no run needs it
 
@@ -176,13 +146,7 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def arguments_for(kind: type, saved: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
-    """The arguments of a constructor that saved hyper-parameters give.
-
-    Args:
-        kind: The class.
-        saved: The hyper-parameters.
-        name: The argument that was saved as a whole, if one was; the class gets them under it.
-    """
+    """The arguments of a constructor that saved hyper-parameters give."""
     parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     takes_all = [each.name for each in parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
     if name is not None and name in parameters and name not in (*saved, *takes_all):
@@ -193,19 +157,7 @@ def arguments_for(kind: type, saved: Mapping[str, Any], name: str | None = None)
 def made_of(
     kind: type, saved: Mapping[str, Any], name: str | None, overrides: Mapping[str, Any], instantiate: bool = False
 ) -> Any:
-    """Build an object of a class from saved hyper-parameters.
-
-    Args:
-        kind: The class.
-        saved: The hyper-parameters.
-        name: The argument that was saved as a whole, if one was.
-        overrides: Arguments that win over the saved ones.
-        instantiate: Whether classes that the hyper-parameters name are imported and called.
-
-    Raises:
-        CheckpointError: The hyper-parameters name a class, and `instantiate` is False; or they are to be given to a
-            function that is none of drivetrain's.
-    """
+    """Build an object of a class from saved hyper-parameters."""
     instantiator = saved.get(INSTANTIATOR)
     if instantiator is None:
         taken = arguments_for(kind, overrides) if getattr(kind, "ignores_unknown_arguments", False) else overrides
@@ -230,11 +182,7 @@ _INSTANTIATORS = (
 
 
 def without_modules(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters without the modules among them, whose weights a checkpoint holds already.
-
-    Args:
-        values: Names and values.
-    """
+    """Hyper-parameters without the modules among them, whose weights a checkpoint holds already."""
     return {name: value for name, value in values.items() if not isinstance(value, nn.Module)}
 
 
@@ -254,13 +202,6 @@ def storable(values: Mapping[str, Any], keeps_objects: bool = False) -> dict[str
     """Return hyper-parameters as a checkpoint holds them: with their types, but without objects of classes.
 
     Enums become their names; dataclasses, namespaces, pydantic models and other mappings become dicts, with a warning.
-
-    Args:
-        values: Names and values.
-        keeps_objects: Whether objects stay as they are, to be pickled.
-
-    Raises:
-        CheckpointError: A value is an object of another class; its place and type are named.
     """
     changed: list[str] = []
     found: dict[str, Any] = _storable({**values}, "", changed, keeps_objects)
@@ -408,17 +349,7 @@ def build(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Build an object from the hyper-parameters that a checkpoint has of it.
-
-    Args:
-        kind: Its class.
-        driver: The Trainer's entries in the checkpoint.
-        entry: The name of the hyper-parameters among them.
-        hparams_file: A YAML or CSV file of hyper-parameters to take instead of the saved ones.
-        overrides: Arguments of the constructor that win over the saved ones. Where the constructor takes the saved ones
-            as one argument, those that are no arguments themselves are changed within it.
-        instantiate: Whether classes that the hyper-parameters name are imported and called.
-    """
+    """Build an object from the hyper-parameters that a checkpoint has of it."""
     saved = driver.get(entry, {}) if hparams_file is None else hyper_parameters_in(hparams_file)
     whole = driver.get(entry.replace("hyper_parameters", "hparams_name"), driver.get("hparams_name"))
     constructor = driver.get(entry.replace("hyper_parameters", "hparams_constructor"))

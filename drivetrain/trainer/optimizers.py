@@ -93,11 +93,7 @@ _KEYS = ("optimizer", "lr_scheduler", "monitor")
 
 
 def names_of(configured: Any) -> tuple[str, ...]:
-    """The names of the optimizers that `configure_optimizers` returned, in their order; none where it names none.
-
-    Raises:
-        ConfigurationError: A name cannot be, or a parameter has two of the optimizers.
-    """
+    """The names of the optimizers that `configure_optimizers` returned, in their order; none where it names none."""
     if not isinstance(configured, Mapping) or "optimizer" in configured or not configured:
         return ()
     kinds = [
@@ -127,17 +123,7 @@ def names_of(configured: Any) -> tuple[str, ...]:
 def parse_configured_optimizers(
     configured: Any, by_hand: bool = False, strict: bool = True
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Bring whatever `configure_optimizers` returned into one shape.
-
-    Args:
-        configured: What it returned.
-        by_hand: Whether the task steps its schedulers itself, and so needs to name no value to watch.
-        strict: Whether a key that no scheduler's dict has is an error; else a warning.
-
-    Raises:
-        ConfigurationError: It returned something else; the message lists what is allowed. Or a scheduler is that of
-            another optimizer.
-    """
+    """Bring whatever `configure_optimizers` returned into one shape."""
     optimizers, schedulers = _parse(configured, partial(_scheduler_config, by_hand=by_hand, strict=strict))
     for config in schedulers:
         if not by_hand and not callable(getattr(config.scheduler, "step", None)):
@@ -270,11 +256,7 @@ def _describe(value: Any) -> str:
 
 
 def begin_schedules(trainer: Trainer) -> None:
-    """Count from here on what schedulers follow that follow neither steps nor epochs; called when training starts.
-
-    Args:
-        trainer: The trainer.
-    """
+    """Count from here on what schedulers follow that follow neither steps nor epochs; called when training starts."""
     for config in trainer.lr_scheduler_configs:
         is_counted = isinstance(config.frequency, Duration)
         config.rhythm = StepInterval(trainer, config.frequency, "frequency of a scheduler") if is_counted else None  # type: ignore[arg-type]
@@ -291,12 +273,7 @@ def step_step_schedulers(trainer: Trainer) -> None:
 
 
 def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
-    """Step the schedulers that follow epochs.
-
-    Args:
-        trainer: The trainer.
-        plateau: Step those that watch a value, which is known only when validation is over; or the others.
-    """
+    """Step the schedulers that follow epochs."""
     if trainer.task is None or not trainer.task.automatic_optimization:
         return  # who optimizes by hand steps schedulers by hand
     epoch = trainer.current_epoch + 1
@@ -306,11 +283,7 @@ def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
 
 
 def end_epoch_of_schedulers(trainer: Trainer) -> None:
-    """Step the schedulers that follow epochs and watch no value; once an epoch, with its last batch.
-
-    Args:
-        trainer: The trainer.
-    """
+    """Step the schedulers that follow epochs and watch no value; once an epoch, with its last batch."""
     if trainer.progress.phase < Phase.SCHEDULED:
         trainer.progress.phase = Phase.SCHEDULED
         step_epoch_schedulers(trainer, plateau=False)

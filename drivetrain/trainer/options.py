@@ -21,11 +21,7 @@ ON_INTERRUPT = ("raise", "return")
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """How long, how much and how often a Trainer trains; see `Trainer` for each. All are checked here.
-
-    Raises:
-        ConfigurationError: An option cannot be; the message names what can.
-    """
+    """How long, how much and how often a Trainer trains; see `Trainer` for each. All are checked here."""
 
     max_epochs: int = 1000
     min_epochs: int | None = None
@@ -94,11 +90,7 @@ class TrainerOptions:
 
     @classmethod
     def from_arguments(cls, given: Mapping[str, Any]) -> TrainerOptions:
-        """The options that the Trainer's arguments mean.
-
-        Args:
-            given: The arguments by name, others among them.
-        """
+        """The options that the Trainer's arguments mean."""
         chosen = {each.name: given[each.name] for each in fields(cls) if given[each.name] is not None}
         chosen["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
         chosen["default_root_dir"] = os.path.expanduser(os.fspath(given["default_root_dir"] or Path.cwd()))
@@ -260,12 +252,6 @@ def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
     """Options with their durations read, each under the option that counts in its unit.
 
     `max_duration` keeps what no other option counts: samples and tokens.
-
-    Args:
-        given: Options by name.
-
-    Raises:
-        ConfigurationError: A text is no duration, or two options limit the same.
     """
     chosen = dict(given)
     if "max_time" in chosen:

@@ -73,14 +73,7 @@ class TaskRun:
     # before and after
 
     def attach(self, task: Task, data: DataModule | None, stage: Stage, loaders: Mapping[Stage, Any]) -> None:
-        """Take a task to run.
-
-        Args:
-            task: The task.
-            data: Its data module, if there is one.
-            stage: What it is for.
-            loaders: What was given for each kind of loader that may be needed; None for what a method makes.
-        """
+        """Take a task to run."""
         if not isinstance(task, Task):
             raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
         self.task, self.datamodule = task, data
@@ -95,12 +88,7 @@ class TaskRun:
         self.trainer.tracker_log.written.clear()
 
     def remember(self, task: Task | None, data: DataModule | None) -> None:
-        """Take what the last verb ran, which the next one runs again where it is given none.
-
-        Args:
-            task: The task.
-            data: Its data module, if there is one.
-        """
+        """Take what the last verb ran, which the next one runs again where it is given none."""
         self.task, self.datamodule = task, data
 
     def set_up(self, task: Task, stage: Stage) -> None:
@@ -124,11 +112,7 @@ class TaskRun:
 
     @contextmanager
     def with_callbacks(self, callbacks: Sequence[Callback]) -> Iterator[None]:
-        """Let what is built in the body call these callbacks and the task, and step no scheduler.
-
-        Args:
-            callbacks: In the place of the trainer's.
-        """
+        """Let what is built in the body call these callbacks and the task, and step no scheduler."""
         assert self.task is not None
         before = self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers
         self.hooks, self.steps_schedulers = Hooks(self.trainer, self.task, callbacks), False

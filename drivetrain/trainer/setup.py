@@ -300,14 +300,7 @@ def make_callbacks(
     options: TrainerOptions,
     trackers: Sequence[Tracker],
 ) -> list[Callback]:
-    """The callbacks given and the usual ones beside them; those that write checkpoints come last.
-
-    Args:
-        given: The callbacks.
-        arguments: The Trainer's arguments, which decide what is added.
-        options: The Trainer's options.
-        trackers: The trackers of its runs.
-    """
+    """The callbacks given and the usual ones beside them; those that write checkpoints come last."""
     quiet = options.is_quiet
     checkpointing = False if quiet else arguments["enable_checkpointing"]
     progress_bar = False if options.barebones else arguments["enable_progress_bar"]
@@ -389,12 +382,7 @@ class WithoutValues(TorchFunctionMode):
 
 @contextmanager
 def init_module(trainer: Trainer, empty_init: bool | None) -> Iterator[None]:
-    """Make modules in the body on the device and in the dtype of a run, or as its strategy makes them.
-
-    Args:
-        trainer: The trainer.
-        empty_init: Whether parameters stay without initial values.
-    """
+    """Make modules in the body on the device and in the dtype of a run, or as its strategy makes them."""
     strategy = trainer.strategy
     # The strategy comes last: one that shards has another device for parameters that it fills later.
     with (

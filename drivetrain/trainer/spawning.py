@@ -145,13 +145,7 @@ class Outcome:
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any, left: BaseException | None) -> Outcome:
-        """That of a Trainer that has run a verb.
-
-        Args:
-            trainer: The trainer.
-            result: What the verb returned.
-            left: What it raised.
-        """
+        """That of a Trainer that has run a verb."""
         assert trainer.task is not None
         return cls(
             _on_host(result),
@@ -172,12 +166,7 @@ class Outcome:
         )
 
     def hand_over(self, trainer: Trainer, task: Task) -> None:
-        """Let a Trainer that has started the processes be where theirs is.
-
-        Args:
-            trainer: The trainer.
-            task: Its task.
-        """
+        """Let a Trainer that has started the processes be where theirs is."""
         if self.weights.keys() - task.state_dict().keys():
             task.configure_model()
         task.load_state_dict(self.weights, strict=task.strict_loading)
@@ -204,23 +193,7 @@ class Outcome:
 
 
 def run_spawned(trainer: Trainer, stage: Stage, model: Task | None, given: dict[str, Any]) -> Any:
-    """Run a verb in new processes, and take over what it leaves in the first one.
-
-    Args:
-        trainer: The trainer.
-        stage: What the verb is for.
-        model: The task; that of the last verb if None.
-        given: The other arguments of the verb, by name.
-
-    Returns:
-        What it returned there.
-
-    Raises:
-        LaunchError: One of the processes failed; the message holds its traceback.
-        ConfigurationError: Something cannot be sent to them; the message names it.
-        SystemExit: As in a `fit` of this process.
-        KeyboardInterrupt: The same.
-    """
+    """Run a verb in new processes, and take over what it leaves in the first one."""
     stop_at_start_of_processes()
     spawning = trainer.spawning
     assert spawning is not None
@@ -280,11 +253,7 @@ def _verb(trainer: Trainer, stage: Stage, task: Task, is_given: bool, given: dic
 
 
 def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
-    """The verb as bytes.
-
-    Raises:
-        ConfigurationError: Something in it cannot be pickled.
-    """
+    """The verb as bytes."""
     has_script = ScriptMain.here() is not None
     try:
         return sent(verb, has_script)

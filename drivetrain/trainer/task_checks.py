@@ -119,16 +119,7 @@ def check_evaluation(task: Any, stage: Stage) -> Task:
 
 
 def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
-    """Refuse hooks that are no more, and warn of methods whose names are nearly those of hooks.
-
-    Args:
-        trainer: The trainer, whose callbacks are checked too.
-        task: The task.
-        data: The data module, if there is one.
-
-    Raises:
-        ConfigurationError: A hook that is never called is defined; the message names what replaces it.
-    """
+    """Refuse hooks that are no more, and warn of methods whose names are nearly those of hooks."""
     owners: list[tuple[Any, type]] = [(task, Task), *((callback, Callback) for callback in trainer.callbacks)]
     if data is not None:
         owners.append((data, DataModule))
@@ -173,12 +164,7 @@ def _warn_of_mistyped(owner: Any, base: type, name: str, defining: type) -> None
 
 
 def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
-    """Warn where there is validation data but nothing to do with it, or the other way round.
-
-    Args:
-        task: The task.
-        has_loader: Whether there is validation data.
-    """
+    """Warn where there is validation data but nothing to do with it, or the other way round."""
     name, has_step = type(task).__name__, is_overridden(task, Task, "validation_step")
     if has_loader and not has_step:
         logger.warning(
@@ -192,12 +178,7 @@ def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
 
 
 def warn_of_rare_logging(trainer: Trainer, steps: float) -> None:
-    """Warn where a run ends before trackers get any value of a step.
-
-    Args:
-        trainer: The trainer.
-        steps: Optimizer steps that the run takes; infinite where this is not known.
-    """
+    """Warn where a run ends before trackers get any value of a step."""
     every = trainer.log_every_n_steps
     if isinstance(every, Duration):
         return
@@ -233,10 +214,6 @@ def check_saved_states(trainer: Trainer) -> None:
     """Refuse states that no checkpoint can hold, before training and after its first step, not at the first save.
 
     `on_save_checkpoint` is not called for this: it may do more than add to the checkpoint.
-
-    Raises:
-        CheckpointError: The state of a callback, the data module, a module, a scheduler or a registered object holds
-            something else than plain values and tensors; its place and type are named.
     """
     saving = [each for each in trainer.callbacks if each.saves_checkpoints]
     if trainer.checkpoint_format.keeps_objects or all(getattr(each, "save_weights_only", False) for each in saving):
@@ -256,11 +233,7 @@ def check_saved_states(trainer: Trainer) -> None:
 
 
 def check_optimizer_states(trainer: Trainer) -> None:
-    """Refuse optimizers whose state no checkpoint can hold, after the first step rather than at the first save.
-
-    Raises:
-        CheckpointError: A state is a tensor of a class of its own, as torchao's optimizers in 8 bits keep it.
-    """
+    """Refuse optimizers whose state no checkpoint can hold, after the first step rather than at the first save."""
     for optimizer in trainer.optimizers if trainer.checkpoint_callbacks else ():
         bare = unwrap_optimizer(optimizer)
         states = bare.state.values() if isinstance(bare.state, Mapping) else ()  # Megatron's is none

@@ -73,13 +73,7 @@ COLUMNS = tuple(each.name for each in fields(Sample))
 
 
 class Lane:
-    """Writes the samples of one process.
-
-    Args:
-        folder: The run's folder.
-        rank: The process's rank.
-        about: What the process runs on, such as its host and its device.
-    """
+    """Writes the samples of one process."""
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, about: Mapping[str, str]) -> None:
         self._path = Path(folder, FOLDER, f"rank_{rank}.csv")
@@ -110,11 +104,7 @@ class Lane:
 
 
 def read_lanes(folder: str | os.PathLike[str]) -> dict[int, tuple[str, list[Sample]]]:
-    """What each rank runs on, and its samples in the order of time.
-
-    Args:
-        folder: The run's folder.
-    """
+    """What each rank runs on, and its samples in the order of time."""
     found: dict[int, tuple[str, list[Sample]]] = {}
     for path in Path(folder, FOLDER).glob("rank_*.csv"):
         match = re.fullmatch(r"rank_(\d+)\.csv", path.name)
@@ -254,12 +244,7 @@ def _words(name: str) -> list[str]:
 
 
 def charts_of(runs: Sequence[RunValues], names: Sequence[str] = ()) -> list[Chart]:
-    """Charts of everything that runs have logged, curves of one subject together.
-
-    Args:
-        runs: The values of one run, or of several to compare.
-        names: The names of several runs.
-    """
+    """Charts of everything that runs have logged, curves of one subject together."""
     charts: dict[tuple[str, str], Chart] = {}
     for number, run in enumerate(runs):
         for name, curve in run.curves.items():
@@ -276,14 +261,7 @@ def charts_of(runs: Sequence[RunValues], names: Sequence[str] = ()) -> list[Char
 def sampled_charts(
     lanes: Mapping[int, tuple[str, Sequence[Sample]]], has_rate: bool = False, run: int = 0, name: str = ""
 ) -> list[Chart]:
-    """Charts of what processes measured of themselves: a curve a rank.
-
-    Args:
-        lanes: The samples of each rank; see `read_lanes`.
-        has_rate: Whether the learning rate was logged, so that it needs no chart.
-        run: The number of the run, where several are compared.
-        name: Its name, where several are compared.
-    """
+    """Charts of what processes measured of themselves: a curve a rank."""
     charts = [
         Chart("steps per second", "Throughput", x="seconds"),
         Chart("samples per second", "Throughput", x="seconds"),
@@ -369,32 +347,17 @@ class Markup(str):
 
 
 def escaped(text: object) -> Markup:
-    """A value as HTML: text escaped, its control characters spelled out, `Markup` as it is.
-
-    Args:
-        text: The value.
-    """
+    """A value as HTML: text escaped, its control characters spelled out, `Markup` as it is."""
     return text if isinstance(text, Markup) else Markup(visible(str(text)).translate(_ESCAPES))
 
 
 def joined(parts: Iterable[object], between: str = "") -> Markup:
-    """Values one after the other as HTML.
-
-    Args:
-        parts: The values, each as `escaped` takes it.
-        between: HTML between two of them.
-    """
+    """Values one after the other as HTML."""
     return Markup(between.join(map(escaped, parts)))
 
 
 def element(tag: str, *children: object, **attributes: object) -> Markup:
-    """An element with its end tag.
-
-    Args:
-        tag: The tag's name.
-        *children: What is in it, each as `escaped` takes it.
-        **attributes: Attributes, escaped; `class_` is `class`, `_` in a name is `-`. Those that are empty are left out.
-    """
+    """An element with its end tag."""
     given = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{escaped(value)}"' for name, value in attributes.items() if value
     )
@@ -402,9 +365,5 @@ def element(tag: str, *children: object, **attributes: object) -> Markup:
 
 
 def json_within_script(text: str) -> Markup:
-    """JSON as the content of a `<script>` element, which nothing in it ends.
-
-    Args:
-        text: The JSON.
-    """
+    """JSON as the content of a `<script>` element, which nothing in it ends."""
     return Markup(text.translate(_WITHIN_SCRIPTS))

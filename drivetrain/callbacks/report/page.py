@@ -92,12 +92,7 @@ class PageParts:
 
 
 def render(parts: PageParts, charts: Sequence[Chart] = ()) -> bytes:
-    """A page, whole.
-
-    Args:
-        parts: What it shows.
-        charts: The charts, in order.
-    """
+    """A page, whole."""
     before, after = _shell()
     title = joined([element("title", parts.title), Markup('<link rel="icon" href="data:,">\n</head>\n<body>')], "\n")
     main = element("main", "\n", joined(_main(parts, charts), "\n"), "\n")
@@ -236,15 +231,7 @@ class RunPage:
 
     @classmethod
     def read(cls, place: str | os.PathLike[str], record: Mapping[str, Any] | None = None) -> RunPage:
-        """Read a run.
-
-        Args:
-            place: Its folder, or a file of values.
-            record: Its record, where the caller holds a newer one than the folder.
-
-        Raises:
-            ConfigurationError: There is nothing of a run there.
-        """
+        """Read a run."""
         path = Path(place)
         known = dict(record) if record is not None else read_record(path) if path.is_dir() else {}
         values = RunValues() if known and not has_values(path) else read_values(path)
@@ -274,16 +261,7 @@ class RunPage:
 def write_page(
     place: str | os.PathLike[str], record: Mapping[str, Any] | None = None, with_values: bool = True
 ) -> Path:
-    """Write the page of a run into its folder, whole, and return its path.
-
-    Args:
-        place: The folder.
-        record: The run's record, where the caller holds a newer one than the folder.
-        with_values: Whether to read what trackers and processes have written; without, the page has no curves.
-
-    Raises:
-        ConfigurationError: There is nothing of a run there.
-    """
+    """Write the page of a run into its folder, whole, and return its path."""
     target = Path(place, PAGE)
     run = RunPage.read(place, record) if with_values else RunPage(Path(place), dict(record or {}))
     write_whole(target, page_of(run))
@@ -291,11 +269,7 @@ def write_page(
 
 
 def page_of(run: RunPage) -> bytes:
-    """The page of a run, as HTML.
-
-    Args:
-        run: The run.
-    """
+    """The page of a run, as HTML."""
     record = run.record
     reason = str(record.get("reason", ""))
     state = str(record.get("state", ""))
@@ -480,11 +454,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, Rows]]:
 
 
 def comparison_of(runs: Sequence[RunPage]) -> bytes:
-    """The page that compares runs, as HTML.
-
-    Args:
-        runs: The runs, at least two.
-    """
+    """The page that compares runs, as HTML."""
     names = distinct_names([run.folder for run in runs])
     charts = charts_of([run.values for run in runs], names)
     has_rate = any(chart.kind == "Learning rate" for chart in charts)
@@ -503,11 +473,7 @@ def comparison_of(runs: Sequence[RunPage]) -> bytes:
 
 
 def distinct_names(places: Sequence[Path]) -> list[str]:
-    """For each path its last parts, as many as distinguish it from the others.
-
-    Args:
-        places: The paths.
-    """
+    """For each path its last parts, as many as distinguish it from the others."""
     paths = [Path(os.path.abspath(place)) for place in places]
     for count in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-count:]) for path in paths]
@@ -621,11 +587,7 @@ class KnownRun:
 
 
 def list_runs(directory: str | os.PathLike[str]) -> list[KnownRun]:
-    """The runs that a directory's index lists, newest first. A run that writes to several folders is there once.
-
-    Args:
-        directory: The directory of runs.
-    """
+    """The runs that a directory's index lists, newest first. A run that writes to several folders is there once."""
     found = [
         KnownRun(each.when, each.name, each.place, each.command, read_record(each.place))
         for each in read_runs(directory)
@@ -635,15 +597,7 @@ def list_runs(directory: str | os.PathLike[str]) -> list[KnownRun]:
 
 
 def find_run(name: str, directory: str | os.PathLike[str] = ".") -> Path:
-    """The folder or file of a run.
-
-    Args:
-        name: Its path, or its name in the index.
-        directory: The directory of runs whose index is searched.
-
-    Raises:
-        ConfigurationError: There is no such run.
-    """
+    """The folder or file of a run."""
     if os.path.exists(name):
         return Path(name)
     known = {each.name: each.place for each in read_runs(directory)}
@@ -658,12 +612,7 @@ def find_run(name: str, directory: str | os.PathLike[str] = ".") -> Path:
 
 
 def as_table(runs: Sequence[KnownRun], width: int) -> list[str]:
-    """Lines that list runs.
-
-    Args:
-        runs: The runs.
-        width: Columns of the terminal, which the commands are cut to.
-    """
+    """Lines that list runs."""
     rows: list[tuple[str, ...]] = [("began", "run", "state", "metric", "command")]
     rows += [tuple(map(shown, (run.when, run.name, run.state or "-", run.metric or "-", run.command))) for run in runs]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]

@@ -25,12 +25,7 @@ from drivetrain.runtime.terminal import HIDDEN, shown
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file beside its name first: a reader, or a killed process, leaves the old one or the new one.
-
-    Args:
-        path: The file.
-        content: What it holds from then on.
-    """
+    """Write a file beside its name first: a reader, or a killed process, leaves the old one or the new one."""
     target = Path(path)
     beside = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
@@ -54,12 +49,7 @@ _LATE_SECONDS = 600.0
 
 
 def write_record(folder: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
-    """Write the record of a run into its folder.
-
-    Args:
-        folder: The run's folder.
-        record: Names and values that JSON can hold; what it cannot hold becomes text.
-    """
+    """Write the record of a run into its folder."""
     text = json.dumps({"version": VERSION, **record}, ensure_ascii=False, default=str)
     write_whole(Path(folder, NAME), text)
 
@@ -68,9 +58,6 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the record in a run's folder, with the state that the run is in now.
 
     Returns an empty dict if there is none. One that is damaged gives the state `"unreadable"` and the reason.
-
-    Args:
-        folder: The run's folder.
     """
     path = Path(folder, NAME)
     try:
@@ -157,11 +144,7 @@ def _unreadable(reason: str) -> dict[str, Any]:
 
 
 def with_present_state(record: dict[str, Any]) -> dict[str, Any]:
-    """A record whose state is that of a run which ended without recording it, where its process is gone.
-
-    Args:
-        record: As `write_record` was given it.
-    """
+    """A record whose state is that of a run which ended without recording it, where its process is gone."""
     if record.get("state") != RUNNING or _is_alive(record):
         return record
     return {
@@ -228,11 +211,7 @@ class Curve:
         return self.values[-1]
 
     def best(self, highest: bool) -> tuple[float, float]:
-        """The best finite value and its step; of several the first.
-
-        Args:
-            highest: Whether a higher value is better.
-        """
+        """The best finite value and its step; of several the first."""
         pairs = [(value, step) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
         if not pairs:
             return math.nan, math.nan
@@ -240,11 +219,7 @@ class Curve:
         return value, next(step for each, step in pairs if each == value)
 
     def thinned(self, most: int = _MOST_POINTS) -> Curve:
-        """The curve with at most about so many points: of each stretch the lowest and the highest value.
-
-        Args:
-            most: How many.
-        """
+        """The curve with at most about so many points: of each stretch the lowest and the highest value."""
         if len(self) <= most:
             return self
         width = len(self) / (most // 2)
@@ -288,14 +263,7 @@ class RunValues:
 
 
 def read_values(place: str | os.PathLike[str]) -> RunValues:
-    """The values in a run's folder, or in one file: those of its table, else those of TensorBoard's event files.
-
-    Args:
-        place: The folder, a table or an event file.
-
-    Raises:
-        ConfigurationError: There is neither, or TensorBoard is not installed and only event files are there.
-    """
+    """The values in a run's folder, or in one file: those of its table, else those of TensorBoard's event files."""
     path = Path(place)
     if path.is_file():
         return read_table(path) if "tfevents" not in path.name else read_events(path)
@@ -322,9 +290,6 @@ def read_table(path: str | os.PathLike[str]) -> RunValues:
     """The values of a CSV table with a row for each step, as `CSVLogger` and others write them.
 
     The step of a row is in its column `step`, else it is the row's number. Cells that are no numbers are left out.
-
-    Args:
-        path: The table.
     """
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
         rows = csv.reader(file)
@@ -372,14 +337,7 @@ def _number(cell: str) -> float | None:
 
 
 def read_events(place: str | os.PathLike[str]) -> RunValues:
-    """The scalars in TensorBoard's event files.
-
-    Args:
-        place: One file, or a folder of them.
-
-    Raises:
-        ConfigurationError: TensorBoard is not installed.
-    """
+    """The scalars in TensorBoard's event files."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
     except ImportError as error:
@@ -465,14 +423,7 @@ class Resumption:
 
 
 def resumption_of(place: Path) -> Resumption:
-    """What starts a run again from its newest checkpoint.
-
-    Args:
-        place: The run's folder.
-
-    Raises:
-        ConfigurationError: The run runs, has no checkpoint, or its command is not known as a whole.
-    """
+    """What starts a run again from its newest checkpoint."""
     record = read_record(place)
     if not record:
         raise ConfigurationError(f"{place} has no {NAME}, so it is not known how the run was started.")
@@ -502,12 +453,7 @@ def resumption_of(place: Path) -> Resumption:
 
 
 def summary_of(place: Path, record: Mapping[str, Any]) -> list[str]:
-    """Lines that describe a run.
-
-    Args:
-        place: Its folder.
-        record: Its record.
-    """
+    """Lines that describe a run."""
     if not record:
         return [shown(str(place)), f"There is no {NAME}: the run was recorded by its trackers only."]
     rows: dict[str, str] = {"state": str(record.get("state", "-"))}

@@ -46,12 +46,7 @@ _NOT_SHOWN = {"default_root_dir"}
 
 
 def facts_of(trainer: Trainer, task: Task) -> dict[str, Any]:
-    """What is run, in the parts of the page, without secrets. Nothing of it changes while it runs.
-
-    Args:
-        trainer: The trainer, which is about to train.
-        task: The task.
-    """
+    """What is run, in the parts of the page, without secrets. Nothing of it changes while it runs."""
     secrets = trainer.tracker_group.secrets
     owners = [each for each in (trainer.datamodule, task) if each is not None]
     given = {name: value for owner in owners for name, value in owner.hparams.items()}
@@ -187,11 +182,7 @@ def _versions() -> dict[str, str]:
 
 @cache
 def commit_of(folder: str) -> dict[str, Any] | None:
-    """The commit that is checked out around a folder, read from git's own files; None outside of a repository.
-
-    Args:
-        folder: The folder.
-    """
+    """The commit that is checked out around a folder, read from git's own files; None outside of a repository."""
     try:
         git = _git_directory(Path(folder))
         if git is None:
@@ -207,11 +198,7 @@ def commit_of(folder: str) -> dict[str, Any] | None:
 
 @cache
 def is_changed(folder: str) -> bool | None:
-    """Whether files that git tracks differ from the commit; None where git is missing or takes too long.
-
-    Args:
-        folder: The folder.
-    """
+    """Whether files that git tracks differ from the commit; None where git is missing or takes too long."""
     command = ["git", "--no-optional-locks", "status", "--porcelain", "--untracked-files=no"]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, timeout=10, check=True)

@@ -56,15 +56,7 @@ _MOST_LINES = 60
 
 
 class ReportWriter:
-    """Writes `run.json` and `report.html`.
-
-    Args:
-        trainer: The trainer.
-        task: The task.
-        folder: The run's folder.
-        seconds: The time between two pages at least.
-        warnings: Time, step, text and count of the warnings so far; the list grows.
-    """
+    """Writes `run.json` and `report.html`."""
 
     def __init__(
         self, trainer: Trainer, task: Task, folder: str, seconds: float, warnings: Sequence[Sequence[Any]]
@@ -116,11 +108,7 @@ class ReportWriter:
         return time.monotonic() - began
 
     def record_error(self, error: BaseException) -> None:
-        """Keep what ended the run, for the last page.
-
-        Args:
-            error: The exception.
-        """
+        """Keep what ended the run, for the last page."""
         self._error = first_line(error)
         lines = "".join(traceback.format_exception(error)).splitlines()
         self._traceback = "\n".join(lines[-_MOST_LINES:])
@@ -194,11 +182,7 @@ _PER_RUN = 200
 
 
 class RunSampler:
-    """Reads on a clock what a trainer's `timing` has measured, and how far the trainer is.
-
-    Args:
-        trainer: The trainer.
-    """
+    """Reads on a clock what a trainer's `timing` has measured, and how far the trainer is."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -264,12 +248,7 @@ class RunSampler:
 
 
 class Clock:
-    """A thread that calls a function whenever it asks for it, until it is stopped.
-
-    Args:
-        call: The function, which returns in how many seconds it is to be called again; the thread ends where it raises.
-        name: The thread's name.
-    """
+    """A thread that calls a function whenever it asks for it, until it is stopped."""
 
     def __init__(self, call: Callable[[], float], name: str) -> None:
         self._call = call
@@ -281,11 +260,7 @@ class Clock:
         self._thread.start()
 
     def stop(self, seconds: float = 60.0) -> None:
-        """End, and wait until a call that is under way has returned.
-
-        Args:
-            seconds: How long to wait at most.
-        """
+        """End, and wait until a call that is under way has returned."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -305,10 +280,6 @@ _LONGEST = 2000
 
 class WarningLog(logging.Handler):
     """Records what Python's `warnings` and drivetrain's loggers warn of; both are shown as they were without it.
-
-    Args:
-        step: Returns the optimizer step that a warning belongs to.
-        clean: Returns a text without secrets.
 
     Attributes:
         found: Time, step and text of each warning, and how often it came.

@@ -44,11 +44,7 @@ _KINDS: dict[type, type] = {
 
 
 class PreparedList:
-    """An attribute that is one of the run's lists, whose content an assignment replaces.
-
-    Args:
-        name: The name of the list in `Accelerator.prepared`.
-    """
+    """An attribute that is one of the run's lists, whose content an assignment replaces."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -62,10 +58,6 @@ class PreparedList:
 
 class Accelerator(ReadMembers):
     """`drivetrain.Accelerator` as Accelerate's scripts make and read it.
-
-    Args:
-        *args: As there.
-        **kwargs: As there.
 
     Attributes:
         kwargs_handlers: What was given under this name.
@@ -94,13 +86,7 @@ class Accelerator(ReadMembers):
         self.gradient_state: GradientState = GradientState(window=self.accumulation, active=self.active_loaders)
 
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool | None = None, **kwargs: Any) -> None:
-        """As `drivetrain.Accelerator.backward`, with an argument of DeepSpeed's engine.
-
-        Args:
-            loss: The mean loss of this micro-batch.
-            scale_wrt_gas: False where the loss is this micro-batch's share of the step's mean already.
-            **kwargs: As there.
-        """
+        """As `drivetrain.Accelerator.backward`, with an argument of DeepSpeed's engine."""
         if scale_wrt_gas is False and self.gradient_accumulation_steps != 1:
             loss = loss * self.gradient_accumulation_steps
         with self._boundary():
@@ -116,12 +102,7 @@ class Accelerator(ReadMembers):
             yield
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """As `drivetrain.Accelerator.prepare`, with the order and randomness of data that Accelerate has.
-
-        Args:
-            *objects: As there. A loader that a script has marked by `_is_accelerate_prepared` is returned as it is.
-            device_placement: As there.
-        """
+        """As `drivetrain.Accelerator.prepare`, with the order and randomness of data that Accelerate has."""
         mine = [not _is_marked(each) for each in objects]
         places = None if device_placement is None else list(compress(device_placement, mine))
         with self._shuffling(objects):
@@ -135,31 +116,15 @@ class Accelerator(ReadMembers):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As `drivetrain.Accelerator.prepare_model`.
-
-        Args:
-            model: As there.
-            device_placement: As there.
-            evaluation_mode: As there.
-        """
+        """As `drivetrain.Accelerator.prepare_model`."""
         return self._mirrored(super().prepare_model(model, device_placement, evaluation_mode))
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """As `drivetrain.Accelerator.prepare_optimizer`.
-
-        Args:
-            optimizer: As there.
-            device_placement: As there.
-        """
+        """As `drivetrain.Accelerator.prepare_optimizer`."""
         return self._mirrored(super().prepare_optimizer(optimizer, device_placement))
 
     def prepare_scheduler(self, scheduler: Any, *, steps_per_call: int | None = None) -> Any:
-        """As `drivetrain.Accelerator.prepare_scheduler`.
-
-        Args:
-            scheduler: As there.
-            steps_per_call: As there.
-        """
+        """As `drivetrain.Accelerator.prepare_scheduler`."""
         return self._mirrored(super().prepare_scheduler(scheduler, steps_per_call=steps_per_call))
 
     def prepare_data_loader(
@@ -180,12 +145,7 @@ class Accelerator(ReadMembers):
         return self._mirrored(prepared, device_placement)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkipDataLoader:
-        """As `drivetrain.Accelerator.skip_first_batches`.
-
-        Args:
-            dataloader: As there.
-            num_batches: As there.
-        """
+        """As `drivetrain.Accelerator.skip_first_batches`."""
         return skip_first_batches(dataloader, num_batches)
 
     def _prepare_deepspeed(self, *objects: Any) -> tuple[Any, ...]:
@@ -232,21 +192,13 @@ class Accelerator(ReadMembers):
             config.data_seed, config.seed_samples, config.dispatch_batches = given, samples, dispatch
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """As `drivetrain.Accelerator.register_save_state_pre_hook`; models are given as they were.
-
-        Args:
-            hook: As there.
-        """
+        """As `drivetrain.Accelerator.register_save_state_pre_hook`; models are given as they were."""
         return super().register_save_state_pre_hook(
             lambda models, weights, folder: hook([self.strategy.unwrap(each) for each in models], weights, folder)
         )
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """As `drivetrain.Accelerator.register_load_state_pre_hook`; models are given as they were.
-
-        Args:
-            hook: As there.
-        """
+        """As `drivetrain.Accelerator.register_load_state_pre_hook`; models are given as they were."""
 
         def given_bare(models: list[nn.Module], folder: str) -> None:
             left = [self.strategy.unwrap(each) for each in models]
@@ -257,11 +209,7 @@ class Accelerator(ReadMembers):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """As `drivetrain.Accelerator.accumulate`.
-
-        Args:
-            *models: As there.
-        """
+        """As `drivetrain.Accelerator.accumulate`."""
         with super().accumulate(*models):
             self._count_micro_batch()
             yield
@@ -294,11 +242,7 @@ class Accelerator(ReadMembers):
         self._native_amp = value
 
     def autocast(self, autocast_handler: engine.AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """As `drivetrain.Accelerator.autocast`.
-
-        Args:
-            autocast_handler: As there.
-        """
+        """As `drivetrain.Accelerator.autocast`."""
         return nullcontext() if self._native_amp is False else super().autocast(autocast_handler)
 
     @property
@@ -346,12 +290,7 @@ class Accelerator(ReadMembers):
     def join_uneven_inputs(
         self, joinables: Sequence[nn.Module], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """As `drivetrain.Accelerator.join_uneven_inputs`, with a warning where it has no effect.
-
-        Args:
-            joinables: The prepared models.
-            even_batches: Overrides the instance's choice for loops that start in the context.
-        """
+        """As `drivetrain.Accelerator.join_uneven_inputs`, with a warning where it has no effect."""
         if self.use_distributed and not self.distributed_type.value.startswith("MULTI_"):
             warnings.warn(
                 "Joining uneven inputs is only supported for multi-GPU training (DDP, on any device): "
@@ -372,23 +311,11 @@ class Accelerator(ReadMembers):
             show_even_batches(self.prepared.loaders)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
-        """As `drivetrain.Accelerator.save_state`; where processes name different directories, in the first one's.
-
-        Args:
-            output_dir: As there.
-            *args: As there.
-            **kwargs: As there.
-        """
+        """As `drivetrain.Accelerator.save_state`; where processes name different directories, in the first one's."""
         return super().save_state(self._same_for_all(output_dir), *args, **kwargs)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """As `drivetrain.Accelerator.load_state`; where processes name different directories, from the first one's.
-
-        Args:
-            input_dir: As there.
-            *args: As there.
-            **kwargs: As there.
-        """
+        """As `drivetrain.Accelerator.load_state`; where processes name different directories, from the first one's."""
         super().load_state(self._same_for_all(input_dir), *args, **kwargs)
 
     def _same_for_all(self, directory: Any) -> Any:

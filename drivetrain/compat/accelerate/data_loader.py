@@ -115,12 +115,7 @@ class SkipDataLoader(SkippingLoader):
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkipDataLoader:
-    """As `drivetrain.data.skip_first_batches`.
-
-    Args:
-        dataloader: As there.
-        num_batches: As there.
-    """
+    """As `drivetrain.data.skip_first_batches`."""
     view = skip_in(dataloader, num_batches)
     return SkipDataLoader(view.whole, view.count)
 
@@ -130,13 +125,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random order that the seed and the epoch decide alone.
-
-    Args:
-        *args: As of `RandomSampler`.
-        data_seed: The seed; the run's if None.
-        **kwargs: As of `RandomSampler`.
-    """
+    """A random order that the seed and the epoch decide alone."""
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -157,15 +146,7 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class BatchSamplerShard(BatchSampler):
-    """One process's batches of a batch sampler.
-
-    Args:
-        batch_sampler: The batch sampler.
-        num_processes: How many processes share it.
-        process_index: Which one this is.
-        split_batches: Whether each batch is split, else each process gets whole ones.
-        even_batches: Whether every process gets as many full batches, completed with the first samples.
-    """
+    """One process's batches of a batch sampler."""
 
     def __init__(
         self,
@@ -210,16 +191,7 @@ class _Indices(torch.utils.data.Dataset[int]):
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """One process's share of a stream of samples.
-
-    Args:
-        dataset: The stream.
-        batch_size: Samples that are taken together.
-        drop_last: Whether the samples that do not fill a batch of every process are left out.
-        num_processes: How many processes share it.
-        process_index: Which one this is.
-        split_batches: Whether the batch size is that of all processes together.
-    """
+    """One process's share of a stream of samples."""
 
     def __init__(
         self,
@@ -266,12 +238,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches.
-
-    Args:
-        batch_sampler: The batch sampler.
-        skip_batches: How many.
-    """
+    """A batch sampler without its first batches."""
 
     def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
         self.batch_sampler, self.skip_batches = batch_sampler, skip_batches
@@ -312,25 +279,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> PreparedLoader:
-    """Prepare a loader without an Accelerator.
-
-    Args:
-        dataloader: The loader.
-        device: Where batches go, with `put_on_device`.
-        num_processes: How many processes share it; those of the run if None.
-        process_index: Which one this is; this process if None.
-        split_batches: Whether each batch is split, else each process gets whole ones.
-        put_on_device: Whether batches are moved.
-        rng_types: Accepted; every loader's order is the same on all processes anyway.
-        dispatch_batches: Whether one process reads for all.
-        even_batches: Whether every process gets as many full batches.
-        slice_fn_for_dispatch: Accepted; rows are split as they lie.
-        use_seedable_sampler: Whether the seed and the epoch decide the order alone.
-        data_seed: That seed; the run's if None.
-        non_blocking: Whether to copy to the device without waiting.
-        use_stateful_dataloader: Accepted; every prepared loader has a position.
-        torch_device_mesh: Accepted; give `num_processes` and `process_index` of the data-parallel ranks.
-    """
+    """Prepare a loader without an Accelerator."""
     state = PartialState()
     shard = DataShard(
         state.process_index if process_index is None else process_index,

@@ -24,26 +24,7 @@ def notebook_launcher(
     num_nodes: int = 1,
     **options: Any,
 ) -> Any:
-    """`drivetrain.notebook_launcher` with the arguments of Accelerate's.
-
-    Args:
-        function: What each process runs.
-        args: Its arguments.
-        num_processes: Processes over all machines.
-        mixed_precision: Default number format in the processes.
-        use_port: Port where they meet.
-        master_addr: Address of machine 0.
-        node_rank: Which machine this is.
-        num_nodes: Machines that take part.
-        **options: Those of torch's elastic agent: `max_restarts`, how often all processes are started again after a
-            failure; `rdzv_backend`, `rdzv_endpoint`, `rdzv_conf`, `rdzv_id`, `monitor_interval` and
-            `log_line_prefix_template` are accepted.
-
-    Raises:
-        ConfigurationError: There is no such option.
-        LaunchError: It would fork after bitsandbytes was imported, which Accelerate refuses too.
-        ProcessesFailed: A process failed, which is torch's `ChildFailedError` too.
-    """
+    """`drivetrain.notebook_launcher` with the arguments of Accelerate's."""
     known = {
         "rdzv_backend",
         "rdzv_endpoint",
@@ -75,11 +56,5 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Run a function in several processes on the CPU.
-
-    Args:
-        function: What each process runs.
-        args: Its arguments.
-        num_processes: How many.
-    """
+    """Run a function in several processes on the CPU."""
     start_notebook(function, args, num_processes, cpu=True)

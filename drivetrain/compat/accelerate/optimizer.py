@@ -21,17 +21,9 @@ __all__ = ["AcceleratedOptimizer", "move_to_device"]
 class AcceleratedOptimizer(PreparedOptimizer):
     """A prepared optimizer with the members that only Accelerate's scripts read and assign.
 
-    Args:
-        optimizer: The optimizer, which steps where the windows of the latest Accelerator end.
-        device_placement: Accepted; the state of an optimizer is where its parameters are.
-        scaler: That Accelerator's own, or None.
-
     Attributes:
         accelerator: The Accelerator that prepared it.
         device_placement: As given.
-
-    Raises:
-        ConfigurationError: There is no Accelerator yet.
     """
 
     _is_accelerate_prepared = True

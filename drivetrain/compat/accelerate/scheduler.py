@@ -18,17 +18,8 @@ __all__ = ["AcceleratedScheduler"]
 class AcceleratedScheduler(PreparedScheduler):
     """A prepared scheduler with the members that only Accelerate's scripts read and assign.
 
-    Args:
-        scheduler: The scheduler, which steps where the windows of the latest Accelerator end.
-        optimizers: The prepared optimizers that it follows, or one.
-        step_with_optimizer: Whether it follows them at all.
-        split_batches: Whether it steps once for each optimizer step, rather than once per process.
-
     Attributes:
         accelerator: The Accelerator that prepared it.
-
-    Raises:
-        ConfigurationError: There is no Accelerator yet.
     """
 
     _is_accelerate_prepared = True

@@ -26,14 +26,7 @@ def latest_accelerator() -> Accelerator | None:
 
 
 def latest_or_refused(name: str) -> Accelerator:
-    """Return the Accelerator that was made last in this process.
-
-    Args:
-        name: What needs it.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
+    """Return the Accelerator that was made last in this process."""
     found = latest_accelerator()
     if found is None:
         raise ConfigurationError(f"{name} is part of an Accelerator's loop: make an Accelerator first.")
@@ -81,12 +74,7 @@ class _Changeable(runtime.PartialState):
 
 
 class PartialState(_Changeable):
-    """`drivetrain.PartialState` with the arguments that only Accelerate's takes.
-
-    Args:
-        cpu: Run on the CPU even where there is an accelerator.
-        **kwargs: As for `drivetrain.PartialState`; what concerns other back ends of Accelerate is ignored.
-    """
+    """`drivetrain.PartialState` with the arguments that only Accelerate's takes."""
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         known = {name: kwargs[name] for name in ("device", "backend", "timeout") if kwargs.get(name) is not None}

@@ -31,13 +31,7 @@ class GeneralTracker(trackers.GeneralTracker):
 
 
 class TensorBoardTracker(TensorBoardLogger, metaclass=StandsFor, original=TensorBoardLogger):
-    """TensorBoard's event files in `<logging_dir>/<run_name>`.
-
-    Args:
-        run_name: The name of the run, a directory.
-        logging_dir: The directory of all runs.
-        **kwargs: For `torch.utils.tensorboard.SummaryWriter`.
-    """
+    """TensorBoard's event files in `<logging_dir>/<run_name>`."""
 
     requires_logging_directory = True
 

@@ -60,19 +60,7 @@ def is_accelerate_state(directory: str | os.PathLike[str]) -> bool:
 def read_accelerate_state(
     directory: str | os.PathLike[str], rank: int = 0
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Read what Accelerate's `save_state` wrote.
-
-    Args:
-        directory: The local directory.
-        rank: Whose random state to read.
-
-    Returns:
-        The shared state and this process's own, in the schema of `drivetrain.checkpoint.manifest`; None for the latter
-        where this rank has none. Optimizers' states name parameters by their position, `"#0"` and so on.
-
-    Raises:
-        CheckpointError: A file cannot be read, or is of a kind that is not.
-    """
+    """Read what Accelerate's `save_state` wrote."""
     root = Path(directory)
     _refuse_sharded(root)
     files = {kind: _numbered(root, kind) for kind in ("optimizer", "scheduler", "sampler", "custom_checkpoint")}
@@ -94,15 +82,7 @@ def read_accelerate_state(
 
 
 def sharded_model(directory: str | os.PathLike[str], number: int | None = None) -> Path | None:
-    """The folder with the shards of a model that Accelerate's FSDP wrote; None where there is none.
-
-    Args:
-        directory: That folder, or the checkpoint that it is in.
-        number: Which model, where the checkpoint holds several.
-
-    Raises:
-        CheckpointError: There are several and none is named, or there is no such one.
-    """
+    """The folder with the shards of a model that Accelerate's FSDP wrote; None where there is none."""
     root = Path(directory)
     if TorchShards.is_here(root):
         return root

@@ -69,14 +69,7 @@ _STEPS_BY_HAND = "epoch_loop.manual_optimization.optim_step_progress"
 
 
 def progress_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The counters of a run from a file of Lightning's.
-
-    Args:
-        found: Its content. Files of versions before 1.6, and those with the weights alone, may be without loops.
-
-    Returns:
-        The `progress` of a Trainer's checkpoint.
-    """
+    """The counters of a run from a file of Lightning's."""
     loops = found.get("loops")
     fit = loops.get("fit_loop") if isinstance(loops, Mapping) else None
     epoch, done, total, phase, is_validated = int(found.get("epoch", 0)), 0, 0, "BATCHES", True
@@ -111,12 +104,7 @@ def _is_within_validation(fit: Mapping[str, Any]) -> bool:
 
 
 def loops_of(progress: Mapping[str, Any], epoch_length: float = float("inf")) -> dict[str, Any]:
-    """The `loops` of a file of Lightning's, from the counters of a Trainer's checkpoint.
-
-    Args:
-        progress: The counters.
-        epoch_length: Batches of a process in an epoch, where it is known.
-    """
+    """The `loops` of a file of Lightning's, from the counters of a Trainer's checkpoint."""
     epoch, steps, total = progress["epoch"], progress["global_step"], progress["total_batches"]
     done, phase = progress["batches_in_epoch"], progress["phase"]
     is_between = phase == "BATCHES" and done == 0
@@ -198,14 +186,7 @@ def extras_of(
     processes: Sequence[Mapping[str, Any]],
     datamodule: str | None,
 ) -> dict[str, Any]:
-    """The entry under `KEY`.
-
-    Args:
-        shared: The shared state of a run, in the schema of `drivetrain.checkpoint.manifest`.
-        content: What the file holds in Lightning's own entries.
-        processes: What each process keeps of its own, packed.
-        datamodule: The entry that the data module's state is in, if it is in one.
-    """
+    """The entry under `KEY`."""
     engine, driver = shared["engine"], shared["driver"]
     there = content.get("callbacks", {})
     rest = {
@@ -245,15 +226,7 @@ class Extras(WrittenFile):
 
     @classmethod
     def of(cls, content: Any, name: str) -> Extras | None:
-        """Read the entry of a file, or None where it has none of this package.
-
-        Args:
-            content: What the file holds.
-            name: The file, for messages.
-
-        Raises:
-            CheckpointError: The entry is damaged, or of a newer version.
-        """
+        """Read the entry of a file, or None where it has none of this package."""
         entry = content.get(KEY) if isinstance(content, Mapping) else None
         if not isinstance(entry, Mapping) or entry.get("format") != FORMAT:
             return None
@@ -269,21 +242,13 @@ class Extras(WrittenFile):
         return cls(len(processes), step, float(saved_at or 0), entry.get("finite_loss") is True, name, entry)
 
     def own(self, rank: int) -> dict[str, Any]:
-        """What a process kept of its own.
-
-        Args:
-            rank: Which process.
-        """
+        """What a process kept of its own."""
         return self._unpacked(self.entry["processes"][rank])
 
     def added_to(self, shared: dict[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
         """The shared state of the run: what Lightning's entries give, and what only this one has.
 
         Lightning's entries win where a file was changed since: weights, optimizers and the step that it counts.
-
-        Args:
-            shared: From Lightning's entries.
-            content: What the file holds.
         """
         rest = self._unpacked(self.entry.get("shared"))
         engine, driver, callbacks = (self._part(rest, name) for name in ("engine", "driver", "callbacks"))
@@ -344,12 +309,7 @@ def is_lightning_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 class Opened(dict[str, Any]):
-    """The content of a checkpoint of Lightning's, which messages name by its path.
-
-    Args:
-        content: The content.
-        name: The path.
-    """
+    """The content of a checkpoint of Lightning's, which messages name by its path."""
 
     def __init__(self, content: Mapping[str, Any], name: str) -> None:
         super().__init__(content)
@@ -362,17 +322,7 @@ class Opened(dict[str, Any]):
 def opened(
     source: str | os.PathLike[str] | BinaryIO, given: Collection[str] | None = (), objects: bool = False
 ) -> Opened:
-    """Read what a checkpoint of Lightning's holds.
-
-    Args:
-        source: The local file, opened or not, or the folder that a sharded strategy wrote.
-        given: The hyper-parameters that are not needed; None if none is. Objects among these are left out rather than
-            refused.
-        objects: Whether objects in it are unpickled, which runs whatever code it holds; else it is refused then.
-
-    Raises:
-        CheckpointError: It cannot be read, needs classes that only unpickling makes, or is something else.
-    """
+    """Read what a checkpoint of Lightning's holds."""
     path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
     name = path or "The checkpoint"
     found: Any
@@ -402,23 +352,7 @@ def read_lightning_state(
     count: int | None = None,
     given: Collection[str] | None = (),
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Read a checkpoint of Lightning's, of `Trainer.save_checkpoint` or `ModelCheckpoint`.
-
-    Args:
-        source: The local file, opened or not, or the folder that a sharded strategy wrote; or what it holds.
-        rank: Whose own state to read.
-        count: How many processes read it; as many as wrote it if None.
-        given: As for `opened`.
-
-    Returns:
-        The shared state in the schema of `drivetrain.checkpoint.manifest`, and a process's own state. That is empty
-        if Lightning wrote the file, which has no random state, and None if another number of processes of
-        this package did. Optimizers' states name parameters by their position. What is not Lightning's own in the
-        file is among the `hooks`, as `on_load_checkpoint` looks for it.
-
-    Raises:
-        CheckpointError: It cannot be read, needs classes that only unpickling makes, or is something else.
-    """
+    """Read a checkpoint of Lightning's, of `Trainer.save_checkpoint` or `ModelCheckpoint`."""
     found = source if isinstance(source, Mapping) else opened(source, given)
     name = str(found) if isinstance(found, Opened) else "The checkpoint"
     _check(found, name)
@@ -470,18 +404,7 @@ def lightning_state(
     callbacks: Mapping[str, Any] | None = None,
     epoch_length: float = float("inf"),
 ) -> dict[str, Any]:
-    """What a file in Lightning's format holds, from the state of a Trainer's run.
-
-    Args:
-        shared: The shared state, in the schema of `drivetrain.checkpoint.manifest`.
-        processes: What each process keeps of its own, packed.
-        datamodule: The name of the data module's class, if there is one.
-        callbacks: States of callbacks that differ in Lightning, by their keys.
-        epoch_length: Batches of a process in an epoch, where it is known.
-
-    Returns:
-        The content, of tensors and plain values only.
-    """
+    """What a file in Lightning's format holds, from the state of a Trainer's run."""
     engine, driver = shared["engine"], shared["driver"]
     progress = driver["progress"]
     loops = loops_of(progress, epoch_length)

@@ -56,21 +56,7 @@ def lightning_content(
     epoch_length: float = float("inf"),
     objects: bool = False,
 ) -> dict[str, Any]:
-    """What a `.ckpt` file that Lightning opens holds of the state of a Trainer's run.
-
-    Args:
-        path: The file, for messages.
-        shared: The shared state, whole, in the schema of `drivetrain.checkpoint.manifest`.
-        processes: What each process keeps of its own, by rank, packed.
-        datamodule: The name of the data module's class, under which Lightning looks for its state.
-        callbacks: States of callbacks that differ in Lightning, by their keys.
-        epoch_length: Batches of a process in an epoch, where it is known.
-        objects: Whether objects among the hyper-parameters and in what hooks have added stay, to be pickled with a
-            warning, as Lightning does it; else they are refused.
-
-    Raises:
-        CheckpointError: It is not the state of a Trainer, or holds an object.
-    """
+    """What a `.ckpt` file that Lightning opens holds of the state of a Trainer's run."""
     if "progress" not in shared["driver"] or len(shared["engine"].get("models", ())) != 1:
         raise CheckpointError(
             f"{os.fspath(path)} would not be the state of a Trainer with one model, so Lightning could not open it."
@@ -84,15 +70,6 @@ def write_lightning_content(path: str | os.PathLike[str], content: Mapping[str, 
     """Write what a checkpoint of Lightning's holds to a local file, on one process.
 
     The file appears complete or not at all.
-
-    Args:
-        path: The file, which is replaced where there is one.
-        content: The checkpoint.
-        objects: Whether it may hold objects, which are pickled with a warning.
-
-    Raises:
-        CheckpointError: It cannot be written.
-        ConfigurationError: `path` is a URL or a directory.
     """
     target = check_lightning_file(path)
     folder, name = os.path.split(target)
@@ -117,11 +94,7 @@ def write_lightning_content(path: str | os.PathLike[str], content: Mapping[str, 
 
 
 def check_lightning_file(path: str | os.PathLike[str]) -> str:
-    """The local path of a file of Lightning's that is to be written.
-
-    Raises:
-        ConfigurationError: It is a URL, or a directory is there.
-    """
+    """The local path of a file of Lightning's that is to be written."""
     storage, target = storage_of(path)
     if not isinstance(storage, LocalStorage):
         raise ConfigurationError(f"{os.fspath(path)} is a URL. Write a file of Lightning's locally, and copy it there.")
@@ -135,9 +108,6 @@ def extras_at(path: str) -> Extras | None:
     """What a local file holds beside Lightning's entries; None where there is no file that this package has written.
 
     The weights are not read.
-
-    Args:
-        path: The file. A link is none.
     """
     try:
         if os.path.islink(path) or not os.path.isfile(path) or not _begins_as_zip(path):
@@ -271,36 +241,16 @@ class LightningFormat(CheckpointFormat):
         return checkpoint.is_checkpoint(path)  # Lightning's own files are never replaced
 
     def place_of(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return where the file for a path is written; called by the main process.
-
-        Args:
-            path: The path that was asked for.
-
-        Raises:
-            ConfigurationError: It is a URL, or a directory is there.
-        """
+        """Return where the file for a path is written; called by the main process."""
         return check_lightning_file(path)
 
     def place_beside(self, path: str | os.PathLike[str], root: str) -> str:
-        """Return where all processes write the shards that a file is then made of, for a moment.
-
-        Args:
-            path: What `place_of` returned.
-            root: The default directory of the run.
-        """
+        """Return where all processes write the shards that a file is then made of, for a moment."""
         folder, name = os.path.split(os.fspath(path))
         return os.path.join(folder, f".{name}.whole")
 
     def write(self, path: str | os.PathLike[str], content: dict[str, Any]) -> None:
-        """Write a file, which appears complete or not at all; called by the main process.
-
-        Args:
-            path: What `place_of` returned.
-            content: The checkpoint, with Lightning's entries.
-
-        Raises:
-            CheckpointError: It cannot be written.
-        """
+        """Write a file, which appears complete or not at all; called by the main process."""
         write_lightning_content(path, content, self.keeps_objects)
 
     def _write_whole(
@@ -356,11 +306,7 @@ class LightningFormat(CheckpointFormat):
         self.write(target, content)
 
     def state_of(self, callback: Any) -> dict[str, Any]:
-        """Return the state of a `ModelCheckpoint` as Lightning's keeps it.
-
-        Args:
-            callback: The callback.
-        """
+        """Return the state of a `ModelCheckpoint` as Lightning's keeps it."""
         own = getattr(callback, "lightning_state", None)
         state: dict[str, Any] = model_checkpoint_state(callback) if own is None else own()
         return state
@@ -385,9 +331,6 @@ def model_checkpoint_state(callback: ModelCheckpoint) -> dict[str, Any]:
     """Return the state as Lightning's `ModelCheckpoint` keeps it.
 
     Of the checkpoints that were kept, no directories are named: Lightning does not open those of this package.
-
-    Args:
-        callback: The callback.
     """
     # One that is being written is not there yet.
     files = {

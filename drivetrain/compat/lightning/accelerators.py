@@ -39,11 +39,7 @@ class Accelerator(metaclass=KindOfDevice):
 
     @classmethod
     def parse_devices(cls, devices: int | str | list[int]) -> list[int]:
-        """The numbers of devices that an argument of a Trainer names.
-
-        Args:
-            devices: How many, or which: `2`, `"2"`, `[0, 1]`, `"0,1"`; `-1` for all.
-        """
+        """The numbers of devices that an argument of a Trainer names."""
         if isinstance(devices, str):
             devices = [int(each) for each in devices.split(",") if each] if "," in devices else int(devices)
         if isinstance(devices, int):
@@ -52,34 +48,19 @@ class Accelerator(metaclass=KindOfDevice):
 
     @classmethod
     def get_parallel_devices(cls, devices: int | str | list[int]) -> list[torch.device]:
-        """The devices of these numbers, or so many.
-
-        Args:
-            devices: Numbers of devices, or how many.
-        """
+        """The devices of these numbers, or so many."""
         numbers = cls.parse_devices(devices)
         return [torch.device("cpu") if cls.kind == "cpu" else torch.device(cls.kind, index) for index in numbers]
 
     def setup_device(self, device: torch.device) -> None:
-        """Let new tensors go to a device where a process has several to choose from.
-
-        Args:
-            device: The device.
-
-        Raises:
-            ConfigurationError: It is of another kind.
-        """
+        """Let new tensors go to a device where a process has several to choose from."""
         if device.type != self.kind:
             raise ConfigurationError(f"Device should be {self.kind.upper()}, got {device} instead.")
         if self.kind == "cuda":
             torch.get_device_module(device).set_device(device)
 
     def get_device_stats(self, device: torch.device | str) -> dict[str, Any]:
-        """What torch counts of a device's memory.
-
-        Args:
-            device: The device.
-        """
+        """What torch counts of a device's memory."""
         return dict(getattr(torch, self.kind).memory_stats(device))
 
     def teardown(self) -> None:
@@ -92,11 +73,7 @@ class CPUAccelerator(Accelerator):
     kind = "cpu"
 
     def get_device_stats(self, device: torch.device | str) -> dict[str, float]:
-        """How much of the processors, the memory and the swap space is in use, in percent.
-
-        Args:
-            device: Taken for Lightning's sake.
-        """
+        """How much of the processors, the memory and the swap space is in use, in percent."""
         return get_cpu_stats()
 
     @classmethod
@@ -122,11 +99,7 @@ class MPSAccelerator(Accelerator):
         return 1
 
     def get_device_stats(self, device: torch.device | str) -> dict[str, float]:
-        """How much of the processors, the memory and the swap space is in use, in percent.
-
-        Args:
-            device: Taken for Lightning's sake.
-        """
+        """How much of the processors, the memory and the swap space is in use, in percent."""
         return {name.replace("cpu", "M1"): value for name, value in get_cpu_stats().items()}
 
 
@@ -137,14 +110,7 @@ class XLAAccelerator(Accelerator):
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """The numbers of this machine's GPUs.
-
-    Args:
-        num_devices: How many are wanted; -1 for all.
-
-    Raises:
-        ConfigurationError: There are not so many.
-    """
+    """The numbers of this machine's GPUs."""
     if num_devices == 0:
         return []
     count = CUDAAccelerator.auto_device_count()

@@ -46,36 +46,17 @@ class CheckpointIO(ABC):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a checkpoint; called by the main process.
-
-        Args:
-            checkpoint: What it holds.
-            path: Where to.
-            storage_options: What `Trainer.save_checkpoint` was given.
-        """
+        """Write a checkpoint; called by the main process."""
 
     @abstractmethod
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint; called by all processes.
-
-        Args:
-            path: Where from.
-            map_location: As for `torch.load`.
-            weights_only: What the verb was given: whether objects in it are refused.
-
-        Returns:
-            What `save_checkpoint` was given.
-        """
+        """Read a checkpoint; called by all processes."""
 
     @abstractmethod
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint; called by the main process.
-
-        Args:
-            path: Which.
-        """
+        """Remove a checkpoint; called by the main process."""
 
     def teardown(self) -> None:
         """Called when a verb of the Trainer is over."""
@@ -87,17 +68,7 @@ class TorchCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a checkpoint.
-
-        Args:
-            checkpoint: What it holds.
-            path: The file.
-            storage_options: Not taken.
-
-        Raises:
-            ArgumentTypeError: There are `storage_options`.
-            CheckpointError: It cannot be written.
-        """
+        """Write a checkpoint."""
         if storage_options is not None:
             raise ArgumentTypeError(
                 "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for "
@@ -109,16 +80,7 @@ class TorchCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint.
-
-        Args:
-            path: The file.
-            map_location: As for `torch.load`.
-            weights_only: False unpickles objects too, which runs whatever code the file holds.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-        """
+        """Read a checkpoint."""
         if not os.path.exists(path):
             raise FileNotFoundError(f"Checkpoint file not found: {os.fspath(path)}")
         with torch.serialization.safe_globals(plain_classes()):
@@ -126,11 +88,7 @@ class TorchCheckpointIO(CheckpointIO):
         return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a file, or a directory; nothing happens where there is none.
-
-        Args:
-            path: The file.
-        """
+        """Remove a file, or a directory; nothing happens where there is none."""
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         elif os.path.lexists(path):

@@ -11,12 +11,7 @@ class LightningEnum(str, Enum):
 
     @classmethod
     def from_str(cls, value: str, source: str = "key") -> LightningEnum | None:
-        """The member of this name or value; None if there is none.
-
-        Args:
-            value: The text.
-            source: `"key"`, `"value"`, or `"any"`.
-        """
+        """The member of this name or value; None if there is none."""
         for member in cls:
             by_name = source in ("key", "any") and member.name.lower() == value.lower().replace("-", "_")
             if by_name or (source in ("value", "any") and member.value.lower() == value.lower()):

@@ -16,17 +16,6 @@ def refuse_machinery(given: Mapping[str, Any], owner: str, others: Sequence[str]
     """Leave out arguments that are None and stand for parts of Lightning's machinery; refuse them otherwise.
 
     What the Trainer asks the strategy for, its plugins, is left out too.
-
-    Args:
-        given: Arguments by name.
-        owner: Whose they are, for the message.
-        others: More names that are refused.
-
-    Returns:
-        The other arguments.
-
-    Raises:
-        ConfigurationError: One of them was given.
     """
     refused = (*_MACHINERY, *others)
     for name in refused:

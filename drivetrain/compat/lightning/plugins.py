@@ -36,28 +36,16 @@ class Precision:
     precision: str = "32-true"
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Return the module with parameters and buffers in this number format.
-
-        Args:
-            module: The module, which is changed.
-        """
+        """Return the module with parameters and buffers in this number format."""
         dtype = DTYPES.get(self.precision)
         return module if dtype in (None, torch.float32) else module.to(dtype)
 
     def convert_input(self, data: Any) -> Any:
-        """Return a batch whose floating-point tensors have the dtype of the computation.
-
-        Args:
-            data: The batch, in any structure.
-        """
+        """Return a batch whose floating-point tensors have the dtype of the computation."""
         return _converted(data, DTYPES.get(self.precision, torch.float32))
 
     def convert_output(self, data: Any) -> Any:
-        """Return what a model has computed, its floating-point tensors in torch's default dtype.
-
-        Args:
-            data: The output, in any structure.
-        """
+        """Return what a model has computed, its floating-point tensors in torch's default dtype."""
         return _converted(data, torch.get_default_dtype())
 
     @contextmanager
@@ -79,88 +67,42 @@ class Precision:
         return self.tensor_init_context()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Called before a backward; override it.
-
-        Args:
-            tensor: The loss.
-            module: The model.
-        """
+        """Called before a backward; override it."""
 
     def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of a loss.
-
-        Args:
-            tensor: The loss.
-            model: The model.
-            *args: For `torch.Tensor.backward`.
-            **kwargs: The same.
-        """
+        """Compute the gradients of a loss."""
         tensor.backward(*args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Called after a backward; override it.
-
-        Args:
-            tensor: The loss.
-            module: The model.
-        """
+        """Called after a backward; override it."""
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step an optimizer.
-
-        Args:
-            optimizer: The optimizer.
-            **kwargs: For its `step`.
-        """
+        """Step an optimizer."""
         return optimizer.step(**kwargs)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        """The parameters that an optimizer steps.
-
-        Args:
-            optimizer: The optimizer.
-        """
+        """The parameters that an optimizer steps."""
         for group in optimizer.param_groups:
             yield from group["params"]
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Bring gradients back to their true size, where they are scaled.
-
-        Args:
-            optimizer: The optimizer over their parameters.
-        """
+        """Bring gradients back to their true size, where they are scaled."""
 
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM
     ) -> None:
-        """Clip gradients; nothing without a bound.
-
-        Args:
-            optimizer: The optimizer over their parameters.
-            clip_val: The bound.
-            gradient_clip_algorithm: `"norm"` or `"value"`.
-        """
+        """Clip gradients; nothing without a bound."""
         if clip_val <= 0:
             return
         clip = self.clip_grad_by_value if gradient_clip_algorithm == "value" else self.clip_grad_by_norm
         clip(optimizer, clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Clip each element of the gradients.
-
-        Args:
-            optimizer: The optimizer over their parameters.
-            clip_val: The bound.
-        """
+        """Clip each element of the gradients."""
         nn.utils.clip_grad_value_(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip the norm of the gradients.
-
-        Args:
-            optimizer: The optimizer over their parameters.
-            clip_val: The bound.
-        """
+        """Clip the norm of the gradients."""
         nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
 
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> tuple[nn.Module, Any, Any]:
@@ -178,11 +120,7 @@ class Precision:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned.
-
-        Args:
-            state_dict: That.
-        """
+        """Take back what `state_dict` returned."""
 
     def teardown(self) -> None:
         """Clean up after a run."""
@@ -237,13 +175,7 @@ class ScaledPrecision(Precision):
 
 
 class MixedPrecision(ScaledPrecision):
-    """Autocast.
-
-    Args:
-        precision: `"16-mixed"` or `"bf16-mixed"`.
-        device: Of `forward_context`; a run takes its own.
-        scaler: Of `backward` and `optimizer_step`, made where `"16-mixed"` has none; a run makes its own.
-    """
+    """Autocast."""
 
     def __init__(self, precision: str, device: str | None = None, scaler: Any = None) -> None:
         if precision not in ("16-mixed", "bf16-mixed"):
@@ -272,11 +204,7 @@ class MixedPrecision(ScaledPrecision):
 
 
 class HalfPrecision(Precision):
-    """Parameters in half precision.
-
-    Args:
-        precision: `"16-true"` or `"bf16-true"`.
-    """
+    """Parameters in half precision."""
 
     def __init__(self, precision: str = "16-true") -> None:
         _check(precision, ("16-true", "bf16-true"), f"{type(self).__name__}({precision=}) is not supported.")
@@ -290,12 +218,7 @@ class DoublePrecision(Precision):
 
 
 class FSDPPrecision(ScaledPrecision):
-    """The number format of a model that is sharded.
-
-    Args:
-        precision: `"32-true"`, `"16-true"`, `"bf16-true"`, `"16-mixed"` or `"bf16-mixed"`.
-        scaler: Of `backward` and `optimizer_step`, made where `"16-mixed"` has none; a run makes its own.
-    """
+    """The number format of a model that is sharded."""
 
     def __init__(self, precision: str, scaler: Any = None) -> None:
         _check(precision, _SHARDED, f"{type(self).__name__}({precision=}) is not supported in FSDP.")
@@ -323,11 +246,7 @@ class FSDPPrecision(ScaledPrecision):
 
 
 class DeepSpeedPrecision(Precision):
-    """The number format of a model that DeepSpeed trains.
-
-    Args:
-        precision: As for a model that is sharded.
-    """
+    """The number format of a model that DeepSpeed trains."""
 
     def __init__(self, precision: str) -> None:
         _check(precision, _SHARDED, f"{type(self).__name__}({precision=}) is not supported in DeepSpeed.")
@@ -354,21 +273,12 @@ SPELLINGS = {
 
 
 def shown_as(precision: str) -> str:
-    """Return Lightning's name of a number format.
-
-    Args:
-        precision: The name in drivetrain.
-    """
+    """Return Lightning's name of a number format."""
     return SPELLINGS.get(precision, precision)
 
 
 def usable_on(kind: str, precision: Any) -> Any:
-    """Return a number format, or the one in its place where a kind of device computes in another one.
-
-    Args:
-        kind: The kind of device; `"auto"` for the best that there is.
-        precision: What the script gave.
-    """
+    """Return a number format, or the one in its place where a kind of device computes in another one."""
     is_cpu = (detect_device_kind().name if kind == "auto" else kind) == "cpu"
     if not is_cpu or str(precision) not in ("16", "16-mixed"):
         return precision
@@ -377,13 +287,7 @@ def usable_on(kind: str, precision: Any) -> Any:
 
 
 def plugin_of(precision: str, device: str, scaler: Any) -> Precision:
-    """The number format of a run.
-
-    Args:
-        precision: Its name, as Lightning spells it.
-        device: The kind of device that the run is on.
-        scaler: What scales its losses, if anything does.
-    """
+    """The number format of a run."""
     if precision.endswith("-mixed"):
         return MixedPrecision(precision, device, scaler)
     if precision == "64-true":
@@ -396,13 +300,7 @@ def plugin_of(precision: str, device: str, scaler: Any) -> Precision:
 
 
 def under_old_name(name: str, kind: type[Precision], *dropped: str) -> type[Precision]:
-    """A number format under the name that it had in Lightning 1.x, which warns when it is made.
-
-    Args:
-        name: The name.
-        kind: The number format.
-        *dropped: Arguments that it had then, which are taken and not used.
-    """
+    """A number format under the name that it had in Lightning 1.x, which warns when it is made."""
 
     def warn_and_make(self: Precision, *args: Any, **kwargs: Any) -> None:
         rank_zero_deprecation(f"The `{name}` is deprecated. Use `lightning.pytorch.plugins.{kind.__name__}` instead.")

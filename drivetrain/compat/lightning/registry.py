@@ -14,11 +14,7 @@ _CONFIGURED = {"deepspeed": "DeepSpeedStrategy"}
 
 
 class Registry(dict[str, dict[str, Any]]):
-    """Names, each with a class and what it is made with.
-
-    Args:
-        kind: `"strategy"` or `"accelerator"`.
-    """
+    """Names, each with a class and what it is made with."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -27,14 +23,7 @@ class Registry(dict[str, dict[str, Any]]):
     def register(
         self, name: str, factory: Callable[..., Any] | None = None, description: str = "", **init_params: Any
     ) -> Any:
-        """Put a class under a name; without one, what decorates a class.
-
-        Args:
-            name: What `Trainer(strategy=name)` is given.
-            factory: The class.
-            description: What it is.
-            **init_params: What it is made with.
-        """
+        """Put a class under a name; without one, what decorates a class."""
 
         def add(kind: Callable[..., Any]) -> Callable[..., Any]:
             self[name] = {
@@ -48,15 +37,7 @@ class Registry(dict[str, dict[str, Any]]):
         return add if factory is None else add(factory)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Make what a name stands for.
-
-        Args:
-            name: The name.
-            default: What to return where there is no such name.
-
-        Raises:
-            KeyError: There is no such name, and no default.
-        """
+        """Make what a name stands for."""
         if name in self:
             return self[name][self._kind](**self[name]["init_params"])
         if default is not None:
@@ -64,11 +45,7 @@ class Registry(dict[str, dict[str, Any]]):
         raise KeyError(f"{name!r} is not in the registry. Available names: {', '.join(sorted(self)) or 'none'}.")
 
     def remove(self, name: str) -> None:
-        """Take a name out.
-
-        Args:
-            name: The name.
-        """
+        """Take a name out."""
         self.pop(name)
 
     def __str__(self) -> str:
@@ -94,9 +71,6 @@ class StrategyRegistry(Registry):
         """The strategy that a script has registered under a name; anything else as it is, built-in names too.
 
         DeepSpeed's name is that of a strategy of its own where a variable names its configuration.
-
-        Args:
-            name: The argument of a Trainer or a Fabric.
         """
         if isinstance(name, str) and name in _CONFIGURED and os.environ.get(CONFIG_VARIABLE):
             strategies = importlib.import_module("drivetrain.compat.lightning.pytorch.strategies")

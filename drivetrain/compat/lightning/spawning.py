@@ -17,13 +17,7 @@ def installed_packages() -> tuple[Callable[..., Any], tuple[str, ...]] | None:
 
 
 def call_spawned(spawning: StartsProcesses, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in each process that a strategy starts. Returns what it returned in the first.
-
-    Args:
-        spawning: What starts them.
-        function: A function of a module.
-        *args: Its arguments, which are pickled for new interpreters.
-    """
+    """Call a function in each process that a strategy starts. Returns what it returned in the first."""
     from drivetrain.launch.notebook import call_in_processes  # here: few scripts start processes
     from drivetrain.launch.options import LaunchOptions
 

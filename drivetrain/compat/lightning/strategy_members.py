@@ -57,14 +57,7 @@ class StrategyMembers:
     _given_device: torch.device | None = None
 
     def take_plugins(self, given: Mapping[str, Any]) -> None:
-        """Keep the plugins that the strategy was made with.
-
-        Args:
-            given: The arguments of the strategy.
-
-        Raises:
-            ConfigurationError: The cluster environment, or what writes checkpoints, is something else.
-        """
+        """Keep the plugins that the strategy was made with."""
         plugin = given.get("precision_plugin") or given.get("precision")
         if plugin is not None:
             self.precision_plugin, self.given_precision = plugin, plugin.precision
@@ -85,14 +78,7 @@ class StrategyMembers:
         self.take_checkpoint_io(checkpoint_io)
 
     def take_checkpoint_io(self, checkpoint_io: CheckpointIO) -> None:
-        """Keep what writes checkpoints.
-
-        Args:
-            checkpoint_io: That.
-
-        Raises:
-            ConfigurationError: It is something else.
-        """
+        """Keep what writes checkpoints."""
         if not isinstance(checkpoint_io, CheckpointIO):
             raise ConfigurationError(
                 f"checkpoint_io={checkpoint_io!r} writes no checkpoints. Give an object of a class derived from "
@@ -112,11 +98,7 @@ class StrategyMembers:
         return self
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint; only the main process does.
-
-        Args:
-            filepath: Which.
-        """
+        """Remove a checkpoint; only the main process does."""
         if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(filepath)
 
@@ -185,32 +167,17 @@ class StrategyMembers:
         return self.global_rank == 0
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all processes.
-
-        Args:
-            name: Taken for Lightning's sake.
-        """
+        """Wait for all processes."""
         PartialState().wait_for_everyone()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Give all processes one process's object.
-
-        Args:
-            obj: A tensor, or anything that can be pickled.
-            src: Whose.
-        """
+        """Give all processes one process's object."""
         if self.world_size == 1:
             return obj
         return broadcast(obj, src) if isinstance(obj, Tensor) else broadcast_object_list([obj], src)[0]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stack a tensor of all processes along a new first dimension; the tensor itself in a world of one.
-
-        Args:
-            tensor: Of the same shape on all processes.
-            group: Taken for Lightning's sake; all processes take part.
-            sync_grads: Whether gradients flow back to each process's tensor.
-        """
+        """Stack a tensor of all processes along a new first dimension; the tensor itself in a world of one."""
         if self.world_size == 1:
             return tensor
         if sync_grads:
@@ -232,33 +199,16 @@ class StrategyMembers:
         return reduce(tensor, _REDUCTIONS.get(name, name))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The same as `all_reduce`.
-
-        Args:
-            tensor: As there.
-            group: As there.
-            reduce_op: As there.
-        """
+        """The same as `all_reduce`."""
         return self.all_reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all processes have decided for something, or any.
-
-        Args:
-            decision: This process's decision.
-            all: Whether all must have.
-        """
+        """Whether all processes have decided for something, or any."""
         votes = int(self.all_reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum"))
         return votes == self.world_size if all else votes > 0
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move the tensors of a batch.
-
-        Args:
-            batch: In any structure.
-            device: Where to; this process's device if None.
-            dataloader_idx: Taken for Lightning's sake.
-        """
+        """Move the tensors of a batch."""
         return send_to_device(batch, device or self.root_device)
 
     @property
@@ -269,42 +219,25 @@ class StrategyMembers:
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make tensors in the body on this process's device, with the dtype of the number format.
-
-        Args:
-            empty_init: Whether parameters of modules stay without initial values.
-        """
+        """Make tensors in the body on this process's device, with the dtype of the number format."""
         without_values = WithoutValues() if empty_init else nullcontext()
         with self.root_device, self.precision_plugin.tensor_init_context(), without_values:
             yield
 
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make modules in the body so, or as the strategy makes them.
-
-        Args:
-            empty_init: Whether parameters stay without initial values.
-        """
+        """Make modules in the body so, or as the strategy makes them."""
         own = getattr(self, "init_context", nullcontext)()
         with self.tensor_init_context(empty_init), own:
             yield
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move a module to this process's device.
-
-        Args:
-            module: The module.
-        """
+        """Move a module to this process's device."""
         module.to(self.root_device)
 
 
 class StrategyView(StrategyMembers):
-    """A strategy of drivetrain with those members; all else is the strategy's own, also its class for `isinstance`.
-
-    Args:
-        strategy: The strategy.
-        precision: The name of the run's number format.
-    """
+    """A strategy of drivetrain with those members; all else is the strategy's own, also its class for `isinstance`."""
 
     def __init__(self, strategy: Strategy, precision: str) -> None:
         object.__setattr__(self, "_viewed", strategy)
@@ -343,20 +276,10 @@ class StrategyView(StrategyMembers):
 
 
 def with_members(strategy: Strategy, precision: str) -> Any:
-    """A strategy as scripts read it: itself where it has Lightning's members, else a view of it.
-
-    Args:
-        strategy: The strategy of a Trainer.
-        precision: The name of its number format.
-    """
+    """A strategy as scripts read it: itself where it has Lightning's members, else a view of it."""
     return strategy if isinstance(strategy, StrategyMembers) else StrategyView(strategy, precision)
 
 
 def record_driver(strategy: Any, trainer: Any) -> None:
-    """Let scripts read of a strategy what its Trainer has.
-
-    Args:
-        strategy: The strategy, as scripts read it.
-        trainer: The Trainer.
-    """
+    """Let scripts read of a strategy what its Trainer has."""
     _DRIVERS[strategy.holder] = ref(trainer)

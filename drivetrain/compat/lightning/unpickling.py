@@ -10,12 +10,7 @@ from drivetrain.compat.formats.lightning import is_lightning_checkpoint, opened
 
 
 def is_asked_for(weights_only: bool | None) -> bool:
-    """Whether objects in a file are to be unpickled, which runs whatever code it holds.
-
-    Args:
-        weights_only: The argument of a verb or of `load_from_checkpoint`; where it is None, as `torch.load` would be
-            called without it: objects are refused, unless `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD` is set.
-    """
+    """Whether objects in a file are to be unpickled, which runs whatever code it holds."""
     if weights_only is None:
         return _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     return not weights_only and not _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")

@@ -131,14 +131,6 @@ def pieces_of(layer: nn.Linear, weight: Tensor, device: torch.device) -> Iterato
     """Some rows of a weight after the other, on a device and in the layer's dtype.
 
     What quantises takes several times the memory of what it is given, which is little that way.
-
-    Args:
-        layer: The layer.
-        weight: Its weight, anywhere.
-        device: The device.
-
-    Yields:
-        Which rows, and their values.
     """
     step = max(1, -(-len(weight) // _PIECES))
     for start in range(0, len(weight), step):
@@ -147,25 +139,13 @@ def pieces_of(layer: nn.Linear, weight: Tensor, device: torch.device) -> Iterato
 
 
 def weight_parts(layer: nn.Module) -> dict[str, Tensor]:
-    """The plain tensors that a layer's weight consists of, by names.
-
-    Args:
-        layer: The layer.
-    """
+    """The plain tensors that a layer's weight consists of, by names."""
     weight: Any = layer.weight
     return dict(plain_parts(weight.detach()))
 
 
 def plain_parts(tensor: Tensor, name: str = "weight") -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors that a tensor of any class consists of.
-
-    Args:
-        tensor: The tensor.
-        name: What their names begin with.
-
-    Yields:
-        The name and the tensor.
-    """
+    """The plain tensors that a tensor of any class consists of."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield name, tensor
@@ -175,11 +155,7 @@ def plain_parts(tensor: Tensor, name: str = "weight") -> Iterator[tuple[str, Ten
 
 
 def contexts_of(tensor: Tensor) -> list[str]:
-    """What a tensor of any class has beside its plain tensors, as text.
-
-    Args:
-        tensor: The tensor.
-    """
+    """What a tensor of any class has beside its plain tensors, as text."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return []
@@ -188,25 +164,13 @@ def contexts_of(tensor: Tensor) -> list[str]:
 
 
 def bind_weight(layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
-    """Let a layer's weight consist of other tensors.
-
-    Args:
-        layer: The layer.
-        parts: The tensors, by the names of `weight_parts`.
-    """
+    """Let a layer's weight consist of other tensors."""
     weight: Any = layer.weight
     layer.weight = nn.Parameter(rebuilt(weight.detach(), parts, weight.shape), requires_grad=False)
 
 
 def rebuilt(like: Any, parts: Mapping[str, Tensor], shape: torch.Size, name: str = "weight") -> Tensor:
-    """A tensor of the class of another one, of other plain tensors.
-
-    Args:
-        like: The other one.
-        parts: The plain tensors, by the names of `plain_parts`.
-        shape: Of the tensor, which is contiguous.
-        name: What their names begin with.
-    """
+    """A tensor of the class of another one, of other plain tensors."""
     flatten = getattr(like, "__tensor_flatten__", None)
     if flatten is None:
         return parts[name]
@@ -217,13 +181,7 @@ def rebuilt(like: Any, parts: Mapping[str, Tensor], shape: torch.Size, name: str
 
 
 def linear_like(layer: nn.Linear, kind: type[nn.Linear], **options: Any) -> Any:
-    """A layer of another class with the sizes of one, and its bias.
-
-    Args:
-        layer: The layer.
-        kind: The class.
-        **options: Further arguments of it.
-    """
+    """A layer of another class with the sizes of one, and its bias."""
     with torch.device("meta"):
         made = kind(layer.in_features, layer.out_features, bias=False, **options)
     made.bias = layer.bias
@@ -292,11 +250,7 @@ def get_quantizer(given: str | Quantizer) -> Quantizer:
 
 
 def class_of(name: str) -> type[Any]:
-    """The class of quantizers whose `name` is this.
-
-    Args:
-        name: The name.
-    """
+    """The class of quantizers whose `name` is this."""
     if name in _registered:
         return _registered[name]
     if name not in _CLASSES:

@@ -273,15 +273,7 @@ def _whole_blocks(pieces: Iterable[tuple[slice, Tensor]], size: int) -> Iterator
 
 
 def dtype_of(argument: str, given: torch.dtype | str) -> torch.dtype:
-    """A dtype by its name.
-
-    Args:
-        argument: What the name was given as, for the message.
-        given: The dtype, its name, or `"fp32"`, `"fp16"` or `"bf16"`.
-
-    Raises:
-        ConfigurationError: It is none.
-    """
+    """A dtype by its name."""
     found = _SHORT.get(given) or getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
         raise ConfigurationError(f"{argument}={given!r}: give a dtype, or 'fp32', 'fp16' or 'bf16'.")

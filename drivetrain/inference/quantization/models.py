@@ -172,11 +172,7 @@ def _linear(model: nn.Module, quantizer: Quantizer) -> Iterator[tuple[str, Any]]
 
 
 def default_skips(model: nn.Module) -> list[str]:
-    """The modules of a model that are not quantised unless asked for: its output head, and what shares weights.
-
-    Args:
-        model: The model.
-    """
+    """The modules of a model that are not quantised unless asked for: its output head, and what shares weights."""
     shared = {name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group}
     head = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None  # type: ignore[operator]
     names = {id(module): name for name, module in model.named_modules()}
@@ -189,12 +185,7 @@ def default_skips(model: nn.Module) -> list[str]:
 
 
 def is_within(name: str, modules: Sequence[str]) -> bool:
-    """Whether a module is one of those named, or within one; a name may leave out what is before it.
-
-    Args:
-        name: The module's name.
-        modules: Names such as `"lm_head"` or `"layers.0"`.
-    """
+    """Whether a module is one of those named, or within one; a name may leave out what is before it."""
     return any(f".{module}." in f".{name}." for module in modules)
 
 

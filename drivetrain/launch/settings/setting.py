@@ -13,28 +13,7 @@ _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0":
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting.
-
-    Args:
-        name: Its name: the flag is `--name`, the key in a file `name`.
-        help: What it does, in a sentence or two.
-        kind: What it takes: `"switch"` (a flag without a value), `"bool"`, `"int"`, `"float"`, `"text"`, `"choice"`,
-            `"words"` (several, by commas) or `"bools"` (three of them, by commas).
-        section: Heading in the help.
-        group: The mapping of the file that it is in, such as `"fsdp_config"`; empty at the top.
-        keys: Further spellings of the key in a file.
-        flags: Further spellings of the flag, with their dashes.
-        shown: The flag as messages name it; `--name` if empty.
-        choices: What a `"choice"` may be.
-        metavar: How the help writes the value.
-        least: The smallest number allowed.
-        auto: Whether `"auto"` stands for not given.
-        variable: Environment variable through which it reaches the processes; None where it concerns the launcher.
-        theirs: `ACCELERATE_*` variable through which another launcher passes it.
-        inert: Why it changes nothing here; such a setting is accepted and not passed on.
-        refused: Why a value that asks for something cannot be, and what to do.
-        of_launcher: Whether the variable is one of the launcher's own, which the processes do not read.
-    """
+    """One setting."""
 
     name: str
     help: str
@@ -60,18 +39,7 @@ class Setting:
         return self.shown or f"--{self.name}"
 
     def parse(self, value: Any, where: str) -> Any:
-        """Check a value and bring it to its type.
-
-        Args:
-            value: As a flag, a file or a variable gives it; None is not given.
-            where: How the message names the place, such as `"--fsdp_version"`.
-
-        Returns:
-            The value; None where it stands for not given.
-
-        Raises:
-            ConfigurationError: It cannot be.
-        """
+        """Check a value and bring it to its type."""
         if value is None or (self.auto and str(value).strip().lower() in ("auto", "none", "")):
             return None
         if isinstance(value, str):
@@ -173,17 +141,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """Settings that belong together: a mapping of the file.
-
-    Args:
-        name: Its key in the file.
-        prefix: What the names of its settings begin with, which a file may leave out.
-        section: Heading in the help.
-        settings: Its settings.
-        variables: What the names of their variables begin with, ours and another launcher's; empty if they have none.
-        switch: The switch at the top without which they have no effect; empty where there is none.
-        also: Settings of the top that a file may give here.
-    """
+    """Settings that belong together: a mapping of the file."""
 
     name: str
     prefix: str
@@ -415,11 +373,7 @@ GRID = Group(
 
 
 def check_grid(values: dict[str, object], where: str) -> None:
-    """Refuse a size of the grid that has no meaning here.
-
-    Raises:
-        ConfigurationError: `parallelism_config_sp_size` is more than 1.
-    """
+    """Refuse a size of the grid that has no meaning here."""
     from drivetrain.runtime.errors import ConfigurationError
 
     size = values.get("parallelism_config_sp_size")

@@ -25,17 +25,7 @@ _VARIABLES = frozenset(
 
 
 def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What the environment asks of this process: drivetrain's variables, then `ACCELERATE_*`.
-
-    Args:
-        environ: The variables; `os.environ` if None.
-
-    Returns:
-        Values by name of setting, those that are given.
-
-    Raises:
-        ConfigurationError: A variable's value cannot be; the message names the variable.
-    """
+    """What the environment asks of this process: drivetrain's variables, then `ACCELERATE_*`."""
     everything = os.environ if environ is None else environ
     # The environment is searched once rather than twice for each setting: each Accelerator asks for this several times.
     variables = {name: everything[name] for name in _VARIABLES.intersection(everything)}
@@ -135,32 +125,13 @@ def default_config_file(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a configuration file.
-
-    Args:
-        path: YAML, or JSON where the name ends in `.json`.
-
-    Returns:
-        Values by name of setting.
-
-    Raises:
-        ConfigurationError: There is no such file, it cannot be read, a key is unknown, or a value cannot be. The
-            message names the file and the key.
-    """
+    """Read a configuration file."""
     given = _load(Path(path))
     return settings_of(given, str(path))
 
 
 def settings_of(given: Any, where: str) -> dict[str, Any]:
-    """The settings in the mapping that a configuration file holds.
-
-    Args:
-        given: The mapping.
-        where: The file, for messages.
-
-    Raises:
-        ConfigurationError: As with `read_config`.
-    """
+    """The settings in the mapping that a configuration file holds."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -174,9 +145,6 @@ def settings_of(given: Any, where: str) -> dict[str, Any]:
 
 class _Reader:
     """Takes a file's keys one by one.
-
-    Args:
-        where: The file, for messages.
 
     Attributes:
         found: Values by name of setting.
@@ -274,11 +242,7 @@ class _Reader:
 
 
 def config_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping that a configuration file holds.
-
-    Args:
-        values: Values by name of setting.
-    """
+    """Return the mapping that a configuration file holds."""
     kind = next((kind for kind, switch in _SWITCH_OF.items() if values.get(switch)), None)
     if kind is None:
         devices = {"cpu": "MULTI_CPU", "multi_gpu": "MULTI_GPU", "tpu": "XLA"}
@@ -311,11 +275,7 @@ def config_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a configuration file; one that is there is replaced at once.
-
-    Raises:
-        ConfigurationError: It cannot be written there.
-    """
+    """Write a configuration file; one that is there is replaced at once."""
     import yaml
 
     text = yaml.safe_dump(config_of(values), sort_keys=False, allow_unicode=True)
@@ -373,17 +333,7 @@ def collect(
     config_file: str | None = None,
     job: Mapping[str, Any] | None = None,
 ) -> dict[str, Given]:
-    """The settings that are in force: a flag wins over the environment, that over a job, and that over a file.
-
-    Args:
-        flags: Values by name of setting; None is not given.
-        environ: Environment variables.
-        config_file: A configuration file; the user's own if None and it is there.
-        job: What follows from a scheduler's job: a file is written for one machine, before there is a job.
-
-    Raises:
-        ConfigurationError: A value cannot be, or a flag has no effect without another.
-    """
+    """The settings that are in force: a flag wins over the environment, that over a job, and that over a file."""
     from_flags: dict[str, Given] = {}
     for name, value in flags.items():
         flag = SETTINGS[name].flag

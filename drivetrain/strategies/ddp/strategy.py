@@ -67,18 +67,7 @@ def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 def register_communication_hook(
     model: parallel.DistributedDataParallel, name: str, options: dict[str, Any], wrapper: str | None = None
 ) -> None:
-    """Register one of the hooks by name.
-
-    Args:
-        model: The DDP module.
-        name: `"fp16"`, `"bf16"`, `"powersgd"` (Vogels et al., 2019, https://arxiv.org/abs/1905.13727) or
-            `"batched_powersgd"`, which compresses each bucket as one matrix.
-        options: For PowerSGD, the arguments of torch's `PowerSGDState`.
-        wrapper: A key of `COMMUNICATION_WRAPPERS`: the format that the hook is given its bucket in.
-
-    Raises:
-        ConfigurationError: PowerSGD has no such option.
-    """
+    """Register one of the hooks by name."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     state: Any = None
@@ -105,13 +94,7 @@ def register_communication_hook(
 
 
 class _Bucket:
-    """A bucket as torch's PowerSGD is to see it.
-
-    Args:
-        bucket: DDP's.
-        buffer: What takes the place of its buffer.
-        gradients: Views of that, each with a dimension: torch's hook reads the size of the first (torch 2.13).
-    """
+    """A bucket as torch's PowerSGD is to see it."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
         self._bucket, self._buffer, self._gradients = bucket, buffer, gradients
@@ -398,24 +381,14 @@ def _agreement(state: PartialState) -> Callable[[str], None]:
 
 
 class ReducedGradients(Gradients):
-    """Gradients that backward averages over processes, bucket by bucket.
-
-    Args:
-        device: Where this process's tensors live.
-        finds_unused: Whether DDP looks for parameters that take no part in a loss.
-        copies: The wrapped modules.
-    """
+    """Gradients that backward averages over processes, bucket by bucket."""
 
     def __init__(self, device: torch.device, finds_unused: bool, copies: Copies) -> None:
         self._device, self._finds_unused, self._copies = device, finds_unused, copies
         self._left_out: set[int] = set()
 
     def end_search(self, never_used: Sequence[nn.Parameter] | None) -> None:
-        """Take note that DDP does not look for unused parameters any more, or looks again.
-
-        Args:
-            never_used: Those that it leaves out; None where it looks again.
-        """
+        """Take note that DDP does not look for unused parameters any more, or looks again."""
         self._finds_unused = never_used is None
         self._left_out = set(map(id, never_used or ()))
 
@@ -464,13 +437,7 @@ class ReducedGradients(Gradients):
 
 
 class CopiedState(ModelState):
-    """The state of a model that every process has a copy of.
-
-    Args:
-        topology: This process's place.
-        unwrap: Returns the user's own module inside what `prepare` returned.
-        copies: The wrapped modules.
-    """
+    """The state of a model that every process has a copy of."""
 
     def __init__(self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module], copies: Copies) -> None:
         super().__init__(topology, unwrap)

@@ -39,12 +39,6 @@ class UnusedSearch:
     """Watches the search in the first steps, and warns once where a run does without it.
 
     Nothing is exchanged for it: the reducer sums over processes which parameters were used, for its own sake.
-
-    Args:
-        reducer: DDP's.
-        record: Returns DDP's own record, which holds what the search of this process found.
-        named: The names of parameters, by their places in the reducer.
-        device: Where processes exchange what they found.
     """
 
     def __init__(
@@ -62,15 +56,7 @@ class UnusedSearch:
         self._found_here = False
 
     def search(self, forward_ended: Callable[[Any], Any], output: Any) -> Any:
-        """Run what searches the graph of an output, and time it.
-
-        Args:
-            forward_ended: Torch's own handling of a forward's output.
-            output: The output.
-
-        Returns:
-            What it returned.
-        """
+        """Run what searches the graph of an output, and time it."""
         start = perf_counter()
         handled = forward_ended(output)
         self._searches.append(perf_counter() - start)
@@ -98,11 +84,7 @@ class UnusedSearch:
         return [index for index, count in enumerate(most) if not count]
 
     def settle(self) -> list[int] | None:
-        """Decide, together with all processes, whether the search may end.
-
-        Returns:
-            The places of the parameters that are never used; None where steps have to be searched further.
-        """
+        """Decide, together with all processes, whether the search may end."""
         never = self.never_used()
         if never is None:
             return None
@@ -195,12 +177,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """Rebuild the reducer if other parameters require gradients than those that it reduces.
 
         Where DDP searches for unused parameters, frozen ones stay: they are found to be unused.
-
-        Returns:
-            Whether any parameter requires gradients.
-
-        Raises:
-            CollectiveError: The processes train other parameters.
         """
         if list(map(_REQUIRES_GRAD, self._watched)) == self._trained:
             return True
@@ -236,12 +212,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self.watch_search(self._settled)
 
     def watch_search(self, settled: Callable[[Sequence[nn.Parameter] | None], None] | None = None) -> None:
-        """Watch in the first steps whether the search for unused parameters finds any.
-
-        Args:
-            settled: What to call with the parameters that are never used once the search ends, where it is to end
-                by itself; else it never does, and a warning reports what it costs.
-        """
+        """Watch in the first steps whether the search for unused parameters finds any."""
         device = next(self.module.parameters()).device
         self._search = UnusedSearch(self.reducer, self._get_ddp_logging_data, self._names_of, device)
         self._settled, self._watches = settled, True
@@ -252,11 +223,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._hook = (state, hook)
 
     def register_with(self, register: Callable[[DistributedDataParallel], None]) -> None:
-        """Let a function register the hook of each reducer, whose state may depend on the buckets.
-
-        Args:
-            register: Calls `register_comm_hook`.
-        """
+        """Let a function register the hook of each reducer, whose state may depend on the buckets."""
         register(self)
         self._register = register
 
@@ -350,11 +317,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         return torch.is_grad_enabled() and self.require_backward_grad_sync and not torch.compiler.is_compiling()
 
     def require_reduced(self) -> None:
-        """Raise where the last backward has left out parameters, whose gradients the peers wait for.
-
-        Raises:
-            ConfigurationError: Names the rank and the parameters.
-        """
+        """Raise where the last backward has left out parameters, whose gradients the peers wait for."""
         reducer = self.__dict__.get("reducer")
         if reducer is None:  # the strategy has been torn down
             return
@@ -446,9 +409,6 @@ class DriftCheck:
     """Compares gradients and parameters between processes: before the first step, then once in many steps.
 
     Of each tensor the norm and the sum are compared, in one all-reduce of a few numbers for each.
-
-    Args:
-        every: Steps of an optimizer from one check to the next; 0 for none.
     """
 
     def __init__(self, every: int) -> None:
@@ -475,15 +435,7 @@ class DriftCheck:
             self.every = every
 
     def compare(self, named: Sequence[tuple[str, nn.Parameter]], gradients: bool = True) -> None:
-        """Compare parameters, and their gradients, between all processes.
-
-        Args:
-            named: The names and the parameters, the same on all processes.
-            gradients: Whether to compare their gradients.
-
-        Raises:
-            ConfigurationError: On all processes, naming the first that differs, and the ranks.
-        """
+        """Compare parameters, and their gradients, between all processes."""
         if not named:
             return
         compared = [parameter.grad for _, parameter in named] if gradients else []
@@ -521,9 +473,6 @@ class Held:
 
 class Copies:
     """The wrapped modules, of which every process has a copy, and the optimizers that step them.
-
-    Args:
-        every: Steps from one comparison of the copies to the next.
 
     Attributes:
         wrapped: The wrapped modules.

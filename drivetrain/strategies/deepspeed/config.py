@@ -54,11 +54,7 @@ _LAUNCHER = (
 
 
 def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `DeepSpeed` that keys of a `deepspeed_config` mean.
-
-    Raises:
-        ConfigurationError: There is no such key.
-    """
+    """Return the arguments of `DeepSpeed` that keys of a `deepspeed_config` mean."""
     for key in given:
         if key not in KEYS:
             raise ConfigurationError(
@@ -118,17 +114,7 @@ def require_deepspeed() -> None:
 
 
 def import_deepspeed(kind: str) -> Any:
-    """Import the package for a kind of device; it settles on one where it is first imported.
-
-    Args:
-        kind: The device's name, such as `"cuda"`.
-
-    Returns:
-        The module.
-
-    Raises:
-        ConfigurationError: It is not installed, or runs on another kind of device in this process already.
-    """
+    """Import the package for a kind of device; it settles on one where it is first imported."""
     require_deepspeed()
     if "deepspeed" not in sys.modules:
         asked = os.environ.get("DS_ACCELERATOR")
@@ -251,14 +237,7 @@ _SECTIONS = {"bf16-true": "bf16", "fp16": "fp16", "fp16-true": "fp16"}
 
 
 def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
-    """A configuration as a dict of its own.
-
-    Args:
-        given: A dict, the path of a JSON file, JSON text, or None.
-
-    Raises:
-        ConfigurationError: It is none of them.
-    """
+    """A configuration as a dict of its own."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -314,14 +293,7 @@ class Known:
 
 
 def complete(config: Config, known: Known) -> Config:
-    """Fill what is `"auto"` or missing, and refuse what contradicts the loop.
-
-    Returns:
-        A configuration that DeepSpeed takes.
-
-    Raises:
-        ConfigurationError: Two values contradict each other; both are named.
-    """
+    """Fill what is `"auto"` or missing, and refuse what contradicts the loop."""
     done = copy.deepcopy(config)
     _fill_given(done, known)
     _fill_batch(done, known)
@@ -546,22 +518,7 @@ def build_config(
     general: Mapping[str, Any],
     zero_options: Mapping[str, Any],
 ) -> tuple[Config, int]:
-    """Put arguments into the user's configuration.
-
-    Args:
-        given: The configuration.
-        stage: The ZeRO stage; the configuration's if None, else 2.
-        offload: By `offload_optimizer` and `offload_param`, where to.
-        nvme_path: The folder for NVMe.
-        general: Further top-level values.
-        zero_options: Further values of the section `zero_optimization`.
-
-    Returns:
-        The configuration, and its stage.
-
-    Raises:
-        ConfigurationError: An argument contradicts the configuration, or cannot be.
-    """
+    """Put arguments into the user's configuration."""
     config = read_config(given)
     zero = config.setdefault("zero_optimization", {})
     _add(zero, "zero_optimization.stage", "stage", stage)
@@ -586,11 +543,7 @@ def build_config(
 
 
 def check_zero_options(config: Config) -> None:
-    """Refuse names in `zero_optimization` that the installed DeepSpeed does not have.
-
-    Raises:
-        ConfigurationError: Names the nearest one.
-    """
+    """Refuse names in `zero_optimization` that the installed DeepSpeed does not have."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     fields = DeepSpeedZeroConfig.model_fields
@@ -651,15 +604,7 @@ def _device(section: Any) -> str:
 
 @dataclass
 class Settings:
-    """One configuration.
-
-    Args:
-        config: The user's, with `"auto"` where the loop decides.
-        stage: That of ZeRO.
-        zero_init: Whether `init_context` takes parameters apart where they are made.
-        moe_layers: Names of module classes that ZeRO-3 gathers as a whole.
-        shards_frozen: Whether ZeRO-3 also takes apart a model that was built whole and has no optimizer.
-    """
+    """One configuration."""
 
     config: Config
     stage: int

@@ -34,11 +34,6 @@ _ELSEWHERE = 'use strategy="ddp" or "fsdp"'
 class Participation:
     """Records which of an engine's parameters got a gradient since its last step.
 
-    Args:
-        layout: Where the engine keeps what belongs to its parameters.
-        grouped: The parameters in the optimizer's groups, by name.
-        device: The device of the flags that processes exchange.
-
     Attributes:
         left_out: By name, how many steps have left a parameter out.
     """
@@ -65,11 +60,7 @@ class Participation:
         self._unwatched = [(number, parameter) for number, parameter in self._unwatched if not parameter.requires_grad]
 
     def require_known(self) -> None:
-        """Raise if a parameter of the optimizer is to be trained that the engine does not hold.
-
-        Raises:
-            ConfigurationError: Names the parameters.
-        """
+        """Raise if a parameter of the optimizer is to be trained that the engine does not hold."""
         if self._unwatched:
             self._watch()
         found = [name for name, parameter in self._frozen_before.items() if parameter.requires_grad]
@@ -81,12 +72,7 @@ class Participation:
             )
 
     def unused(self) -> list[nn.Parameter]:
-        """Return the parameters without a gradient on any process since the last step, which is now. Collective.
-
-        Raises:
-            ConfigurationError: Parameters are trained again after they were frozen, and the optimizer counts its
-                steps for all together.
-        """
+        """Return the parameters without a gradient on any process since the last step, which is now. Collective."""
         seen = reduce(self._seen.to(self._device), "max").tolist()
         self._seen.zero_()
         used = [name for name, flag in zip(self._trained, seen, strict=True) if flag]
@@ -161,12 +147,6 @@ def listed(names: list[str], most: int = 8) -> str:
 class TrainedModel:
     """An engine with what belongs to it.
 
-    Args:
-        engine: The DeepSpeed engine.
-        bare: The user's model, whose names are canonical.
-        groups: The names of the parameters in each of the optimizer's groups.
-        settings: The configuration that it was made with.
-
     Attributes:
         layout: Where the engine keeps gradients and states.
         participation: Which parameters got a gradient since the last step.
@@ -231,11 +211,7 @@ class TrainedModel:
         return sum(len(group["params"]) for group in self.layout.inner.param_groups)
 
     def step(self) -> None:
-        """Step the engine; parameters that took no part in the losses stay as they are. Collective.
-
-        Raises:
-            ConfigurationError: The optimizer's groups have more parameters than the engine has.
-        """
+        """Step the engine; parameters that took no part in the losses stay as they are. Collective."""
         if len(self.layout.inner.param_groups) > len(self.groups) or self._count() > self._settled:
             _refuse_changed_groups()
         with self.layout.untouched(self.participation.unused()):
@@ -283,11 +259,7 @@ class Engines:
         return None
 
     def require(self, model: nn.Module) -> TrainedModel:
-        """The engine of a model.
-
-        Raises:
-            ConfigurationError: It has none.
-        """
+        """The engine of a model."""
         trained = self.find(model)
         if trained is None:
             raise ConfigurationError(
@@ -296,11 +268,7 @@ class Engines:
         return trained
 
     def stepped_by(self, optimizer: Optimizer) -> TrainedModel:
-        """The engine that steps an optimizer.
-
-        Raises:
-            ConfigurationError: None does.
-        """
+        """The engine that steps an optimizer."""
         for trained in self._trained:
             if optimizer is trained.optimizer or optimizer is trained.layout.inner:
                 return trained
@@ -325,11 +293,7 @@ class Engines:
 
 
 class EngineOptimizer(OptimizerProxy):
-    """What loops step and clear; groups, options and state are those of the optimizer inside the engine.
-
-    Args:
-        trained: The engine's model.
-    """
+    """What loops step and clear; groups, options and state are those of the optimizer inside the engine."""
 
     def __init__(self, trained: TrainedModel) -> None:
         # Not Optimizer.__init__: groups, state and defaults are those of the optimizer inside.
@@ -375,11 +339,7 @@ class EngineOptimizer(OptimizerProxy):
         self.trained.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the engine has its parameters from the start.
-
-        Raises:
-            ConfigurationError: Always; names the parameters.
-        """
+        """Refuse: the engine has its parameters from the start."""
         given = param_group["params"]
         names = names_of([given] if isinstance(given, torch.Tensor) else given, self.trained.bare)
         raise ConfigurationError(
@@ -434,13 +394,7 @@ class _Group(dict[str, Any]):
 
 
 def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
-    """The norm of the gradients of some parameters over all processes, a scalar; collective.
-
-    Args:
-        trained: Their engine's model.
-        parameters: The model's parameters.
-        norm_type: The order of the norm; may be infinite.
-    """
+    """The norm of the gradients of some parameters over all processes, a scalar; collective."""
     layout = trained.layout
     gradients = layout.gradients(parameters)
     infinite = norm_type == float("inf")
@@ -487,12 +441,7 @@ def _change(trained: TrainedModel, parameters: Sequence[nn.Parameter], change: C
 
 
 class EngineGradients(Gradients):
-    """Gradients that engines reduce and keep, whole or in parts.
-
-    Args:
-        engines: The engines of all prepared models.
-        topology: This process's place.
-    """
+    """Gradients that engines reduce and keep, whole or in parts."""
 
     def __init__(self, engines: Engines, topology: Topology) -> None:
         self._engines, self._topology = engines, topology

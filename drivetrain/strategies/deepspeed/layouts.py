@@ -29,10 +29,6 @@ _COUNT_WITHOUT_USE = (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adad
 class Layout(ABC):
     """How one engine keeps what belongs to its parameters.
 
-    Args:
-        engine: The DeepSpeed engine.
-        parameters: The model's parameters by name.
-
     Attributes:
         replicated: Whether every process holds whole gradients, so that a norm is not summed over processes.
         adds_backwards: Whether a second backward adds to gradients that are complete already.
@@ -123,11 +119,7 @@ class Layout(ABC):
         return found
 
     def make_state(self, states: dict[int, State]) -> None:
-        """Make room for what a checkpoint holds.
-
-        Args:
-            states: By a parameter's id: tensors shaped like the parameter, and other values.
-        """
+        """Make room for what a checkpoint holds."""
         for holder, held in self.holders():
             saved = [states[id(parameter)] for parameter in held if id(parameter) in states]
             if not saved:

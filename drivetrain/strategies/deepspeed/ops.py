@@ -62,14 +62,7 @@ def is_built(name: str) -> bool:
 
 
 def check_locks(names: Sequence[str]) -> None:
-    """Raise where DeepSpeed would wait for ever for a build that was killed.
-
-    Args:
-        names: The operators that are about to be loaded.
-
-    Raises:
-        ConfigurationError: Names the lock to remove.
-    """
+    """Raise where DeepSpeed would wait for ever for a build that was killed."""
     for name in names:
         lock = build_root() / name / "lock"
         if is_stale(lock):
@@ -114,12 +107,7 @@ def _is_open(path: Path) -> bool | None:
 
 @contextmanager
 def use_shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
-    """Decide whether DeepSpeed joins its processes by shared memory too; it would build the operator for that.
-
-    Args:
-        kind: The kind of device; other than on the CPU there is nothing to decide.
-        wanted: None takes the operator where it is built already.
-    """
+    """Decide whether DeepSpeed joins its processes by shared memory too; it would build the operator for that."""
     use = kind == "cpu" and (is_built(SHARED_MEMORY) if wanted is None else wanted)
     if use:
         check_locks([SHARED_MEMORY])
@@ -137,13 +125,7 @@ def use_shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
 
 
 def prefer_built_optimizer(section: dict[str, Any], kind: str, zero: dict[str, Any]) -> None:
-    """Let a configuration's Adam be torch's on the CPU, where DeepSpeed's own would be compiled first.
-
-    Args:
-        section: The configuration's `"optimizer"`, changed in place.
-        kind: The kind of device.
-        zero: The configuration's `"zero_optimization"`.
-    """
+    """Let a configuration's Adam be torch's on the CPU, where DeepSpeed's own would be compiled first."""
     if str(section.get("type", "")).lower() not in ("adam", "adamw") or section["params"].get("torch_adam"):
         return
     name = "cpu_adam" if isinstance(zero.get("offload_optimizer"), dict) else "fused_adam"
@@ -177,11 +159,7 @@ def require_async_io() -> None:
 
 
 def build(name: str, kind: str) -> None:
-    """Build one operator.
-
-    Raises:
-        ConfigurationError: There is no such operator for this kind of device.
-    """
+    """Build one operator."""
     from deepspeed.accelerator import get_accelerator
 
     check_locks([name])
@@ -207,9 +185,6 @@ def kept(optimizer: Optimizer) -> Iterator[None]:
 
     DeepSpeed 0.19 would make another one over its flat tensors, with the defaults alone and all parameters in one
     group: a schedule over the user's would change nothing, and a second group would break the engine.
-
-    Args:
-        optimizer: The user's optimizer, of any class.
     """
     own: Any = type(optimizer)
     if not issubclass(own, torch.optim.Adagrad):
@@ -223,11 +198,7 @@ def kept(optimizer: Optimizer) -> Iterator[None]:
 
 
 def make_state(layout: Layout) -> None:
-    """Make the state of an Adagrad for the tensors that it steps in an engine.
-
-    Args:
-        layout: Where the engine keeps them.
-    """
+    """Make the state of an Adagrad for the tensors that it steps in an engine."""
     optimizer = layout.inner
     if not isinstance(optimizer, torch.optim.Adagrad):
         return
@@ -243,13 +214,7 @@ def make_state(layout: Layout) -> None:
 
 
 class DeepSpeedGroup:
-    """DeepSpeed's own idea of the process group, laid over the group that this process is in already.
-
-    Args:
-        environment: This process among its peers.
-        kind: The kind of device.
-        shared_memory: Whether CPU tensors go through DeepSpeed's shared-memory operator; if None, where it is built.
-    """
+    """DeepSpeed's own idea of the process group, laid over the group that this process is in already."""
 
     # Of the process, not of a run: DeepSpeed keeps its group in variables of its modules.
     _joined: ClassVar[int] = 0
@@ -295,11 +260,7 @@ class DeepSpeedGroup:
 
 
 def refuse_other_device(environment: ProcessEnvironment, device: torch.device) -> None:
-    """Refuse a device other than that of this process's number on the machine, which DeepSpeed takes by itself.
-
-    Raises:
-        ConfigurationError: The device was chosen by another number.
-    """
+    """Refuse a device other than that of this process's number on the machine, which DeepSpeed takes by itself."""
     if device.index not in (None, environment.local_rank):
         raise ConfigurationError(
             f"DeepSpeed runs on the device of the process's number on the machine ({environment.local_rank}), not on "

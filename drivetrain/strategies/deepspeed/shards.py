@@ -42,12 +42,7 @@ _ALLOWED: list[Any] = [
 
 
 def deepspeed_folder(directory: str | os.PathLike[str], tag: str | None = None) -> Path | None:
-    """The folder of one of DeepSpeed's checkpoints; None where there is none.
-
-    Args:
-        directory: The folder itself, or what it is in: then by tag, or by the file that names the latest one.
-        tag: Its name.
-    """
+    """The folder of one of DeepSpeed's checkpoints; None where there is none."""
     root = Path(directory)
     latest = root / LATEST
     if tag is None and latest.is_file():
@@ -59,15 +54,9 @@ def deepspeed_folder(directory: str | os.PathLike[str], tag: str | None = None) 
 class DeepSpeedShards:
     """One checkpoint of DeepSpeed's engine, of any stage of ZeRO and any number of processes.
 
-    Args:
-        folder: The local folder, as `deepspeed_folder` finds it.
-
     Attributes:
         folder: The same.
         stage: The stage of ZeRO.
-
-    Raises:
-        CheckpointError: A file is missing or cannot be read, or the model was also split in another way.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -98,11 +87,7 @@ class DeepSpeedShards:
         return {bare_name(name): value.float() if value.is_floating_point() else value for name, value in found.items()}
 
     def optimizer(self) -> dict[str, Any]:
-        """The state of the optimizer by names of parameters; at stage 0, where it has none, by positions.
-
-        Raises:
-            CheckpointError: It is in a form that is not read here.
-        """
+        """The state of the optimizer by names of parameters; at stage 0, where it has none, by positions."""
         if not self._states:
             return self._unspread()
         groups = [list(map(bare_name, shapes)) for shapes in self._shapes]
@@ -202,11 +187,7 @@ def _read(path: Path) -> Any:
 
 
 def read_deepspeed(folder: Path, read: Callable[[DeepSpeedShards], Any]) -> Any:
-    """Read something of a checkpoint, with an error that names it where its content is not as expected.
-
-    Raises:
-        CheckpointError: As `DeepSpeedShards`.
-    """
+    """Read something of a checkpoint, with an error that names it where its content is not as expected."""
     try:
         return read(DeepSpeedShards(folder))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -27,14 +27,7 @@ Holder = Callable[[int], bool]
 
 
 def read_model(trained: TrainedModel, masters: bool, holder: Holder, whole: bool = False) -> State:
-    """All parameters and buffers; collective.
-
-    Args:
-        trained: The engine's model.
-        masters: Whether to take the 32-bit master weights where there are any, so that nothing is rounded.
-        holder: Whether this process keeps the parameter of a number; else it stands on the meta device.
-        whole: Whether all is copied to the CPU where it is kept, and left out elsewhere.
-    """
+    """All parameters and buffers; collective."""
     state: State = {}
     seen: dict[int, Tensor | None] = {}
     for number, (name, value) in enumerate(trained.bare.state_dict(keep_vars=True).items()):
@@ -69,11 +62,7 @@ def _kept(value: Tensor, held: bool) -> Tensor:
 
 
 def write_model(trained: TrainedModel, state: State, strict: bool = True) -> Any:
-    """Load whole tensors by name; collective.
-
-    Returns:
-        What `load_state_dict` returns: the names that were missing, and those that were not expected.
-    """
+    """Load whole tensors by name; collective."""
     own = trained.bare.state_dict(keep_vars=True)
     partitioned = {name for name, value in own.items() if is_partitioned(value)}
     _check_shapes({name: own[name] for name in partitioned}, state)
@@ -126,11 +115,7 @@ def read_optimizer(trained: TrainedModel, holder: Holder) -> State:
 
 
 def write_optimizer(trained: TrainedModel, saved: State) -> None:
-    """Load what `read_optimizer`, or any other strategy, returned.
-
-    Raises:
-        CheckpointError: The groups hold other parameters than the saved ones.
-    """
+    """Load what `read_optimizer`, or any other strategy, returned."""
     check_groups(trained.groups, saved)
     layout = trained.layout
     for group, options in zip(layout.inner.param_groups, saved["param_groups"], strict=True):
@@ -167,13 +152,7 @@ def _scatter(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 class ZeroState(ModelState):
-    """State that ZeRO spreads over processes, put together under the names of the bare model.
-
-    Args:
-        topology: This process's place.
-        unwrap: Returns the user's own module inside what `prepare` returned.
-        engines: The engines of all prepared models.
-    """
+    """State that ZeRO spreads over processes, put together under the names of the bare model."""
 
     def __init__(self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module], engines: Engines) -> None:
         super().__init__(topology, unwrap)
@@ -245,11 +224,7 @@ def save(trained: TrainedModel, directory: str | os.PathLike[str], tag: str) -> 
 
 
 def load(trained: TrainedModel, directory: str | os.PathLike[str], tag: str | None, world_size: int) -> None:
-    """Let the engine read its checkpoint; collective.
-
-    Raises:
-        CheckpointError: There is none, or another number of processes wrote it.
-    """
+    """Let the engine read its checkpoint; collective."""
     folder = folder_of(directory, tag)
     written = len(list(folder.glob(_OPTIMIZER)))
     if written not in (0, 1, world_size) or (written == 1 and world_size > 1 and trained.engine.zero_optimization()):
@@ -264,11 +239,7 @@ def load(trained: TrainedModel, directory: str | os.PathLike[str], tag: str | No
 
 
 def folder_of(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """The folder of one checkpoint: by tag, by the file that names the latest one, or the directory itself.
-
-    Raises:
-        CheckpointError: There is none.
-    """
+    """The folder of one checkpoint: by tag, by the file that names the latest one, or the directory itself."""
     found = deepspeed_folder(directory, tag)
     if found is None:
         raise CheckpointError(
@@ -278,11 +249,7 @@ def folder_of(directory: str | os.PathLike[str], tag: str | None = None) -> Path
 
 
 def whole_weights(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The weights in a DeepSpeed checkpoint in 32 bits, under the names of the model. Nothing in it is executed.
-
-    Raises:
-        CheckpointError: There is none.
-    """
+    """The weights in a DeepSpeed checkpoint in 32 bits, under the names of the model. Nothing in it is executed."""
     weights: dict[str, Tensor] = read_deepspeed(folder_of(directory), DeepSpeedShards.weights)
     if weights and all(name.startswith("task.") for name in weights):
         # A Trainer's engine holds the task in a module of its own.
@@ -300,20 +267,7 @@ def merge_native(
     overwrite: bool = False,
     progress: bool = False,
 ) -> list[str]:
-    """Write the weights in a DeepSpeed checkpoint as plain safetensors, in the files that `consolidate` writes.
-
-    Args:
-        directory: What the engine has written.
-        output: The directory to write to.
-        max_shard_size: Bytes in a file at most.
-        dtype: What floating-point weights are converted to; 32 bits if None.
-        module: Write the weights of this module alone, under the names that they have in it.
-        overwrite: Whether to write into a directory that holds something already.
-        progress: Whether to show a progress bar.
-
-    Returns:
-        The paths of the safetensors files.
-    """
+    """Write the weights in a DeepSpeed checkpoint as plain safetensors, in the files that `consolidate` writes."""
     target = parse_dtype(dtype)
     weights = weights_below(whole_weights(directory), module, os.fspath(directory))
     if target is not None:

@@ -26,14 +26,7 @@ _WITHOUT_MEANING = {
 
 
 def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `FSDP` for an `fsdp_config`.
-
-    Args:
-        config: Its keys, with or without their `fsdp_`.
-
-    Raises:
-        ConfigurationError: A key is unknown, or its value cannot be.
-    """
+    """Arguments of `FSDP` for an `fsdp_config`."""
     given: dict[str, Any] = {}
     for key, value in config.items():
         short = str(key).removeprefix("fsdp_")

@@ -46,15 +46,7 @@ def on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def take_values(model: nn.Module, whole: Collection[nn.Parameter]) -> dict[tuple[int, str], Tensor]:
-    """Take the values out of a model; parameters that stay whole get memory for theirs.
-
-    Args:
-        model: The model, whose parameters are replaced.
-        whole: Those that will not be sharded.
-
-    Returns:
-        The values that were there, by the `id` of the module and the parameter's name in it.
-    """
+    """Take the values out of a model; parameters that stay whole get memory for theirs."""
     twins: dict[int, nn.Parameter] = {}
     values: dict[tuple[int, str], Tensor] = {}
     for module, name, parameter in slots_of(model):
@@ -79,11 +71,6 @@ class Materialiser:
     """Gives the shards of a model their values, one parameter at a time, from rank 0.
 
     No process holds more than one whole parameter at a time, beside what rank 0 had already.
-
-    Args:
-        device: Where tensors are exchanged.
-        rank: Of this process.
-        peers: Whether there are other processes.
     """
 
     def __init__(self, device: torch.device, rank: int, peers: bool) -> None:
@@ -91,12 +78,7 @@ class Materialiser:
         self._is_source = rank == 0
 
     def fill(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Fill one parameter, whole or this process's shard, with the source's value.
-
-        Args:
-            parameter: What to fill; a DTensor, or a plain tensor on all processes.
-            value: The whole value on the source; ignored elsewhere.
-        """
+        """Fill one parameter, whole or this process's shard, with the source's value."""
         if self._is_source:
             assert value is not None
             whole = value.detach().to(self._device, parameter.dtype).contiguous()
@@ -111,12 +93,7 @@ class Materialiser:
                 parameter.copy_(whole)
 
     def fill_all(self, model: nn.Module, values: Mapping[tuple[int, str], Tensor]) -> None:
-        """Fill all parameters of a model.
-
-        Args:
-            model: The model, whose parameters are allocated.
-            values: On the source, what `take_values` returned.
-        """
+        """Fill all parameters of a model."""
         done: set[int] = set()
         for module, name, parameter in slots_of(model):
             if id(parameter) not in done:
@@ -141,13 +118,7 @@ class Materialiser:
                     buffer.copy_(sent)
 
     def initialise(self, model: nn.Module, random_state: Tensor | None) -> None:
-        """Fill what nothing has a value for by the modules' own initialisation, run on the source, module by module.
-
-        Args:
-            model: The model, whose parameters are allocated.
-            random_state: Of the CPU's generator when the model was built, so that the values are those of a plain
-                build; the present one if None.
-        """
+        """Fill what nothing has a value for by the modules' own initialisation, run on the source, module by module."""
         check_initialisable(model)
         after = torch.get_rng_state()
         if random_state is not None:
@@ -222,17 +193,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-    """Fill a model's parameters and buffers, whole or sharded, from files; only slices are read.
-
-    Args:
-        model: The bare model, whose parameters are allocated.
-        path: A safetensors file; a directory with `model.safetensors`, or several with their index; or a checkpoint
-            of this library.
-        strict: Whether names that are missing or left over are an error.
-
-    Raises:
-        CheckpointError: There are no such files, or they are another model's.
-    """
+    """Fill a model's parameters and buffers, whole or sharded, from files; only slices are read."""
     place = Path(path)
     wanted = tensors_by_names(model)
     if place.is_dir() and not ((place / _INDEX).exists() or (place / _SINGLE).exists()):

@@ -42,11 +42,7 @@ _INITS = ("rank0", "meta")
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """What `FSDP` was asked for; see there.
-
-    Raises:
-        ConfigurationError: An option cannot be.
-    """
+    """What `FSDP` was asked for; see there."""
 
     wrap: Any = "auto"
     reshard_after_forward: bool | int | None = None
@@ -108,9 +104,6 @@ class FSDPOptions:
 class GradientAveraging:
     """Averages the gradients of whole parameters over the processes, as DDP would.
 
-    Args:
-        mesh: Over whose dimensions they are averaged, one after another.
-
     Attributes:
         enabled: Whether backward averages; not within an accumulation window.
         watched: The `id` of the parameters whose gradients are averaged.
@@ -144,12 +137,7 @@ class GradientAveraging:
 
 
 def parameters_to_replicate(model: nn.Module, ignored: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Parameters that cannot be sharded, or shall not be.
-
-    Args:
-        model: The model.
-        ignored: Modules that are left as they are.
-    """
+    """Parameters that cannot be sharded, or shall not be."""
     chosen = {parameter for module in ignored for parameter in module.parameters()}
     # A scalar has no dimension to shard.
     return chosen | {parameter for parameter in model.parameters() if parameter.dim() == 0}
@@ -160,13 +148,6 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 class ModelSharder:
     """Builds models without values and shards them.
-
-    Args:
-        options: What was asked for.
-        topology: This process's place.
-        unwrap: Returns the user's own module inside a wrapped one.
-        mesh: Makes the mesh that parameters are sharded over: (shard,) or (replicate, shard).
-        split_layers: Changes a model before it is sharded, as tensor parallelism does; its parameters may be on meta.
 
     Attributes:
         options: What was asked for.
@@ -253,14 +234,7 @@ class ModelSharder:
         replicated: frozenset[nn.Parameter],
         units: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Shard a model, unit by unit from the inside, and what is left over as the outermost one.
-
-        Args:
-            model: The model.
-            precision: The number formats.
-            replicated: The parameters that every process holds whole.
-            units: The modules that become units, and that are recomputed as one; found by the options if None.
-        """
+        """Shard a model, unit by unit from the inside, and what is left over as the outermost one."""
         options = self.options
         make_contiguous(model)
         roots = self._roots(model)
@@ -345,12 +319,7 @@ class ModelSharder:
                     register_fsdp_forward_method(bare, name)
 
     def rewrite_blocks(self, model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> None:
-        """Let blocks recompute their activations and be compiled, as the options ask for.
-
-        Args:
-            model: The model.
-            blocks: The modules that are recomputed or compiled as one; found by the options if None.
-        """
+        """Let blocks recompute their activations and be compiled, as the options ask for."""
         options = self.options
         if not (options.activation_checkpointing or options.compile):
             return
@@ -458,23 +427,14 @@ class ModelSharder:
         self.average(model, replicated)
 
     def average(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> None:
-        """Average the gradients of parameters that every process holds whole.
-
-        Args:
-            model: What is called, or the stage of a pipeline.
-            replicated: The parameters.
-        """
+        """Average the gradients of parameters that every process holds whole."""
         if replicated and self._topology.environment.is_distributed:
             self.averaging[model] = GradientAveraging(self._mesh())
             self.averaging[model].watch(replicated)
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Lay parameters out row by row, as those in channels_last are not: torch shards no others (torch 2.13).
-
-    Args:
-        model: The model, whose parameters stay the same objects.
-    """
+    """Lay parameters out row by row, as those in channels_last are not: torch shards no others (torch 2.13)."""
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -484,15 +444,7 @@ def make_contiguous(model: nn.Module) -> None:
 
 
 class ShardMesh:
-    """All processes, in copies of a sharded model: called, it returns the mesh (shard,) or (replicate, shard).
-
-    Args:
-        topology: This process's place.
-        copies: Copies of the sharded model.
-
-    Raises:
-        ConfigurationError: The number of processes is no multiple of the copies.
-    """
+    """All processes, in copies of a sharded model: called, it returns the mesh (shard,) or (replicate, shard)."""
 
     def __init__(self, topology: Topology, copies: int) -> None:
         world = topology.environment.world_size

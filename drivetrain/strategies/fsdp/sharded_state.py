@@ -81,13 +81,6 @@ class ShardedState(ModelState):
         """Let a model's parameters be whole tensors in the body, in full precision; call it on all processes.
 
         The model cannot be called meanwhile.
-
-        Args:
-            model: What `prepare` returned.
-            writeback: Whether what the body does to the parameters is kept.
-
-        Yields:
-            The user's own module.
         """
         self.reshard(model)
         bare = self.unwrap(model)
@@ -95,13 +88,7 @@ class ShardedState(ModelState):
             yield bare
 
     def load_weights(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-        """Fill a prepared model from safetensors or a checkpoint; each process reads its shards only.
-
-        Args:
-            model: What `prepare` returned.
-            path: A safetensors file, a directory with an index of several, or a checkpoint.
-            strict: Whether names that are missing or left over are an error.
-        """
+        """Fill a prepared model from safetensors or a checkpoint; each process reads its shards only."""
         self.reshard(model)
         load_weights(self.unwrap(model), path, strict)
 

@@ -29,15 +29,7 @@ from drivetrain.strategies.base import lay_out_state, needs_closure
 
 
 class BlockForward:
-    """Takes the place of a block's `forward`; names in the model's state stay what they are.
-
-    Args:
-        block: The block.
-        recompute: Keep only what goes into the block, and compute the rest again in backward (Chen et al., 2016,
-            https://arxiv.org/abs/1604.06174).
-        offload: Keep that on the CPU.
-        compile_options: Arguments of `torch.compile`; None does not compile.
-    """
+    """Takes the place of a block's `forward`; names in the model's state stay what they are."""
 
     def __init__(
         self, block: nn.Module, recompute: bool, offload: bool, compile_options: dict[str, Any] | None
@@ -64,14 +56,7 @@ class BlockForward:
 def rewrite_blocks(
     recomputed: Iterable[nn.Module], offload: bool, compiled: Iterable[nn.Module], compile_options: dict[str, Any]
 ) -> None:
-    """Let blocks recompute their activations, and compile them.
-
-    Args:
-        recomputed: The blocks whose activations are recomputed.
-        offload: Whether what goes into those is kept on the CPU.
-        compiled: The blocks that are compiled.
-        compile_options: Arguments of `torch.compile`.
-    """
+    """Let blocks recompute their activations, and compile them."""
     again = {id(block): block for block in recomputed}
     fast = {id(block): block for block in compiled}
     for key, block in {**again, **fast}.items():
@@ -85,9 +70,6 @@ class NormInFull:
 
     Torch's CPU kernels, and batch normalisation anywhere, refuse parameters in half precision beside inputs or
     statistics in 32 bits (torch 2.13); under autocast inputs may come in either.
-
-    Args:
-        module: The normalisation.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -104,12 +86,7 @@ class NormInFull:
 
 
 def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
-    """Let a model's normalisations compute in 32 bits.
-
-    Args:
-        model: The model, whose parameters are gathered in half precision.
-        everywhere: Not only batch normalisation.
-    """
+    """Let a model's normalisations compute in 32 bits."""
     batch = nn.modules.batchnorm._BatchNorm
     kinds = (batch, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm) if everywhere else (batch,)
     for module in model.modules():
@@ -135,12 +112,7 @@ class Slot(NamedTuple):
 
 
 def refuse_for_shards(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that steps whole parameters only, if it holds shards.
-
-    Raises:
-        ConfigurationError: It is L-BFGS, which makes one vector of all parameters, or one of torch's fused ones that
-            have no rule for shards (torch 2.13).
-    """
+    """Refuse an optimizer that steps whole parameters only, if it holds shards."""
     if not any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
         return
     name = type(optimizer).__name__
@@ -218,13 +190,7 @@ def local_slices(like: DTensor) -> tuple[slice, ...]:
 
 
 def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
-    """This process's shard of a tensor that every process holds whole; nothing is exchanged.
-
-    Args:
-        whole: The tensor.
-        like: A DTensor of its shape, whose mesh and placements count.
-        copy: Whether the shard is a copy on the device of `like`, rather than a view.
-    """
+    """This process's shard of a tensor that every process holds whole; nothing is exchanged."""
     if isinstance(whole, DTensor):
         return whole
     part = whole[local_slices(like)]
@@ -247,12 +213,7 @@ class ReplacedParameters:
         self._checked: WeakSet[Optimizer] = WeakSet()
 
     def follow(self, slots: Sequence[Slot], optimizers: Iterable[Optimizer]) -> None:
-        """Let optimizers hold what stands in place of their parameters.
-
-        Args:
-            slots: Where the model's parameters were registered before it was placed.
-            optimizers: The optimizers over them.
-        """
+        """Let optimizers hold what stands in place of their parameters."""
         now = replaced(slots)
         self._gone |= {id(slot.parameter): ref(slot.parameter) for slot in slots if id(slot.parameter) in now}
         for optimizer in optimizers:
@@ -260,11 +221,7 @@ class ReplacedParameters:
             lay_out_state(optimizer)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that holds parameters as they were before, the first time that it steps.
-
-        Raises:
-            ConfigurationError: Its steps would change nothing.
-        """
+        """Refuse an optimizer that holds parameters as they were before, the first time that it steps."""
         if optimizer in self._checked:
             return
         for group in optimizer.param_groups:
@@ -309,12 +266,7 @@ class UnitSharding:
         return self
 
     def for_outermost(self, whole: frozenset[nn.Parameter] | None = None, frees: bool = False) -> UnitSharding:
-        """The same for a unit that is called from outside.
-
-        Args:
-            whole: Other whole parameters than its own.
-            frees: Whether it is freed after forward where nothing else is given: it is called several times in a step.
-        """
+        """The same for a unit that is called from outside."""
         resharding = True if frees and self.reshard_after_forward is None else self.reshard_after_forward
         whole = self.whole if whole is None else whole
         return replace(self, outermost=True, reshard_after_forward=resharding, whole=whole)
@@ -405,12 +357,7 @@ def _records_of(unit: Any) -> list[Any]:
 
 
 def set_shard(one: Any, local: Tensor) -> None:
-    """Give one sharded parameter its local shard.
-
-    Args:
-        one: Torch's own record of the parameter.
-        local: The shard, of the right shape.
-    """
+    """Give one sharded parameter its local shard."""
     old = one.sharded_param
     shard = DTensor.from_local(
         local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
@@ -437,10 +384,6 @@ def train_shards(model: nn.Module, shards: Iterable[Tensor]) -> None:
 
     The whole parameter that a unit gathers into is made once, and takes over then whether its shard is trained (torch
     2.13).
-
-    Args:
-        model: The sharded model.
-        shards: The parameters' shards.
     """
     wanted = {id(shard) for shard in shards}
     for unit in sharded_units(model):
@@ -450,15 +393,7 @@ def train_shards(model: nn.Module, shards: Iterable[Tensor]) -> None:
 
 
 def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Refuse a unit that trains parameters of two dtypes, some of which were frozen when the model was sharded.
-
-    Args:
-        model: The sharded model.
-        unwrap: Returns the user's own module of one that was prepared.
-
-    Raises:
-        ConfigurationError: Names the parameters.
-    """
+    """Refuse a unit that trains parameters of two dtypes, some of which were frozen when the model was sharded."""
     names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
     for unit in sharded_units(model):
         by_dtype: dict[torch.dtype, list[str]] = {}
@@ -469,15 +404,7 @@ def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module
 
 
 def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str]]) -> None:
-    """Refuse a unit that trains parameters of two dtypes: torch 2.13 reduces their gradients as one.
-
-    Args:
-        unit: The class of the unit.
-        by_dtype: The names of the parameters that it trains.
-
-    Raises:
-        ConfigurationError: There are several dtypes.
-    """
+    """Refuse a unit that trains parameters of two dtypes: torch 2.13 reduces their gradients as one."""
     if len(by_dtype) > 1:
         listed = "; ".join(f"{dtype}: {some_of(names)}" for dtype, names in by_dtype.items())
         raise ConfigurationError(
@@ -488,12 +415,7 @@ def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str
 
 
 def gathered_parameters(model: nn.Module, shards: Iterable[Tensor]) -> list[Tensor]:
-    """For each shard, the whole parameter that a forward gathers of it; itself where it is none.
-
-    Args:
-        model: The model, after a forward.
-        shards: This process's shards of parameters, and parameters that stay whole.
-    """
+    """For each shard, the whole parameter that a forward gathers of it; itself where it is none."""
     gathered = {
         id(one.sharded_param): one._unsharded_param
         for unit in sharded_units(model)
@@ -550,14 +472,7 @@ def _copy_unit(unit: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_sharded(module: nn.Module, unit: nn.Module, own_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """Copy a sharded module, as `copy.deepcopy` would a plain one: the copy is sharded in the same way.
-
-    Args:
-        module: What to copy.
-        unit: The unit that has the shards of what no unit inside `module` has: itself, or what is wrapped around it.
-        own_class: Its class before it was sharded.
-        memo: What `copy.deepcopy` has copied so far.
-    """
+    """Copy a sharded module, as `copy.deepcopy` would a plain one: the copy is sharded in the same way."""
     reshard_units(unit)
     unit_sharding: UnitSharding = unit.__dict__[UNIT_SHARDING]
     before = _records_of(unit)
@@ -584,12 +499,7 @@ def _copy_unsharded(module: nn.Module, own_class: type[nn.Module], memo: dict[in
 
 
 class ShardedInside:
-    """Takes the place of `__deepcopy__` of a module that is sharded with what is wrapped around it.
-
-    Args:
-        module: The module.
-        outer: The unit around it, which has the shards of what no unit inside `module` has.
-    """
+    """Takes the place of `__deepcopy__` of a module that is sharded with what is wrapped around it."""
 
     def __init__(self, module: nn.Module, outer: nn.Module) -> None:
         self.module, self.outer = module, outer
@@ -628,13 +538,7 @@ def _is_torchs(hook: Any) -> bool:
 
 
 def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
-    """Let units gather those that follow while they compute.
-
-    Args:
-        units: In the order in which they run.
-        forward: How many of those after a unit its forward gathers.
-        backward: How many of those before it its backward gathers.
-    """
+    """Let units gather those that follow while they compute."""
     for index, unit in enumerate(units):
         if forward:
             unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + forward]))
@@ -650,10 +554,6 @@ def whole_parameters(model: nn.Module, writeback: bool) -> Iterator[None]:
     """Let a model's parameters be whole tensors in the body, on every process; call it on all.
 
     They are in full precision, and the model cannot be called meanwhile.
-
-    Args:
-        model: The model.
-        writeback: Whether what the body does to them is kept: each process keeps its shard of its own copy.
     """
     slots = [slot for slot in slots_of(model) if isinstance(slot.parameter, DTensor)]
     whole: dict[int, nn.Parameter] = {}

@@ -47,14 +47,6 @@ def clip_grad_norm_over_meshes_(parameters: Iterable[Tensor], max_norm: float, n
     Torch's own function refuses gradients on two meshes, and lists that mix plain tensors with sharded ones (torch
     2.13). Here the gradients are grouped by mesh and placements; each group's norm is combined over the dimensions
     that it is sharded in, and then those of the groups.
-
-    Args:
-        parameters: Parameters whose gradients are plain tensors, equal on all processes, or DTensors on any mesh.
-        max_norm: The largest norm allowed.
-        norm_type: The p of the p-norm; infinity for the largest absolute value.
-
-    Returns:
-        The total norm before clipping, a plain scalar tensor, the same on all processes.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = total_norm_over_meshes(gradients, norm_type)
@@ -64,12 +56,7 @@ def clip_grad_norm_over_meshes_(parameters: Iterable[Tensor], max_norm: float, n
 
 @torch.no_grad()
 def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients together, as if they were one vector; call it on all processes.
-
-    Args:
-        gradients: Plain tensors, equal on all processes, or DTensors on any mesh.
-        norm_type: The p of the p-norm.
-    """
+    """The norm of all gradients together, as if they were one vector; call it on all processes."""
     norm_type = float(norm_type)
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
@@ -149,13 +136,7 @@ def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: l
 
 
 class ShardedGradients(Gradients):
-    """Gradients that backward reduces to the shards of each process.
-
-    Args:
-        rank: This process's rank, for errors.
-        averaging: Of each prepared model, what averages the gradients of the parameters that stay whole.
-        sync_each_batch: Whether gradients are reduced in every micro-batch.
-    """
+    """Gradients that backward reduces to the shards of each process."""
 
     def __init__(
         self,

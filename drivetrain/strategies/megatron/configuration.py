@@ -30,11 +30,7 @@ RECOMPUTE = ("selective", "full")
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """What was asked for; see `Megatron`.
-
-    Raises:
-        ConfigurationError: An option cannot be.
-    """
+    """What was asked for; see `Megatron`."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -79,15 +75,7 @@ class MegatronOptions:
         return self.virtual_pipeline or 1
 
     def place(self, rank: int, world_size: int) -> MeshPlace:
-        """A process's place in the grid, whose order is megatron-core's: tensor parallel ranks are neighbours.
-
-        Args:
-            rank: Its global rank.
-            world_size: Number of processes of the run.
-
-        Raises:
-            ConfigurationError: The sizes do not fit the number of processes.
-        """
+        """A process's place in the grid, whose order is megatron-core's: tensor parallel ranks are neighbours."""
         needed = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
         if world_size % needed:
             raise ConfigurationError(
@@ -120,17 +108,7 @@ def factors(number: int) -> list[int]:
 
 
 def check_fits(what: str, size: int, argument: str, parts: int) -> None:
-    """Raise where a size of the model is no multiple of the processes that share it.
-
-    Args:
-        what: The size, such as `"num_attention_heads"`.
-        size: Its value.
-        argument: What it is shared by, as it was given, such as `"tensor_parallel"`.
-        parts: How many parts that makes.
-
-    Raises:
-        ConfigurationError: Names what would fit.
-    """
+    """Raise where a size of the model is no multiple of the processes that share it."""
     if size % parts:
         fits = [each for each in factors(size) if each <= max(2 * parts, 16)]
         raise ConfigurationError(
@@ -176,16 +154,7 @@ def low_dtype(precision: Precision) -> torch.dtype | None:
 
 
 def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any:
-    """A model's `TransformerConfig` with the sizes of the grid and the precision in it.
-
-    Args:
-        config: What the task gave.
-        options: The sizes of the grid.
-        precision: The number formats.
-
-    Raises:
-        ConfigurationError: It is something else, or sizes of the model do not fit those of the grid.
-    """
+    """A model's `TransformerConfig` with the sizes of the grid and the precision in it."""
     if not is_dataclass(config) or isinstance(config, type) or not hasattr(config, "tensor_model_parallel_size"):
         raise ConfigurationError(
             f"transformer_config() returned {type(config).__name__}. Return a TransformerConfig of megatron-core, "
@@ -287,12 +256,7 @@ def _check_names(argument: str, given: Mapping[str, Any], known: Any) -> None:
 
 
 def ddp_config(options: MegatronOptions, low: torch.dtype | None) -> Any:
-    """How gradients are accumulated and reduced.
-
-    Args:
-        options: Those of the strategy.
-        low: The dtype of the weights, if it is a low one.
-    """
+    """How gradients are accumulated and reduced."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     _check_names("ddp", options.ddp, DistributedDataParallelConfig)
@@ -305,16 +269,7 @@ def ddp_config(options: MegatronOptions, low: torch.dtype | None) -> Any:
 
 
 def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.dtype | None) -> Any:
-    """What one of torch's optimizers asks for, as an `OptimizerConfig`; clipping is left to the engine.
-
-    Args:
-        optimizer: The user's.
-        options: Those of the strategy.
-        low: The dtype of the weights, if it is a low one.
-
-    Raises:
-        ConfigurationError: Megatron-core has no such optimizer.
-    """
+    """What one of torch's optimizers asks for, as an `OptimizerConfig`; clipping is left to the engine."""
     from megatron.core.optimizer import OptimizerConfig
 
     _check_names("optimizer", options.optimizer, OptimizerConfig)
@@ -372,11 +327,7 @@ def _check_distributed(optimizer: Optimizer) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Context of a model provider, in which megatron-core's assertions about sizes are raised in our words.
-
-    Raises:
-        ConfigurationError: A size of the model does not fit the tensor-parallel processes.
-    """
+    """Context of a model provider, in which megatron-core's assertions about sizes are raised in our words."""
     try:
         yield
     except AssertionError as error:
@@ -441,14 +392,7 @@ KEYS = (*_ARGUMENTS, *_TRANSFORMER, *_OPTIMIZER, *_ELSEWHERE, _RECOMPUTE)
 
 
 def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Megatron` that keys of a `megatron_lm_config` mean.
-
-    Args:
-        given: The keys, with or without `megatron_lm_` before them; None is what was not asked for.
-
-    Raises:
-        ConfigurationError: There is no such key.
-    """
+    """Return the arguments of `Megatron` that keys of a `megatron_lm_config` mean."""
     arguments: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {"transformer": {}, "optimizer": {}}
     for spelled, value in given.items():
@@ -492,11 +436,7 @@ def require_megatron() -> None:
 
 
 def require_device(device: torch.device) -> None:
-    """Raise where what megatron-core makes would be on another device than the run's.
-
-    Args:
-        device: The device of the run.
-    """
+    """Raise where what megatron-core makes would be on another device than the run's."""
     try:
         made = torch.empty(0, device="cuda").device.type
     except (RuntimeError, AssertionError) as error:
@@ -519,13 +459,7 @@ _OWNER = "megatron_groups"
 
 
 class MegatronGroups:
-    """This process in megatron-core's `parallel_state`.
-
-    Args:
-        options: The sizes of the grid.
-        place: This process's place in it.
-        device: Of the run.
-    """
+    """This process in megatron-core's `parallel_state`."""
 
     def __init__(self, options: MegatronOptions, place: MeshPlace, device: torch.device) -> None:
         from megatron.core import parallel_state
@@ -569,11 +503,7 @@ class MegatronGroups:
 
     @contextmanager
     def initial_values(self, topology: Topology) -> Iterator[None]:
-        """Let what is drawn in the body be the same where processes hold copies, and differ where they hold parts.
-
-        Args:
-            topology: This process's place.
-        """
+        """Let what is drawn in the body be the same where processes hold copies, and differ where they hold parts."""
         generator = own_generator("megatron")
         # In a run without a seed processes differ: all follow rank 0, from here on without talking.
         seed = broadcast(torch.randint(_LARGEST, (1,), generator=generator).to(topology.device))

@@ -48,15 +48,7 @@ class Entry:
         return [(piece.global_slice(), piece.data) for piece in _pieces(self.sharded, like)]
 
     def fill(self, like: Tensor, whole: Tensor) -> None:
-        """Copy this process's part of a whole tensor.
-
-        Args:
-            like: Where to, a tensor of this one's shape.
-            whole: The whole tensor.
-
-        Raises:
-            CheckpointError: It has another shape.
-        """
+        """Copy this process's part of a whole tensor."""
         if tuple(whole.shape) != self.shape:
             raise CheckpointError(
                 f"{self.name} has the shape {tuple(whole.shape)} in the checkpoint, but {self.shape} here."
@@ -68,11 +60,6 @@ class Entry:
 
 class Layout:
     """Where the tensors of all processes belong; made by all processes together.
-
-    Args:
-        chunks: The parts of the model that this process holds.
-        prefix: What the names of the model begin with in the user's module.
-        device: Where tensors are exchanged.
 
     Attributes:
         entries: The tensors of this process.
@@ -115,13 +102,7 @@ class Layout:
         dtype: Callable[[str], torch.dtype],
         holder: Holder | None = None,
     ) -> dict[str, Tensor]:
-        """Whole tensors on the CPU, each on one process and on the meta device on the others; a collective.
-
-        Args:
-            values: What to read for each of this process's tensors: a tensor of the same shape.
-            dtype: Of the whole, by name.
-            holder: Which process keeps one, by its name and the processes that have parts of it; in turn if None.
-        """
+        """Whole tensors on the CPU, each on one process and on the meta device on the others; a collective."""
         rank = dist.get_rank()
         state: dict[str, Tensor] = {}
         own: dict[str, list[Entry]] = {}

@@ -21,13 +21,7 @@ from drivetrain.strategies.megatron.optimizer import GROUP, MegatronOptimizerFro
 
 
 class MergedState(ModelState):
-    """State that is put together from the parts of all processes, and taken apart again.
-
-    Args:
-        topology: This process's place.
-        unwrap: Returns the user's own module inside what `prepare` returned.
-        models: All models of the strategy.
-    """
+    """State that is put together from the parts of all processes, and taken apart again."""
 
     def __init__(self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module], models: PlacedModels) -> None:
         super().__init__(topology, unwrap)
@@ -216,13 +210,7 @@ _STEPPED = ("param", "fp32_param")
 
 
 def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
-    """Write model, optimizer and random state, each process its part; a collective.
-
-    Args:
-        placed: The model.
-        groups: Has the random state.
-        directory: Where to; it is made, and must be empty.
-    """
+    """Write model, optimizer and random state, each process its part; a collective."""
     from megatron.core import dist_checkpointing
 
     if torch.distributed.get_rank() == 0:
@@ -235,16 +223,7 @@ def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLi
 
 
 def load(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
-    """Read what `save` wrote, on any grid of processes; a collective.
-
-    Args:
-        placed: The model.
-        groups: Takes the random state.
-        directory: Where from.
-
-    Raises:
-        CheckpointError: There is none.
-    """
+    """Read what `save` wrote, on any grid of processes; a collective."""
     from megatron.core import dist_checkpointing
 
     if not dist_checkpointing.check_is_distributed_checkpoint(os.fspath(directory)):

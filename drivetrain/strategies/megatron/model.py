@@ -46,14 +46,7 @@ class MegatronProgram(Protocol):
 
 
 def shape_of(batch: Any) -> tuple[int, int]:
-    """How many rows the first tensor of a batch with two dimensions or more has, and how long they are.
-
-    Args:
-        batch: A tensor, or dicts and sequences of tensors.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
+    """How many rows the first tensor of a batch with two dimensions or more has, and how long they are."""
     for tensor in _tensors(batch):
         if tensor.dim() >= 2:
             return tensor.shape[0], tensor.shape[1]
@@ -77,12 +70,6 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 class PlacedModel:
     """The parts of one model that this process holds.
 
-    Args:
-        owner: The user's module: a task, or a bare model of megatron-core.
-        bare: The parts, earliest layers first.
-        wrapped: What is called for each.
-        layout: Where the parts belong in the whole model.
-
     Attributes:
         called: What `prepare` returned.
         optimizer: What steps it; None where it is only evaluated.
@@ -102,11 +89,7 @@ class PlacedModel:
 
     @property
     def program(self) -> MegatronProgram:
-        """The task.
-
-        Raises:
-            ConfigurationError: The model is none of a task.
-        """
+        """The task."""
         if not isinstance(self.owner, MegatronProgram):
             raise ConfigurationError(
                 f"{type(self.owner).__name__} is not a MegatronTask, which has the forward step of a schedule.",
@@ -115,13 +98,7 @@ class PlacedModel:
         return self.owner
 
     def finalize(self, chunks: list[nn.Module] | None = None, num_tokens: Any = None, **options: Any) -> None:
-        """Reduce the gradients of a window over all that share them, to their average over data shards.
-
-        Args:
-            chunks: The parts; all of this process if None.
-            num_tokens: Left to the engine, which weighs losses by their tokens.
-            **options: Further arguments of megatron-core's function.
-        """
+        """Reduce the gradients of a window over all that share them, to their average over data shards."""
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads(self.wrapped, None, **options)
@@ -167,11 +144,7 @@ class PlacedModels:
         return None
 
     def require(self, model: nn.Module) -> PlacedModel:
-        """The same.
-
-        Raises:
-            ConfigurationError: It is none of them.
-        """
+        """The same."""
         placed = self.find(model)
         if placed is None:
             raise ConfigurationError(f"{type(model).__name__} has not been prepared under strategy='megatron'.")
@@ -221,17 +194,7 @@ class CurrentChunk:
         return output, loss_function
 
     def step(self, chunk: nn.Module, is_last: bool, step: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-        """Run a step with a part of the model.
-
-        Args:
-            chunk: What is called.
-            is_last: Whether it computes the loss.
-            step: The step; elsewhere it is called with `probe=True`, and lets nothing count.
-            *args: Its arguments.
-
-        Returns:
-            What the step returned, and what the part hands over, one of them None.
-        """
+        """Run a step with a part of the model."""
         self.chunk, self.is_last = chunk, is_last
         try:
             if is_last:
@@ -248,14 +211,7 @@ class CurrentChunk:
 
 
 class Schedule:
-    """Runs the windows of one model.
-
-    Args:
-        placed: The model.
-        current: Where its parts are named in turn.
-        groups: Seeds what is random in a window.
-        topology: This process's place.
-    """
+    """Runs the windows of one model."""
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, groups: MegatronGroups, topology: Topology) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -273,15 +229,7 @@ class Schedule:
             placed.config.grad_scale_func = placed.optimizer.inner.scale_loss
 
     def run(self, step_fn: Callable[..., Output], microbatches: Sequence[MicroBatch]) -> list[Output | None]:
-        """Run forward and backward over the micro-batches of one optimizer step.
-
-        Args:
-            step_fn: Runs the task's step on one micro-batch, and with `probe=True` lets nothing of it count.
-            microbatches: The window of one step.
-
-        Returns:
-            What `step_fn` returned for each on the processes with the last stage, None elsewhere.
-        """
+        """Run forward and backward over the micro-batches of one optimizer step."""
         self._groups.begin_window()
         outputs: list[Output | None] = [None] * len(microbatches)
         padded = [
@@ -417,13 +365,7 @@ class Evaluation(nn.Module):
 
 
 class MegatronRuntime:
-    """Builds and runs the parts of a model that this process holds.
-
-    Args:
-        build: Builds the parts, earliest layers first.
-        current: The part whose turn it is.
-        config: Returns the `TransformerConfig` of the model that was built last.
-    """
+    """Builds and runs the parts of a model that this process holds."""
 
     def __init__(
         self, build: Callable[[MegatronProgram], list[nn.Module]], current: CurrentChunk, config: Callable[[], Any]
@@ -431,14 +373,7 @@ class MegatronRuntime:
         self.build, self.run, self._config = build, current.run, config
 
     def loss_of(self, result: Any) -> tuple[Any, dict[str, Any]]:
-        """Return what a loss function in megatron-core's signature returned, as a step returns it.
-
-        Args:
-            result: `(loss, report)` with a mean, or `(loss, num_tokens, report)` with a sum.
-
-        Returns:
-            A loss, or a dict with a loss and its weight where losses are averaged per token; and the report.
-        """
+        """Return what a loss function in megatron-core's signature returned, as a step returns it."""
         config = self._config()
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             raise ConfigurationError(

@@ -32,13 +32,7 @@ INTERNAL = (
 
 
 class MegatronOptimizerFront(OptimizerProxy):
-    """What loops step and clear: the user's optimizer, whose options megatron-core's follows.
-
-    Args:
-        optimizer: The user's, which learning-rate schedules change.
-        placed: The model.
-        inner: Megatron-core's optimizer.
-    """
+    """What loops step and clear: the user's optimizer, whose options megatron-core's follows."""
 
     def __init__(self, optimizer: Optimizer, placed: PlacedModel, inner: Any) -> None:
         # Not Optimizer.__init__: groups and defaults are those of the optimizer inside.
@@ -64,11 +58,7 @@ class MegatronOptimizerFront(OptimizerProxy):
         return [part for part in self.inner.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
 
     def prepare_gradients(self) -> bool:
-        """Bring a window's gradients to the parameters that are stepped, unscaled; once a window.
-
-        Returns:
-            Whether one of them is infinite or NaN, where a loss scale is in use.
-        """
+        """Bring a window's gradients to the parameters that are stepped, unscaled; once a window."""
         if self.overflowed is None:
             self.__dict__["overflowed"] = bool(self.inner.prepare_grads())
         found: bool = self.overflowed
@@ -85,14 +75,7 @@ class MegatronOptimizerFront(OptimizerProxy):
         self.__dict__.update(overflowed=None, clipped=False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
-        """Step, unless a gradient has overflowed.
-
-        Args:
-            closure: Not taken.
-
-        Returns:
-            Whether it has stepped.
-        """
+        """Step, unless a gradient has overflowed."""
         if closure is not None:
             raise ConfigurationError(
                 f"{type(self.optimizer).__name__} under strategy='megatron' takes no closure: the schedule runs "
@@ -117,17 +100,7 @@ class MegatronOptimizerFront(OptimizerProxy):
 def make_optimizer(
     optimizer: Optimizer, placed: PlacedModel, options: MegatronOptions, low: torch.dtype | None
 ) -> MegatronOptimizerFront:
-    """Build megatron-core's optimizer for a model; a collective.
-
-    Args:
-        optimizer: The user's, over the parameters of the parts that this process holds.
-        placed: The model.
-        options: Those of the strategy.
-        low: The dtype of the weights, if it is a low one.
-
-    Raises:
-        ConfigurationError: There is no such optimizer, or it leaves parameters out.
-    """
+    """Build megatron-core's optimizer for a model; a collective."""
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
@@ -175,13 +148,7 @@ def _check_parameters(optimizer: Optimizer, chunks: Sequence[nn.Module], groups:
 
 
 class BufferedGradients(Gradients):
-    """Gradients in megatron-core's buffers, until its optimizer takes them.
-
-    Args:
-        models: All models of the strategy.
-        topology: This process's place.
-        clipping: The norm that the strategy was asked to clip to, if it was.
-    """
+    """Gradients in megatron-core's buffers, until its optimizer takes them."""
 
     def __init__(self, models: PlacedModels, topology: Topology, clipping: float | None) -> None:
         self._models, self._topology, self._clipping = models, topology, clipping
@@ -308,11 +275,7 @@ class Stepped(NamedTuple):
 
 
 class ParameterState:
-    """Reads and writes the state of a parameter.
-
-    Args:
-        front: The optimizer.
-    """
+    """Reads and writes the state of a parameter."""
 
     def __init__(self, front: MegatronOptimizerFront) -> None:
         self._front = front
@@ -396,13 +359,7 @@ class ParameterState:
         return whole.view(parameter.shape)
 
     def write(self, parameter: Tensor, key: str | None, value: Tensor) -> None:
-        """Take this process's part of a state.
-
-        Args:
-            parameter: Of the model.
-            key: The name of the state; None for the value that is stepped.
-            value: Of the parameter's shape.
-        """
+        """Take this process's part of a state."""
         stepped = self.find(parameter)
         if stepped.main is None:
             return

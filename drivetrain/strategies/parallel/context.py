@@ -46,14 +46,7 @@ _all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Which tokens of every sequence are this process's.
-
-    Args:
-        group: The processes that share each sequence.
-        index: This process's rank among them.
-        count: How many they are.
-        balanced: Whether each takes a chunk from the front and its mirror from the back; else one stretch.
-    """
+    """Which tokens of every sequence are this process's."""
 
     group: ProcessGroup
     index: int
@@ -71,15 +64,7 @@ class SequenceShard:
         return (self.index, self.chunks - 1 - self.index) if self.balanced else (self.index,)
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
-        """This process's part of a tensor that holds whole sequences.
-
-        Args:
-            tensor: Of any shape.
-            dim: Which dimension is the sequence.
-
-        Raises:
-            ConfigurationError: The length is no multiple of the number of chunks.
-        """
+        """This process's part of a tensor that holds whole sequences."""
         length = tensor.size(dim)
         if length % self.chunks:
             raise ConfigurationError(
@@ -103,28 +88,12 @@ class SequenceShard:
         return torch.cat([*(front for front, _ in halves), *(back for _, back in reversed(halves))], dim)
 
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
-        """Where this process's tokens stand in the whole sequence.
-
-        Args:
-            length: How many tokens of each sequence are this process's.
-            device: Where to put the positions.
-
-        Returns:
-            `length` numbers, int64.
-        """
+        """Where this process's tokens stand in the whole sequence."""
         size = length // len(self.own_chunks)
         return torch.cat([torch.arange(n * size, (n + 1) * size, device=device) for n in self.own_chunks])
 
     def split_batch(self, batch: Batch, dim: int = 1) -> Batch:
-        """This process's part of a batch: every tensor that has a dimension `dim` is split along it.
-
-        Args:
-            batch: Nested structure of tensors with whole sequences.
-            dim: Which dimension is the sequence.
-
-        Raises:
-            ConfigurationError: The lengths differ, so that it is not known which are sequences.
-        """
+        """This process's part of a batch: every tensor that has a dimension `dim` is split along it."""
         lengths: dict[int, list[tuple[int, ...]]] = {}
 
         def note(tensor: Tensor) -> Tensor:
@@ -152,18 +121,7 @@ class SequenceShard:
 def split_in_place(
     shard: SequenceShard, buffers: Sequence[Tensor], dims: Sequence[int], keep: Collection[Tensor] = ()
 ) -> Iterator[None]:
-    """Let tensors be this process's part of themselves in the body.
-
-    Args:
-        shard: Which tokens are this process's.
-        buffers: Tensors that hold whole sequences.
-        dims: For each, which dimension is the sequence.
-        keep: Those that stay parts afterwards.
-
-    Raises:
-        ConfigurationError: The numbers of tensors and dimensions differ, or a length is no multiple of the number of
-            chunks.
-    """
+    """Let tensors be this process's part of themselves in the body."""
     if len(buffers) != len(dims):
         raise ConfigurationError(
             f"Each buffer needs the dimension that is its sequence, got {len(buffers)} buffers and {len(dims)} in "
@@ -195,9 +153,6 @@ def sequence_length(batch: Any, dim: int) -> int | None:
 class SharedAttention(TorchFunctionMode):
     """Context in which `F.scaled_dot_product_attention` attends to the tokens of all processes.
 
-    Args:
-        shard: Which tokens are this process's.
-
     Attributes:
         calls: How often attention was computed.
     """
@@ -208,14 +163,7 @@ class SharedAttention(TorchFunctionMode):
         self.calls = 0
 
     def check(self, since: int) -> None:
-        """Raise where no attention was computed, although sequences are split.
-
-        Args:
-            since: `calls` before.
-
-        Raises:
-            ConfigurationError: Tokens saw only those of their own process.
-        """
+        """Raise where no attention was computed, although sequences are split."""
         if self.calls == since:
             raise ConfigurationError(
                 f"cp={self.shard.count} splits sequences over processes, but nothing called "
@@ -250,11 +198,6 @@ class RingAttention(SharedAttention):
     """The same through torch's `context_parallel`, which never holds the keys and values of all processes.
 
     It sends them around a ring while it computes (Liu et al., 2023, https://arxiv.org/abs/2310.01889).
-
-    Args:
-        shard: Which tokens are this process's.
-        mesh: The processes that share each sequence.
-        device: Where tensors live; torch has kernels for it on GPUs only.
     """
 
     def __init__(self, shard: SequenceShard, mesh: DeviceMesh, device: torch.device) -> None:
@@ -326,25 +269,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` where each process has some of the tokens.
-
-    Args:
-        shard: Which tokens are this process's.
-        query: (..., heads, own tokens, head size).
-        key: (..., key heads, own tokens, head size).
-        value: (..., key heads, own tokens, value size).
-        attn_mask: None.
-        dropout_p: 0.
-        is_causal: Whether a token sees only itself and those before it, in the whole sequence.
-        scale: Of the products; by the head size if None.
-        enable_gqa: Whether several query heads share a key head.
-
-    Returns:
-        (..., heads, own tokens, value size).
-
-    Raises:
-        ConfigurationError: A mask, dropout, or queries and keys of other tokens under a causal mask.
-    """
+    """`F.scaled_dot_product_attention` where each process has some of the tokens."""
     if isinstance(query, DTensor):
         return _attend_on_shards(shard, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is not None:
@@ -459,12 +384,6 @@ class Sequences:
 class SplitSequences(Sequences):
     """Processes share each sequence.
 
-    Args:
-        shard: Which tokens are this process's.
-        attention: Makes attention see the tokens of all processes.
-        seq_dim: Which dimension of a batch's tensors is the sequence.
-        shard_batch: Splits a batch instead, called with it and `shard`.
-
     Attributes:
         shard: Which tokens are this process's.
     """
@@ -505,14 +424,7 @@ class SplitSequences(Sequences):
 
 
 class SequenceStep(nn.Module):
-    """Called with whole batches as `module(step, batch, ...)`, runs the step on this process's tokens.
-
-    Args:
-        inner: The module that runs steps.
-        attention: Makes attention see the tokens of all processes.
-        split: Takes its tokens of a batch.
-        joined_dim: The dimension along which what the step returns is made whole; None leaves it as it is.
-    """
+    """Called with whole batches as `module(step, batch, ...)`, runs the step on this process's tokens."""
 
     def __init__(
         self, inner: nn.Module, attention: SharedAttention, split: Callable[[Any], Any], joined_dim: int | None = None

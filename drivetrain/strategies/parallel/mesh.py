@@ -21,19 +21,7 @@ REST = -1
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """How many processes there are along each dimension.
-
-    Args:
-        dp_replicate: Groups of processes that each hold the whole model, for other data.
-        dp_shard: Processes over which parameters, gradients and optimizer state are sharded; -1 takes all that are
-            left.
-        tp: Processes that share the computation of each layer.
-        cp: Processes that share each sequence.
-        pp: Stages that the layers are spread over.
-
-    Raises:
-        ConfigurationError: A size is not a whole number of at least 1.
-    """
+    """How many processes there are along each dimension."""
 
     dp_replicate: int = 1
     dp_shard: int = REST
@@ -50,14 +38,7 @@ class MeshSizes:
                 raise ConfigurationError(f"{field.name} must be {allowed}, got {size!r}.")
 
     def fill(self, world_size: int) -> MeshSizes:
-        """The same with `dp_shard` known.
-
-        Args:
-            world_size: Number of processes of the run.
-
-        Raises:
-            ConfigurationError: The sizes do not multiply to the number of processes.
-        """
+        """The same with `dp_shard` known."""
         others = prod(getattr(self, name) for name in DIMENSIONS if not (name == "dp_shard" and self.dp_shard == REST))
         asked = " x ".join(
             f"{name}={getattr(self, name)}" for name in DIMENSIONS if getattr(self, name) not in (1, REST)
@@ -82,14 +63,7 @@ class MeshSizes:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MeshSizes:
-        """Read names such as `tp_size`, or `tp`.
-
-        Args:
-            config: Sizes by name; None, as files have what is not asked for, is 1.
-
-        Raises:
-            ConfigurationError: A name is not a size.
-        """
+        """Read names such as `tp_size`, or `tp`."""
         own = {field.name for field in fields(cls)}
         names = {**{name: name for name in own}, **{f"{name}_size": name for name in own}}
         sizes: dict[str, int] = {"dp_shard": 1}
@@ -108,13 +82,7 @@ class MeshSizes:
 
 @dataclass(frozen=True)
 class MeshPlace:
-    """One process's place in the grid of all.
-
-    Args:
-        sizes: Sizes that multiply to the number of processes.
-        rank: This process's global rank.
-        loss_index: The index along `pp` of the processes that compute losses; the last if None.
-    """
+    """One process's place in the grid of all."""
 
     sizes: MeshSizes
     rank: int
@@ -170,10 +138,6 @@ def make_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh | None:
     """The grid of all processes, with a dimension for each size above 1; None for one process alone.
 
     A collective: all processes make it together.
-
-    Args:
-        sizes: Sizes that multiply to the number of processes.
-        device_type: The kind of device whose tensors are exchanged, such as `"cpu"`.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -186,12 +150,7 @@ def make_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh | None:
 
 
 def submesh(mesh: DeviceMesh | None, *names: str) -> DeviceMesh | None:
-    """This process's peers along some dimensions, as one dimension; None where it has none.
-
-    Args:
-        mesh: What `make_mesh` made.
-        *names: Of `DIMENSIONS`.
-    """
+    """This process's peers along some dimensions, as one dimension; None where it has none."""
     present = tuple(name for name in names if mesh is not None and name in (mesh.mesh_dim_names or ()))
     if mesh is None or not present:
         return None

@@ -77,17 +77,7 @@ _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_valu
 
 
 def plan_of_model(module: nn.Module) -> dict[str, str]:
-    """The plan that a model carries, as those of transformers do.
-
-    Args:
-        module: The model, or a task that holds it.
-
-    Returns:
-        Names of styles by pattern, relative to `module`.
-
-    Raises:
-        ConfigurationError: Neither it nor anything in it carries one.
-    """
+    """The plan that a model carries, as those of transformers do."""
     for name, part in module.named_modules():
         plan = getattr(part, "tp_plan", None) or getattr(part, "_tp_plan", None)
         if isinstance(plan, Mapping) and plan:
@@ -109,21 +99,7 @@ class PlanMatch:
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: frozenset[int] = frozenset()) -> nn.Module:
-    """Split a module's layers over processes, in place.
-
-    Args:
-        module: The model, or the task that holds it: patterns are taken from the outermost module in which all match.
-        mesh: The processes that share each layer.
-        plan: Styles by pattern of module names; `*` stands for one part of a name.
-        elsewhere: The `id` of modules that other stages of a pipeline compute, which stay as they are.
-
-    Returns:
-        The module that the patterns' names begin in.
-
-    Raises:
-        ConfigurationError: A pattern matches nothing, a size is no multiple of the processes, or a tied parameter would
-            be split in two ways.
-    """
+    """Split a module's layers over processes, in place."""
     let_attention_run_split()
     root, matches = _matches(module, plan)
     _check_sizes(module, matches, mesh.size())
@@ -149,16 +125,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
 
 
 def plan_matches(module: nn.Module, plan: Plan, count: int) -> list[PlanMatch]:
-    """The modules that a plan splits.
-
-    Args:
-        module: The model, or the task that holds it.
-        plan: Styles by pattern of module names.
-        count: Over how many each is split.
-
-    Raises:
-        ConfigurationError: A pattern matches nothing, or a size is no multiple of `count`.
-    """
+    """The modules that a plan splits."""
     _, matches = _matches(module, plan)
     _check_sizes(module, matches, count)
     return matches
@@ -310,12 +277,7 @@ _TOLERANCE = 1e-3
 
 
 def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
-    """Give all processes of a mesh the random state of its first: dropout of copies must leave out the same.
-
-    Args:
-        mesh: The processes, in one dimension.
-        kind: The kind of their devices.
-    """
+    """Give all processes of a mesh the random state of its first: dropout of copies must leave out the same."""
     group = mesh.get_group()
     states = [torch.get_rng_state(), None if kind.name == "cpu" else kind.get_rng_state()]
     dist.broadcast_object_list(states, src=dist.get_global_rank(group, 0), group=group)
@@ -329,10 +291,6 @@ class CopyCheck:
     """Sees once that parameters which all processes of a mesh hold whole have the same gradients on all of them.
 
     They drift apart otherwise, without any error.
-
-    Args:
-        mesh: The processes, in one dimension.
-        model: The model, for the names of its parameters.
     """
 
     def __init__(self, mesh: DeviceMesh, model: nn.Module) -> None:
@@ -340,11 +298,7 @@ class CopyCheck:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def check(self, optimizer: Optimizer) -> None:
-        """Compare the gradients of an optimizer's parameters.
-
-        Raises:
-            ConfigurationError: Some differ; their names are listed.
-        """
+        """Compare the gradients of an optimizer's parameters."""
         copies = [
             (self._names.get(id(parameter), "?"), parameter.grad)
             for group in optimizer.param_groups
@@ -445,12 +399,7 @@ class Layers:
     """Layers of which every process computes all."""
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
-        """Split layers, in place.
-
-        Args:
-            model: The model.
-            elsewhere: The `id` of modules that other stages of a pipeline compute, which stay as they are.
-        """
+        """Split layers, in place."""
 
     def begin(self, model: nn.Module) -> None:
         """Get ready for training a prepared model."""
@@ -463,15 +412,7 @@ class Layers:
 
 
 class SplitLayers(Layers):
-    """Processes share the computation of each layer.
-
-    Args:
-        mesh: The processes that share layers.
-        kind: The kind of their devices.
-        plan: Which layers are split how; `"auto"` takes the model's own.
-        loss_parallel: Whether losses take logits that are split by class.
-        unwrap: Returns the user's own module inside a wrapped one.
-    """
+    """Processes share the computation of each layer."""
 
     def __init__(
         self,

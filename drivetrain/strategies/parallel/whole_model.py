@@ -22,15 +22,7 @@ _MEMORY = "_placed_as"
 
 
 class WholeModelPlacer:
-    """Gives all processes rank 0's values, and splits layers.
-
-    Args:
-        sizes: Those of the grid of processes.
-        topology: This process's place.
-        unwrap: Returns the user's own module inside a wrapped one.
-        split_layers: Splits layers in place.
-        rewrite_blocks: Lets blocks recompute their activations, and compiles them.
-    """
+    """Gives all processes rank 0's values, and splits layers."""
 
     def __init__(
         self,
@@ -68,15 +60,7 @@ class WholeModelPlacer:
 
 
 def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
-    """What an earlier `prepare` made of the same model.
-
-    Args:
-        bare: The user's own module.
-        sizes: Those of the grid that it comes to.
-
-    Raises:
-        ConfigurationError: It was placed over another grid.
-    """
+    """What an earlier `prepare` made of the same model."""
     known, before = bare.__dict__.get(_MEMORY, (None, None))
     if known is None or before == sizes:
         return known  # type: ignore[no-any-return]

@@ -130,11 +130,6 @@ class AgreeingGradScaler(torch.amp.GradScaler):
     """A `GradScaler` that checks this process's shards, and lets all processes skip a step or none.
 
     Torch's own checks one process's gradients, and cannot take plain tensors and sharded ones together.
-
-    Args:
-        device: The kind of device.
-        largest: Returns the largest value of a scalar tensor over the processes.
-        options: Arguments of `GradScaler`.
     """
 
     def __init__(self, device: str, largest: Callable[[Tensor], Tensor], options: dict[str, Any]) -> None:

@@ -19,27 +19,14 @@ DOWNCAST_VARIABLE = "DRIVETRAIN_DOWNCAST_BF16"
 
 @dataclass(frozen=True)
 class Rounding:
-    """What XLA makes of floats before it computes.
-
-    Args:
-        option: What the user gave; None where XLA leaves floats as they are.
-        variable: The environment variable by which torch_xla is asked; None likewise.
-    """
+    """What XLA makes of floats before it computes."""
 
     option: str | None = None
     variable: str | None = None
 
     @classmethod
     def choose(cls, downcast: bool | None, use: bool) -> Rounding:
-        """What the options ask for.
-
-        Args:
-            downcast: 32-bit floats become bfloat16, 64-bit ones 32-bit; as the launcher was asked if None.
-            use: Both become bfloat16.
-
-        Raises:
-            ConfigurationError: Both are asked for.
-        """
+        """What the options ask for."""
         if downcast and use:
             raise ConfigurationError("downcast_bf16=True keeps 64-bit floats apart, use_bf16=True does not. Give one.")
         if use:
@@ -49,11 +36,7 @@ class Rounding:
         return cls("downcast_bf16=True", "XLA_DOWNCAST_BF16") if downcast else cls()
 
     def apply(self) -> None:
-        """Ask torch_xla for it, which reads the variable when its runtime starts.
-
-        Raises:
-            ConfigurationError: The runtime has been started without.
-        """
+        """Ask torch_xla for it, which reads the variable when its runtime starts."""
         if self.variable is None or os.environ.get(self.variable) == "1":
             return
         if xla.is_started():
@@ -64,11 +47,7 @@ class Rounding:
         os.environ[self.variable] = "1"
 
     def check(self, precision: str) -> None:
-        """Refuse a precision that asks for something else, and warn where torch_xla ignores the variable.
-
-        Args:
-            precision: The precision's name.
-        """
+        """Refuse a precision that asks for something else, and warn where torch_xla ignores the variable."""
         if self.variable is None:
             return
         if precision != "bf16":

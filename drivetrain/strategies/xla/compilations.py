@@ -94,11 +94,7 @@ class Compilations:
 
 
 class _Watched:
-    """Whether each of the last few graphs had to be compiled, and the shapes of their batches.
-
-    Args:
-        seen: Compilations before.
-    """
+    """Whether each of the last few graphs had to be compiled, and the shapes of their batches."""
 
     def __init__(self, seen: int) -> None:
         self.seen = seen
@@ -125,11 +121,7 @@ def shapes_of(batch: Any, name: str = "batch") -> Shapes:
 
 
 def describe_change(seen: list[Shapes]) -> str:
-    """What differed between batches, and what to do about it.
-
-    Args:
-        seen: The shapes of the batches.
-    """
+    """What differed between batches, and what to do about it."""
     by_name: dict[str, list[tuple[int, ...]]] = {}
     for shapes in seen:
         for name, shape in shapes:

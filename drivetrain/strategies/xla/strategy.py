@@ -45,14 +45,6 @@ class XLAGradients(Gradients):
         """Scale gradients down to a total norm of at most `max_norm`, computed in 32 bits at least.
 
         XLA adds up squares in the dtype that they have: in bfloat16 the norm of a small model came out 5 % too low.
-
-        Args:
-            parameters: The parameters whose gradients they are.
-            max_norm: The largest norm allowed.
-            norm_type: The p of the p-norm.
-
-        Returns:
-            The total norm before clipping, a scalar tensor on the device.
         """
         given = list(parameters)
         gradients = [p.grad if p.grad.itemsize > 2 else p.grad.float() for p in given if p.grad is not None]
@@ -66,9 +58,6 @@ class AveragedGradients(XLAGradients):
 
     XLA compiles the collective into the step's graph and overlaps it with the backward by itself. Averaging gradients
     that are averages already changes nothing, so several backwards in a step may each do it.
-
-    Args:
-        processes: How many they are averaged over.
     """
 
     def __init__(self, processes: int) -> None:
@@ -116,16 +105,7 @@ _SPEC = "_drivetrain_xla_spec"
 
 @dataclass(frozen=True)
 class MeshShape:
-    """How many devices each axis has.
-
-    Args:
-        data: Copies of the parameters, each for other rows of a batch.
-        shard: Devices over which parameters are sharded, each for other rows of a batch.
-        tensor: Devices that share the computation of layers.
-
-    Raises:
-        ConfigurationError: A size cannot be.
-    """
+    """How many devices each axis has."""
 
     data: int = REST
     shard: int = 1
@@ -144,14 +124,7 @@ class MeshShape:
         return self.data * self.shard * self.tensor
 
     def fill(self, devices: int) -> MeshShape:
-        """The shape with the size that was left open.
-
-        Args:
-            devices: How many there are.
-
-        Raises:
-            ConfigurationError: The sizes do not multiply to that number.
-        """
+        """The shape with the size that was left open."""
         sizes = dict(vars(self))
         open_axis = next((name for name, value in sizes.items() if value == REST), None)
         given = 1
@@ -169,11 +142,7 @@ class MeshShape:
 
 
 class DeviceMesh:
-    """A grid over all devices of this process.
-
-    Args:
-        shape: The size of each axis, none left open.
-    """
+    """A grid over all devices of this process."""
 
     def __init__(self, shape: MeshShape) -> None:
         self.shape = shape
@@ -186,24 +155,14 @@ class DeviceMesh:
         return self._sharding.Mesh(range(shape.size), (shape.data, shape.shard, shape.tensor), (DATA, SHARD, TENSOR))
 
     def shard(self, tensor: torch.Tensor, spec: Spec) -> None:
-        """Spread a tensor over the devices, in place; a batch that its user has spread already stays as it is.
-
-        Args:
-            tensor: On the XLA device.
-            spec: For each of its dimensions the axis, or None.
-        """
+        """Spread a tensor over the devices, in place; a batch that its user has spread already stays as it is."""
         if not any(axes is not None for axes in spec):
             return
         if not self.is_spread(tensor):
             self._sharding.mark_sharding(tensor, self.mesh, spec)
 
     def shard_parameter(self, parameter: nn.Parameter, spec: Spec) -> None:
-        """Spread a parameter as wanted, however it was spread before.
-
-        Args:
-            parameter: On the XLA device.
-            spec: For each of its dimensions the axis, or None.
-        """
+        """Spread a parameter as wanted, however it was spread before."""
         if self.is_spread(parameter):
             self._sharding.clear_sharding(parameter)
             self._sharding.mark_sharding(parameter, self.mesh, spec)
@@ -233,13 +192,7 @@ class DeviceMesh:
 
 
 def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) -> Spec:
-    """How a parameter is sharded: its largest dimension that is a multiple of the devices, else its largest.
-
-    Args:
-        shape: The parameter's.
-        devices: Over how many it is sharded.
-        taken: Axes that shard it already, for tensor parallelism.
-    """
+    """How a parameter is sharded: its largest dimension that is a multiple of the devices, else its largest."""
     spec = list(taken or [None] * len(shape))
     free = [dim for dim, axis in enumerate(spec) if axis is None]
     if devices == 1 or not free:
@@ -254,13 +207,7 @@ def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) ->
 
 
 class XLABatches(BatchPlacement):
-    """Launches what was recorded for a batch before the next one comes, so that no loop has to.
-
-    Args:
-        compilations: Counts what is compiled.
-        mesh: The devices that rows are spread over; None for one device.
-        fills_evaluation: Whether short batches are filled up wherever nothing is trained.
-    """
+    """Launches what was recorded for a batch before the next one comes, so that no loop has to."""
 
     def __init__(self, compilations: Compilations, mesh: DeviceMesh | None, fills_evaluation: bool) -> None:
         self.fills_evaluation = fills_evaluation
@@ -297,9 +244,6 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
     `Tensor.cpu()` compiles and runs a program that gathers a spread tensor on each device, and does so in every call
     (torch_xla 2.9). Here each part is transferred as it is, and nothing is compiled.
-
-    Args:
-        tensor: On an XLA device or not; what is recorded for it has run.
     """
     bare = tensor.detach()
     if tensor.device.type != "xla" or not DeviceMesh.is_spread(tensor):
@@ -318,13 +262,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class XLAState(ModelState):
-    """The state of a model and its optimizers, read from the devices at once and whole, however it is sharded.
-
-    Args:
-        topology: This process's place.
-        unwrap: Returns the user's own module inside what `prepare` returned.
-        place_like: Spreads a tensor of an optimizer's state like the parameter that it belongs to.
-    """
+    """The state of a model and its optimizers, read from the devices at once and whole, however it is sharded."""
 
     def __init__(
         self,
@@ -392,18 +330,6 @@ def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[
     """How the parameters that a plan names are sharded.
 
     XLA splits what is computed with them, and adds up what must be.
-
-    Args:
-        model: The model, or the task that holds it.
-        plan: Styles by pattern of module names, `"auto"` for the plan that the model carries, or None.
-        devices: Over how many the layers are split.
-
-    Returns:
-        For each of those parameters, by its name in `model`, the axis of each dimension.
-
-    Raises:
-        ConfigurationError: A pattern matches nothing, a size is no multiple of the devices, or a style cannot be had
-            here.
     """
     if devices == 1 or plan is None:
         return {}

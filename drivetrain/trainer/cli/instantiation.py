@@ -28,14 +28,7 @@ IS_INSTALLED = find_spec("jsonargparse") is not None and find_spec("docstring_pa
 
 
 def require_jsonargparse(owner: str) -> None:
-    """Raise where jsonargparse is not installed.
-
-    Args:
-        owner: What needs it.
-
-    Raises:
-        ConfigurationError: It is missing; the message has the command that installs it.
-    """
+    """Raise where jsonargparse is not installed."""
     if not IS_INSTALLED:
         raise ConfigurationError(
             f'{owner} needs jsonargparse[signatures], which is not installed: pip install "drivetrain[cli]".',
@@ -43,11 +36,7 @@ def require_jsonargparse(owner: str) -> None:
 
 
 def is_of_jsonargparse(error: BaseException) -> bool:
-    """Whether jsonargparse itself raised an error, rather than something that it called.
-
-    Args:
-        error: The error.
-    """
+    """Whether jsonargparse itself raised an error, rather than something that it called."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -98,18 +87,7 @@ def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
 
 
 def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str, Any], instantiate: bool) -> M:
-    """Make an object of the configuration in a file, and of arguments that win over it.
-
-    Args:
-        class_type: The class, or a base of the one that the configuration names.
-        saved: The configuration. Unless `instantiate`, nothing that it names is imported or called.
-        given: Arguments of the caller, which may name classes.
-        instantiate: Whether the classes that `saved` names are made, if they are subclasses of the annotated ones.
-
-    Raises:
-        ConfigurationError: The values do not fit the constructor.
-        CheckpointError: The configuration names classes that are not to be made.
-    """
+    """Make an object of the configuration in a file, and of arguments that win over it."""
     require_jsonargparse("load_from_checkpoint")
     kind = _chosen_class(class_type, saved.get(CLASS_PATH), instantiate)
     config = {**saved, **given}
@@ -341,11 +319,7 @@ def _shortened(value: Any) -> str:
 
 
 def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters that a configuration means, the same whether or not it names the class.
-
-    Args:
-        configured: Arguments by name, or `class_path`, `init_args` and `dict_kwargs`.
-    """
+    """The hyper-parameters that a configuration means, the same whether or not it names the class."""
     if "class_path" not in configured:
         return dict(configured)
     own = {**(configured.get("init_args") or {}), **(configured.get("dict_kwargs") or {})}
@@ -355,17 +329,7 @@ def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
 def configuration_of(
     saved: Mapping[str, Any], configured: Mapping[str, Any], kind: type, subclass_mode: bool
 ) -> dict[str, Any]:
-    """Return the configuration that saved hyper-parameters mean, without what the command line has already.
-
-    Args:
-        saved: The hyper-parameters in a checkpoint.
-        configured: The task's configuration on the command line and in the files that it names.
-        kind: The task's class, or a base of it.
-        subclass_mode: Whether the configuration names the class.
-
-    Raises:
-        CheckpointError: They name classes or functions that the command line does not name: a file's are not imported.
-    """
+    """Return the configuration that saved hyper-parameters mean, without what the command line has already."""
     own = {name: value for name, value in saved.items() if name not in (CLASS_PATH, INSTANTIATOR)}
     path = saved.get(CLASS_PATH)
     here = hyper_parameters_of(configured)

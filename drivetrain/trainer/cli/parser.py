@@ -245,11 +245,7 @@ def load_named_classes() -> None:
 
 
 def subclasses(kind: type) -> Iterator[type]:
-    """All subclasses of a class that are known so far.
-
-    Args:
-        kind: The class.
-    """
+    """All subclasses of a class that are known so far."""
     known: list[type] = kind.__subclasses__()
     for each in known:
         yield each
@@ -257,14 +253,7 @@ def subclasses(kind: type) -> Iterator[type]:
 
 
 def class_of(kind: type | Callable[..., Any]) -> type:
-    """A class, or that of what a function returns.
-
-    Args:
-        kind: The class or function.
-
-    Raises:
-        TypeError: The function has no annotation of what it returns.
-    """
+    """A class, or that of what a function returns."""
     if isinstance(kind, type):
         return kind
     try:

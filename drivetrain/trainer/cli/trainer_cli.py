@@ -48,11 +48,7 @@ if TYPE_CHECKING:
 
 
 def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
-    """What makes a configuration of the arguments of one class.
-
-    Args:
-        kind: The class.
-    """
+    """What makes a configuration of the arguments of one class."""
 
     def add_class_path(init_args: Any) -> dict[str, Any]:
         return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": _plain(init_args)}
@@ -85,16 +81,7 @@ class ConfiguredOptimizers:
 def chosen_configuration(
     added: Mapping[str, tuple[Any, str]], config: Mapping[str, Any], what: str
 ) -> dict[str, Any] | None:
-    """The configuration of the optimizer, or of the schedule, that the command line hands to the task; None without.
-
-    Args:
-        added: For each key the class, or several, and where it goes.
-        config: What was parsed.
-        what: For the message.
-
-    Raises:
-        ConfigurationError: There are several.
-    """
+    """The configuration of the optimizer, or of the schedule, that the command line hands to the task; None without."""
     automatic = {key: kind for key, (kind, link_to) in added.items() if link_to == AUTOMATIC}
     if len(automatic) > 1:
         raise ConfigurationError(
@@ -110,14 +97,7 @@ def chosen_configuration(
 
 
 def override_optimizers(task: Task, configured: ConfiguredOptimizers, owner: str, warn: Callable[[str], None]) -> None:
-    """Put what was chosen in the place of a task's `configure_optimizers`.
-
-    Args:
-        task: The task.
-        configured: What was chosen.
-        owner: The command line's class, for the warning.
-        warn: What warns where the task has one of its own.
-    """
+    """Put what was chosen in the place of a task's `configure_optimizers`."""
     if type(task).configure_optimizers is not Task.configure_optimizers:
         warn(
             f"`{type(task).__name__}.configure_optimizers` will be overridden by `{owner}.configure_optimizers`: an "
@@ -234,12 +214,7 @@ logger = get_logger(__name__)
 
 
 class ModuleInstantiator:
-    """Makes the task or the data module of a command line so that its hyper-parameters are its configuration.
-
-    Args:
-        cli: The command line.
-        key: Where the configuration of the object is.
-    """
+    """Makes the task or the data module of a command line so that its hyper-parameters are its configuration."""
 
     def __init__(self, cli: TrainerCLI, key: str) -> None:
         self._cli = cli

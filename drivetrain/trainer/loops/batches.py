@@ -49,13 +49,6 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 class LoaderSource:
     """Where the loaders of one kind come from: an argument, the data module, or the task.
 
-    Args:
-        trainer: The trainer.
-        task: Its task.
-        stage: What they are for.
-        given: What was given as an argument, if anything.
-        data: The data module, if there is one.
-
     Attributes:
         is_stale: Whether what was prepared is to be made again, since its method now makes something else.
     """
@@ -106,14 +99,7 @@ class LoaderSource:
         return f"passed to `Trainer.{'fit' if fits else self._stage.verb}({argument}=...)`"
 
     def prepare_training(self, again: bool = False) -> Prepared:
-        """The prepared training loader; several are combined.
-
-        Args:
-            again: Make it again, where a method makes it.
-
-        Raises:
-            DataError: There is none, or it is empty.
-        """
+        """The prepared training loader; several are combined."""
         if self._prepared is None or again or self.is_stale:
             self.forget_training()
             self._prepared = self._trainer.actions.watch("setup_train_dataloader", self._prepare_training)()
@@ -151,9 +137,6 @@ class LoaderSource:
         """The prepared loaders for validation, test or prediction, each run on its own.
 
         A `CombinedLoader` is one of them, but for one whose loaders come after each other anyway.
-
-        Raises:
-            DataError: There is none, and nothing but the evaluation was asked for.
         """
         raw = self.raw()
         if self._trainer.overfit_batches and self._trainer.task_run.stage is Stage.TRAIN:
@@ -249,19 +232,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def batches_to_run(length: int | None, limit: float | int | None, name: str) -> float:
-    """How many batches a limit leaves of a loader.
-
-    Args:
-        length: The loader's number of batches, None if unknown.
-        limit: A whole number of batches, a fraction of the loader, or None for all.
-        name: The argument's name, for errors.
-
-    Returns:
-        The number of batches; infinite where neither is known.
-
-    Raises:
-        ConfigurationError: A fraction was asked of a loader without a length, or leaves nothing.
-    """
+    """How many batches a limit leaves of a loader."""
     if limit is None or (isinstance(limit, float) and limit == 1.0):
         return float("inf") if length is None else length
     if isinstance(limit, int):
@@ -281,15 +252,7 @@ def batches_to_run(length: int | None, limit: float | int | None, name: str) -> 
 
 
 def check_equal_lengths(batches: float, kind: str) -> None:
-    """Refuse numbers of batches that differ between processes which step together; call it on all.
-
-    Args:
-        batches: How many this process runs; infinite where this is not known.
-        kind: `"training"`, `"validation"`, ..., for the error.
-
-    Raises:
-        DataError: They differ; on all processes.
-    """
+    """Refuse numbers of batches that differ between processes which step together; call it on all."""
     everyone = gather_object([batches])
     if len(set(everyone)) > 1:
         counts = ", ".join(
@@ -304,17 +267,7 @@ def check_equal_lengths(batches: float, kind: str) -> None:
 
 
 def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str, even: bool = False) -> list[float]:
-    """How many batches a limit leaves of each loader, on the process with the most of them; call it on all.
-
-    Args:
-        loaders: The prepared loaders, of which processes may have different numbers of batches.
-        limit: See `batches_to_run`.
-        name: The argument's name, for errors.
-        even: Whether processes must have as many batches as the others, since they run the model together.
-
-    Raises:
-        DataError: They have not, where they must.
-    """
+    """How many batches a limit leaves of each loader, on the process with the most of them; call it on all."""
     lengths = [length_of(loader) for loader in loaders]
     if even:
         kind = name.removeprefix("limit_").removesuffix("_batches")
@@ -357,11 +310,6 @@ def with_same_batches(loader: Any, stage: Stage, most: int | None = None) -> Any
 
     The order of a shuffling loader becomes that of the data. What another sampler gives first is kept; a batch sampler
     and an iterable dataset stay as they are.
-
-    Args:
-        loader: The loader or the structure.
-        stage: What it is for.
-        most: Batches that are read at most; None if that depends on the loader's length.
     """
     if isinstance(loader, CombinedLoader):
         return loader.map(lambda each: with_same_batches(each, stage, most))
@@ -453,10 +401,6 @@ def _window_sizes(trainer: Trainer) -> list[int]:
 class TrainingBatches:
     """The training batches of one epoch after the other.
 
-    Args:
-        trainer: The trainer, whose limits count.
-        source: Where the loaders come from.
-
     Attributes:
         loader: The prepared training loader.
         limit: Batches of this process in an epoch; infinite where this is not known.
@@ -501,11 +445,7 @@ class TrainingBatches:
         return True
 
     def begin_epoch(self, saved: SavedRun | None) -> None:
-        """Go to the epoch's first batch, or to the one that comes next after a checkpoint.
-
-        Args:
-            saved: The checkpoint, if this is the epoch that it was written in.
-        """
+        """Go to the epoch's first batch, or to the one that comes next after a checkpoint."""
         self.finished = None
         if saved is None:
             self.loader.set_epoch(self._progress.epoch)
@@ -577,11 +517,7 @@ class TrainingBatches:
             yield window
 
     def following(self, index: int) -> PendingBatch | None:
-        """Take the batch after one out of the epoch, for a step that asks for more than its own; None at the end.
-
-        Args:
-            index: The number of the batch before it.
-        """
+        """Take the batch after one out of the epoch, for a step that asks for more than its own; None at the end."""
         if index + 1 >= self.limit:
             return None
         for batch in self._feed:

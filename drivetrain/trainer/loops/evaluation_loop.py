@@ -57,19 +57,7 @@ _SCOPES: dict[Stage, tuple[LogScope, LogScope]] = {
 
 
 class EvaluationLoop:
-    """Runs the task's validation or test step over its loaders.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-        model: What the strategy made of the task.
-        stage: Validating or testing.
-        source: Where the loaders come from.
-        limit: How many batches of each loader: a whole number, a fraction, or None for all.
-        limit_name: That argument's name, for errors.
-        drawn_from: The random state that the loaders are first made in, without moving that of training; the present
-            one, which moves on, if None.
-    """
+    """Runs the task's validation or test step over its loaders."""
 
     def __init__(
         self,
@@ -140,20 +128,7 @@ class EvaluationLoop:
         on_results: Callable[[], None] | None = None,
         watch: Callable[[], EvaluationWatch] | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate once.
-
-        Args:
-            at_most: Batches of each loader, for a sanity check.
-            keep: Whether the results become visible and are written.
-            on_results: Called when they are, before the last hooks.
-            watch: Makes what ends the pass over each loader when a signal has come.
-
-        Returns:
-            For each loader, its logged values by name.
-
-        Raises:
-            EvaluationEnded: A signal has come, and `watch` was given.
-        """
+        """Evaluate once."""
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         self._watch = watch
         loaders = self.load()
@@ -257,13 +232,7 @@ FOREVER = float("inf")
 
 @contextmanager
 def evaluating(task: Task, stage: Stage, model: nn.Module) -> Iterator[None]:
-    """Evaluation mode in the body; afterwards every module is in the mode it was in.
-
-    Args:
-        task: The task.
-        stage: What runs.
-        model: What the strategy made of the task, which is in the same mode where it is a plain module around it.
-    """
+    """Evaluation mode in the body; afterwards every module is in the mode it was in."""
     modes = [(module, module.training) for module in task.modules()]
     _call_if_any(task, stage.hook_name("model_eval"))
     if isinstance(model, StepModule):
@@ -284,12 +253,7 @@ def _call_if_any(task: Task, name: str) -> None:
 
 
 def loader_argument(step: Callable[..., Any], dataloader_idx: int | None) -> tuple[int, ...]:
-    """The third argument of a step: the loader's number, where the step takes it.
-
-    Args:
-        step: The task's method.
-        dataloader_idx: The loader's number, None if there is only one.
-    """
+    """The third argument of a step: the loader's number, where the step takes it."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(step).parameters.values()
     third = [p for p in parameters if p.kind in positional][2:3]
@@ -326,20 +290,7 @@ def evaluate(
     ckpt_path: str | os.PathLike[str] | None,
     run: Callable[[Task, nn.Module, LoaderSource], list[R]],
 ) -> list[R]:
-    """Set up and place a task, run a loop over its data, and tear down.
-
-    Args:
-        trainer: The trainer.
-        stage: Validating, testing or predicting.
-        model: The task; that of the last run if None.
-        dataloaders: One loader or several, or a `DataModule`.
-        datamodule: Where loaders come from instead.
-        ckpt_path: A checkpoint whose weights to use.
-        run: Runs the loop over the task, the placed model and the source of its loaders.
-
-    Returns:
-        What `run` returned.
-    """
+    """Set up and place a task, run a loop over its data, and tear down."""
     if isinstance(dataloaders, DataModule):
         dataloaders, datamodule = None, dataloaders
     task = task_checks.check_evaluation(trainer.task if model is None else uncompiled(model), stage)
@@ -396,17 +347,7 @@ def evaluate_logged(
     ckpt_path: str | os.PathLike[str] | None,
     verbose: bool,
 ) -> list[dict[str, float]]:
-    """Validate or test; returns for each loader what was logged.
-
-    Args:
-        trainer: The trainer.
-        stage: Validating or testing.
-        model: The task; that of the last run if None.
-        dataloaders: One loader or several, or a `DataModule`.
-        datamodule: Where loaders come from instead.
-        ckpt_path: A checkpoint whose weights to use.
-        verbose: Whether to print the results.
-    """
+    """Validate or test; returns for each loader what was logged."""
 
     def run(task: Task, placed: nn.Module, source: LoaderSource) -> list[dict[str, float]]:
         trainer.logged.start((stage,))
@@ -420,14 +361,7 @@ def evaluate_logged(
 
 
 def make_validation(trainer: Trainer, task: Task, model: nn.Module, source: LoaderSource) -> EvaluationLoop | None:
-    """The validation within `fit`, or None where there is nothing to validate.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-        model: What the strategy made of the task.
-        source: Where the loaders come from.
-    """
+    """The validation within `fit`, or None where there is nothing to validate."""
     if trainer.limit_val_batches == 0:
         return None
     if not trainer.barebones:
@@ -443,10 +377,6 @@ def run_sanity_check(trainer: Trainer, validation: EvaluationLoop | None) -> Non
     """Try a few batches of the validation before training; nothing of it counts.
 
     A signal ends it after the batch under way. The training loop then saves before its first step.
-
-    Args:
-        trainer: The trainer.
-        validation: The validation, if there is one.
     """
     steps = trainer.num_sanity_val_steps
     if validation is None or steps == 0:
@@ -470,17 +400,7 @@ logger = get_logger(__name__)
 
 
 class PredictionLoop:
-    """Runs the task's `predict_step` over its loaders.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-        model: What the strategy made of the task.
-        source: Where the loaders come from.
-        keep: Whether to keep what is returned; with False, callbacks see it and it is gone.
-        limit: How many batches of each loader; as many as the trainer was asked for if None.
-        gather: Whether to return the predictions of all processes.
-    """
+    """Runs the task's `predict_step` over its loaders."""
 
     def __init__(
         self,
@@ -500,13 +420,7 @@ class PredictionLoop:
         self._feed: Feed
 
     def run(self) -> list[Any]:
-        """Predict.
-
-        Returns:
-            What `predict_step` returned for each batch of all processes, on the CPU and without padding, in the order
-            of the loader, or of this process's batches alone without `gather`; a list of such lists
-            where there are several loaders; empty if nothing is kept.
-        """
+        """Predict."""
         trainer, hooks = self._trainer, self._trainer.hooks
         if self._limit == 0:
             trainer.current.evaluation_batches.pop(Stage.PREDICT, None)

@@ -27,15 +27,7 @@ FOREVER = float("inf")
 
 
 class FitLoop:
-    """Runs epochs until `RunControl` ends the run.
-
-    Args:
-        trainer: The trainer.
-        step: Runs one optimizer step.
-        batches: The training batches.
-        validation: The validation loop, or None where nothing is validated.
-        health: What warns of a run that learns nothing.
-    """
+    """Runs epochs until `RunControl` ends the run."""
 
     def __init__(
         self,

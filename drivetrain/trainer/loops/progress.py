@@ -79,20 +79,12 @@ class Progress:
         return self.phase >= Phase.DRAINED
 
     def count(self, unit: Unit) -> int:
-        """How many steps, epochs, samples or tokens the run has come.
-
-        Args:
-            unit: One of these.
-        """
+        """How many steps, epochs, samples or tokens the run has come."""
         value: int = getattr(self, _COUNTED[unit])
         return value
 
     def forget(self, unit: Unit) -> None:
-        """Count a unit from 0 again.
-
-        Args:
-            unit: Samples or tokens.
-        """
+        """Count a unit from 0 again."""
         setattr(self, _COUNTED[unit], 0)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -106,11 +98,7 @@ class Progress:
         return {name: getattr(self, name) for name in _COUNTERS} | {"phase": self.phase.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the counters back.
-
-        Args:
-            state: What `state_dict` returned; that of a version without phases, which had three booleans, too.
-        """
+        """Take the counters back."""
         start = Progress()
         for name in _COUNTERS:
             setattr(self, name, int(state.get(name, getattr(start, name))))
@@ -168,11 +156,7 @@ class CurrentRun:
         return self.training_batches, self.evaluation_batches, self.last_epoch
 
     def adopt_lengths(self, lengths: tuple[float, dict[Stage, list[float]], tuple[int, int]]) -> None:
-        """Take over how many batches there are where a verb has run in other processes.
-
-        Args:
-            lengths: What `lengths` returned there.
-        """
+        """Take over how many batches there are where a verb has run in other processes."""
         self.training_batches, self.evaluation_batches, self.last_epoch = lengths
 
     def leave_batch(self) -> None:
@@ -180,11 +164,7 @@ class CurrentRun:
         self.batch = self.batch_info = None
 
     def leave_epoch(self, finished: int) -> None:
-        """Record that no batch of training is under way, and how many there were.
-
-        Args:
-            finished: Batches of the epoch that are trained on.
-        """
+        """Record that no batch of training is under way, and how many there were."""
         self.last_epoch = finished if self.batch_info is None else self.batch_info.index + 1, finished
         self.leave_batch()
 
@@ -195,12 +175,7 @@ class CurrentRun:
 
     @contextmanager
     def within(self, stage: Stage, sanity_checking: bool = False) -> Iterator[None]:
-        """Be in another stage in the body; then in the one before, at the same batch.
-
-        Args:
-            stage: The stage.
-            sanity_checking: Whether it is the validation before training.
-        """
+        """Be in another stage in the body; then in the one before, at the same batch."""
         before = self.stage, self.sanity_checking, self.batch, self.batch_info
         self.stage, self.sanity_checking = stage, sanity_checking
         yield
@@ -232,16 +207,7 @@ FOREVER = float("inf")
 
 
 def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration:
-    """A duration in steps, samples, tokens or seconds, where it is a part of the run.
-
-    Args:
-        trainer: The trainer, within `fit`.
-        duration: The duration.
-        name: What it was given as, for errors.
-
-    Raises:
-        ConfigurationError: The run's length is not known.
-    """
+    """A duration in steps, samples, tokens or seconds, where it is a part of the run."""
     if duration.unit is not Unit.RUN:
         return duration
     if trainer.max_duration is not None:
@@ -267,15 +233,7 @@ def validation_interval(trainer: Trainer) -> int | float | timedelta | Duration 
 
 
 def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
-    """What counts the samples and tokens of each window, where anything of the run is measured in them.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-
-    Raises:
-        ConfigurationError: The run that is resumed has not counted them.
-    """
+    """What counts the samples and tokens of each window, where anything of the run is measured in them."""
     units = _units_in_use(trainer)
     progress = trainer.progress
     found: list[_Samples | _Tokens] = []
@@ -303,12 +261,7 @@ def _units_in_use(trainer: Trainer) -> set[Unit]:
 
 
 class Foresight:
-    """What is known of a step before it is taken, where anything is measured in epochs, samples or tokens.
-
-    Args:
-        trainer: The trainer.
-        units: What is counted: samples, tokens or both.
-    """
+    """What is known of a step before it is taken, where anything is measured in epochs, samples or tokens."""
 
     def __init__(self, trainer: Trainer, units: Sequence[Unit]) -> None:
         self._current, self._progress = trainer.current, trainer.progress
@@ -325,11 +278,7 @@ class Foresight:
         return cls(trainer, counted) if counted or units & {Unit.EPOCHS, Unit.RUN} else None
 
     def begin(self, window: Sequence[PendingBatch]) -> None:
-        """Record what is known of a step.
-
-        Args:
-            window: Its micro-batches.
-        """
+        """Record what is known of a step."""
         current, last = self._current, window[-1]
         current.closes_epoch = last.info.last or last.batch_idx + 1 >= current.training_batches
         for unit in self._units:
@@ -344,10 +293,6 @@ class Foresight:
 
 class _Samples:
     """Counts the samples of each window: real rows, not what fills up the last batch.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
 
     Attributes:
         note: None: nothing is counted in a batch itself.
@@ -378,12 +323,7 @@ class _Samples:
 
 
 class _Tokens:
-    """Counts the tokens of each window: what `num_tokens` of the task returns, else what the losses weigh.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-    """
+    """Counts the tokens of each window: what `num_tokens` of the task returns, else what the losses weigh."""
 
     def __init__(self, trainer: Trainer, task: Task) -> None:
         self._task, self._progress = task, trainer.progress

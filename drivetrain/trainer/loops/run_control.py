@@ -144,12 +144,6 @@ class EvaluationWatch:
     """Ends a pass over an evaluation loader once a signal has come, after the same batch on all processes.
 
     Processes exchange about once a second. One that has fewer batches than others takes part until all are done.
-
-    Args:
-        signals: The signals of this process.
-        world_size: Number of processes.
-        on_signals: Called on every process before `EvaluationEnded` is raised, with whether Ctrl-C and whether a
-            preemption has come to any of them.
     """
 
     def __init__(self, signals: Interruption, world_size: int, on_signals: Callable[[bool, bool], None]) -> None:
@@ -263,11 +257,6 @@ class Ending(NamedTuple):
 class RunControl:
     """Decides why and when a run ends, and which checkpoint it goes back to; nothing else writes any of this.
 
-    Args:
-        progress: The counters of the run.
-        options: The limits of the run.
-        world_size: Number of processes.
-
     Attributes:
         options: The limits of the run.
         stop_requested: Whether this process wants the run to stop; read in each step.
@@ -371,23 +360,13 @@ class RunControl:
         return (bool(self._requested_by) or self.out_of_time) and not self.ends_to_be_resumed
 
     def request_stop(self, by: str, asker: str = "", for_good: bool = True) -> None:
-        """Ask for the end of the run after this step, for all processes; the least that was asked for comes first.
-
-        Args:
-            by: Who asks, and why.
-            asker: The key under which `withdraw_request` can take it back.
-            for_good: Whether a run that resumes this one is to be over too; not where a limit is reached.
-        """
+        """Ask for the end of the run after this step, for all processes; the least that was asked for comes first."""
         self.stop_requested = True
         self._requested_by = self._requests[asker] = by
         self._stops_for_good = self._stops_for_good or for_good
 
     def withdraw_request(self, asker: str) -> None:
-        """Take back what one asker has requested, on all processes at the same moment; other requests hold.
-
-        Args:
-            asker: The key that `request_stop` was given.
-        """
+        """Take back what one asker has requested, on all processes at the same moment; other requests hold."""
         if self._requests.pop(asker, None) is None:
             return
         holds = bool(self._forced) or self._has_max_steps or self._has_max_duration
@@ -409,12 +388,7 @@ class RunControl:
         return list(self._requests)
 
     def resume_stop(self, stopped: bool, askers: Collection[str]) -> None:
-        """Take over whether the run that is resumed was stopped by a callback.
-
-        Args:
-            stopped: Whether it was.
-            askers: What `stop_askers` was; none in checkpoints of earlier versions.
-        """
+        """Take over whether the run that is resumed was stopped by a callback."""
         self.withdraw_stop()
         if stopped:
             for asker in askers or [""]:
@@ -435,21 +409,13 @@ class RunControl:
         return Ending(self.reason, self.details, frozenset(self._forced), self.identity)
 
     def adopt(self, ending: Ending) -> None:
-        """Take over why a run has ended that was driven by a Trainer in another process.
-
-        Args:
-            ending: What `ending` returned there.
-        """
+        """Take over why a run has ended that was driven by a Trainer in another process."""
         self.reason, self.details = ending.reason, ending.details
         self._forced = set(ending.forced)
         self.identity = ending.identity
 
     def take_over(self, callback: Callback) -> None:
-        """Let a callback forget the runs of other Trainers, before a `fit` of this one.
-
-        Args:
-            callback: The callback; one without `forget_run` of its own is left alone.
-        """
+        """Let a callback forget the runs of other Trainers, before a `fit` of this one."""
         if type(callback).forget_run is Callback.forget_run or self.options.fast_dev_run:
             return
         if callback.run_identity not in (None, self.identity):
@@ -462,21 +428,12 @@ class RunControl:
     # going back
 
     def request_rollback(self, path: str, skip_batches: Collection[tuple[int, int]]) -> None:
-        """Go back to a checkpoint after this step.
-
-        Args:
-            path: The checkpoint.
-            skip_batches: (epoch, batch index) of this process's batches to leave out from then on.
-        """
+        """Go back to a checkpoint after this step."""
         self.rollback_path = path
         self.skip_batches(skip_batches)
 
     def skip_batches(self, batches: Collection[tuple[int, int]]) -> None:
-        """Leave some of this process's batches out.
-
-        Args:
-            batches: (epoch, batch index) of each.
-        """
+        """Leave some of this process's batches out."""
         self.batches_to_skip.update(batches)
 
     def record_rollback(self) -> None:
@@ -501,18 +458,7 @@ class RunControl:
         self._agreement.start(self._progress.total_batches)
 
     def agree(self, saves: SaveQueue | None, *wishes: bool) -> tuple[bool, ...]:
-        """Exchange with all processes who wants to stop; call it on all of them after the same batch.
-
-        Args:
-            saves: This process's saves in the background.
-            wishes: What this process wants besides.
-
-        Returns:
-            For each of `wishes`, whether any process has it.
-
-        Raises:
-            CheckpointError: A process could not write a checkpoint.
-        """
+        """Exchange with all processes who wants to stop; call it on all of them after the same batch."""
         lost = saves is not None and saves.has_lost
         signals = self._signals
         flags = (self.stop_requested, signals.requested, signals.preempted, lost, self._is_late(), *wishes)
@@ -548,11 +494,7 @@ class RunControl:
             self.stop_requested = self.stop_agreed = True
 
     def may_stop(self, epoch_length: float) -> bool:
-        """Whether a request to stop holds now: all processes agree, and the least asked for is done.
-
-        Args:
-            epoch_length: Batches of an epoch.
-        """
+        """Whether a request to stop holds now: all processes agree, and the least asked for is done."""
         if self._world_size > 1 and not self.stop_agreed:
             return False
         limited = self._has_max_steps or self._has_max_duration
@@ -570,12 +512,7 @@ class RunControl:
         return min(1.0, max(shares))
 
     def is_done(self, epoch_length: float, is_resuming: bool) -> bool:
-        """Whether no epoch is left to run; records why.
-
-        Args:
-            epoch_length: Batches of an epoch.
-            is_resuming: Whether the epoch is one that a checkpoint was written in.
-        """
+        """Whether no epoch is left to run; records why."""
         options, progress = self.options, self._progress
         if self._forced:
             return True  # why is recorded at the end, when all of it is known
@@ -600,11 +537,7 @@ class RunControl:
         return self.reason is not None
 
     def finish(self, trained: bool) -> None:
-        """Record why the run ended, where the loop is over.
-
-        Args:
-            trained: Whether there was anything to do at all.
-        """
+        """Record why the run ended, where the loop is over."""
         if self.preempted:
             self._conclude(StopReason.PREEMPTED, "SIGTERM or SIGUSR1")
         elif self.interrupted:
@@ -668,16 +601,7 @@ class StopAgreement:
         self.next_batch = batches + 1
 
     def agree(self, batches: int, wishes: tuple[bool, ...], by: str) -> tuple[tuple[bool, ...], str]:
-        """Exchange wishes; call it on all processes after the same batch.
-
-        Args:
-            batches: How many there were so far.
-            wishes: What this process wants, such as (stop, interrupted, validate).
-            by: Who asks it to stop.
-
-        Returns:
-            For each wish, whether any process has it; and who asks for a stop, from the first process that has one.
-        """
+        """Exchange wishes; call it on all processes after the same batch."""
         now = time.monotonic()
         per_batch = max((now - self._last) / max(1, batches - self._last_batch), 1e-6)
         pause = CLOCK_SECONDS if self.world_size == 1 else AGREEMENT_SECONDS
@@ -693,14 +617,7 @@ class StopAgreement:
 
 
 def raise_lost_save(saves: SaveQueue | None) -> NoReturn:
-    """Raise the error of a save in the background on all processes, once they have agreed that one of them has it.
-
-    Args:
-        saves: This process's saves.
-
-    Raises:
-        CheckpointError: Always.
-    """
+    """Raise the error of a save in the background on all processes, once they have agreed that one of them has it."""
     if saves is not None:
         saves.finish()  # a save that fails on one process fails on all: this raises its error
     raise CheckpointError(
@@ -723,23 +640,13 @@ _FIRST_WORDS = {
 
 
 def print_first_line(trainer: Trainer, task: Task) -> None:
-    """Print what a `fit` trains and on what, on the main process, unless the run is to be bare.
-
-    Args:
-        trainer: The trainer.
-        task: The task, placed.
-    """
+    """Print what a `fit` trains and on what, on the main process, unless the run is to be bare."""
     if trainer.is_global_zero and not trainer.barebones:
         trainer.print(first_line(trainer, task))
 
 
 def first_line(trainer: Trainer, task: Task) -> str:
-    """Describe in one line what a `fit` trains and on what.
-
-    Args:
-        trainer: The trainer.
-        task: The task, placed.
-    """
+    """Describe in one line what a `fit` trains and on what."""
     count = trainer.world_size
     device = trainer.strategy.topology.device.type
     processes = f"{count} process{'es' * (count != 1)} on {device}"
@@ -753,11 +660,7 @@ def first_line(trainer: Trainer, task: Task) -> str:
 
 
 def last_line(trainer: Trainer) -> str:
-    """Describe in one line how a `fit` ended; on the main process.
-
-    Args:
-        trainer: The trainer.
-    """
+    """Describe in one line how a `fit` ended; on the main process."""
     control = trainer.control
     steps, epochs = trainer.global_step, trainer.current_epoch
     taken = f"{steps} step{'s' * (steps != 1)} ({epochs} epoch{'s' * (epochs != 1)})"
@@ -820,14 +723,7 @@ class ValidationSchedule:
         return self._after is not None
 
     def set_epoch_length(self, batches: float) -> None:
-        """Work out the interval in batches.
-
-        Args:
-            batches: How many an epoch has; infinite where this is not known.
-
-        Raises:
-            ConfigurationError: There is no such interval in an epoch of this length.
-        """
+        """Work out the interval in batches."""
         self._limit = batches
         self._every, self._after = FOREVER, None
         if not self._exists:
@@ -944,24 +840,14 @@ class Finiteness:
     _weights_are_finite: bool = True  # the same on all processes
 
     def check_values(self, values: Iterable[tuple[str, float]], when: str) -> None:
-        """Take numbers into account that are being written.
-
-        Args:
-            values: Names and numbers.
-            when: The step or epoch, for the warning.
-        """
+        """Take numbers into account that are being written."""
         if self.is_watched and self.is_finite:
             found = next(((name, value) for name, value in values if not math.isfinite(value)), None)
             if found is not None:
                 self._record(f"The logged value {found[0]!r} is {found[1]} {when}.")
 
     def check_weights(self, task: Task, when: str) -> None:
-        """Take the weights into account; call it on all processes, at the end of an epoch.
-
-        Args:
-            task: The task.
-            when: The epoch, for the warning.
-        """
+        """Take the weights into account; call it on all processes, at the end of an epoch."""
         if not (self.is_watched and self._weights_are_finite):
             return
         found = next((name for name in gather_object([_first_not_finite(task)]) if name is not None), None)
@@ -980,12 +866,7 @@ class Finiteness:
 
 
 class EpochHealth:
-    """Looks after each epoch whether it has trained anything.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-    """
+    """Looks after each epoch whether it has trained anything."""
 
     def __init__(self, trainer: Trainer, task: Task) -> None:
         self._trainer, self._task = trainer, task

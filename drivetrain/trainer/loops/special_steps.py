@@ -133,12 +133,6 @@ class NamedLossesStep(PlainStep):
     """Gives the gradients of each loss to the parameters of the optimizer of its name, and to no others.
 
     All losses are those of one forward, before any optimizer steps; then all step.
-
-    Args:
-        trainer: The trainer.
-        task: Its task, whose `configure_optimizers` names its optimizers.
-        model: What the strategy made of the task: the module to call.
-        hooks: The overridden hooks.
     """
 
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
@@ -182,16 +176,7 @@ class NamedLossesStep(PlainStep):
 
 
 def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
-    """Refuse what cannot give each loss to its own optimizer.
-
-    Args:
-        trainer: The trainer.
-        task: Its task, whose `configure_optimizers` names its optimizers.
-        by_closure: Whether an optimizer or the task's `optimizer_step` takes a closure.
-
-    Raises:
-        ConfigurationError: Names what, and why.
-    """
+    """Refuse what cannot give each loss to its own optimizer."""
     names = ", ".join(map(repr, trainer.task_run.optimizer_names))
     reason = ""
     if trainer.strategy.schedules_microbatches:
@@ -213,9 +198,6 @@ class ScheduledStep(PlainStep):
     """Runs all micro-batches at once, with the hooks of batches around them.
 
     Only some processes run the task's step; all see what it returned and logged.
-
-    Raises:
-        ConfigurationError: The task runs forward and backward by itself.
     """
 
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
@@ -267,12 +249,7 @@ class ScheduledStep(PlainStep):
                 self._end_batch(output, micro_batch)
 
     def run_micro_batch(self, micro_batch: PendingBatch, probe: bool = False) -> Any:
-        """Forward and backward of one micro-batch.
-
-        Args:
-            micro_batch: The micro-batch.
-            probe: Run the step only for the strategy to see what it calls the model with; nothing of it counts.
-        """
+        """Forward and backward of one micro-batch."""
         self._enter(micro_batch)
         batch, index, info = micro_batch.batch, micro_batch.batch_idx, micro_batch.info
         if probe:
@@ -296,13 +273,7 @@ class ScheduledStep(PlainStep):
 
 
 def refuse_unscheduled(task: Task, strategy: object, by_closure: bool) -> None:
-    """Refuse what has to run forward and backward by itself.
-
-    Args:
-        task: The task.
-        strategy: The strategy, which runs them.
-        by_closure: Whether an optimizer or the task's `optimizer_step` takes a closure.
-    """
+    """Refuse what has to run forward and backward by itself."""
     if task.automatic_optimization and not by_closure:
         return
     what = "an optimizer that needs a closure, or optimizer_step" if by_closure else "manual optimization"
@@ -350,12 +321,6 @@ class SplitStep(PlainStep):
     the gradients are averaged over processes, and what was logged is taken, once for each micro-batch.
 
     The hooks around batches are called once for each micro-batch: those before them all at the start.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-        model: What the strategy made of the task.
-        hooks: The overridden hooks.
     """
 
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
@@ -421,12 +386,7 @@ class SplitStep(PlainStep):
             self._report()
 
     def _gradients(self, window: Sequence[PendingBatch], failure: MemoryError | None) -> list[Any]:
-        """Compute the gradients of a step, part by part.
-
-        Args:
-            window: Its micro-batches.
-            failure: That memory lacked on this process for larger parts.
-        """
+        """Compute the gradients of a step, part by part."""
         parts = [part for place, each in enumerate(window) for part in self._cut(place, each)]
         if failure is not None and len(parts) == self._tried:
             raise ConfigurationError(_too_large(any(part.of for part in parts)), see="big-models.md") from failure
@@ -519,12 +479,7 @@ def _taken(micro_batch: PendingBatch, part: _Part) -> PendingBatch:
 
 
 def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
-    """What a task would have returned for a whole micro-batch, from what it returned for its parts.
-
-    Args:
-        outputs: For each part, its share of the micro-batch, and what was returned.
-        sums: Whether losses are sums, which come with weights.
-    """
+    """What a task would have returned for a whole micro-batch, from what it returned for its parts."""
     if len(outputs) == 1:
         return outputs[0][1]
     given = [(share, output) for share, output in outputs if output is not None]
@@ -554,17 +509,7 @@ def _too_large(has_rows: bool) -> str:
 
 
 def choose_step(trainer: Trainer, task: Task, model: nn.Module, splits: bool = True) -> PlainStep:
-    """The step of a task under this trainer's strategy and with these optimizers.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-        model: What the strategy made of the task: the module to call.
-        splits: Whether a step that lacks memory may be cut, where the trainer was asked for that.
-
-    Raises:
-        ConfigurationError: The strategy cannot run such a task.
-    """
+    """The step of a task under this trainer's strategy and with these optimizers."""
     by_closure = task.automatic_optimization and (
         is_overridden(task, Task, "optimizer_step") or any(o.needs_closure for o in trainer.task_optimizers)
     )

@@ -37,21 +37,13 @@ if TYPE_CHECKING:
 
 
 class StepOutput:
-    """Reads what one task's `training_step` returns.
-
-    Args:
-        task_name: The task's class, for errors.
-    """
+    """Reads what one task's `training_step` returns."""
 
     def __init__(self, task_name: str) -> None:
         self._step = f"{task_name}.training_step"
 
     def loss_of(self, output: Any) -> Tensor | None:
-        """The loss; None where the batch is left out.
-
-        Raises:
-            ConfigurationError: It is something else.
-        """
+        """The loss; None where the batch is left out."""
         if isinstance(output, Tensor):
             return output
         if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
@@ -70,11 +62,7 @@ class StepOutput:
         )
 
     def check_of_manual(self, output: Any) -> None:
-        """Check what a task that optimizes by hand returned.
-
-        Raises:
-            ConfigurationError: It is no tensor, dict or None.
-        """
+        """Check what a task that optimizes by hand returned."""
         if output is not None and not isinstance(output, Tensor | Mapping):
             raise ConfigurationError(
                 f"{self._step} returned {repr(output)[:80]}. With automatic_optimization = False it must return a "
@@ -86,11 +74,7 @@ class StepOutput:
         return isinstance(output, Mapping) and "weight" in output
 
     def weight_of(self, output: Any) -> Tensor | float:
-        """What a loss weighs.
-
-        Raises:
-            ConfigurationError: There is no weight, but losses before came with one.
-        """
+        """What a loss weighs."""
         if self.has_weight(output):
             weight: Tensor | float = output["weight"]
             return weight
@@ -144,12 +128,6 @@ class DummyLoss:
     A module that a strategy wrapped may have a parameter `presence`, a zero that every real loss is added to: its
     gradient, reduced with the others, is above zero where any process had a real batch.
 
-    Args:
-        strategy: Makes losses with gradients of zero.
-        task: The task.
-        model: The module to call.
-        names: Those of the losses that a step returns, where it returns several.
-
     Attributes:
         was_dummy: Whether the last step was left out.
     """
@@ -166,9 +144,6 @@ class DummyLoss:
         """A step that never leaves a batch out.
 
         What stands in must come from the output of the forward, by which DDP learns what takes part in the backward.
-
-        Args:
-            step: The task's method.
         """
         presence = self._presence
 
@@ -231,11 +206,6 @@ def as_taken(task: Task, name: str, following: Following = lambda: None) -> Call
 
     A step whose argument is named `dataloader_iter` gets an iterator instead, which gives the batch, its number and
     that of its loader, and then those that follow.
-
-    Args:
-        task: The task.
-        name: Of its method.
-        following: Takes the batch that follows out of the loop; None where there is none.
     """
     step: Callable[..., Any] = getattr(task, name)
     parameters = list(inspect.signature(step).parameters.values())
@@ -272,12 +242,6 @@ def _and_following(given: tuple[Any, int, int], following: Following) -> Iterato
 
 class Feed:
     """The batches of one loader as an evaluation runs over them; a step may take some by itself.
-
-    Args:
-        batches: The batches.
-        loader: The loader that they are from.
-        current: Where the run records what it is at.
-        dataloader_idx: The loader's number.
 
     Attributes:
         batch: The batch that was taken last.
@@ -328,13 +292,7 @@ def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
 
 
 def bind_step(model: nn.Module, step: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
-    """A step of the task as the loop calls it: through the strategy's wrapper, if any, and under the precision.
-
-    Args:
-        model: The module to call.
-        step: The task's method.
-        precision: The number formats.
-    """
+    """A step of the task as the loop calls it: through the strategy's wrapper, if any, and under the precision."""
     bare = isinstance(model, StepModule) and not (model._forward_hooks or model._forward_pre_hooks)
     return under_precision(step if bare else partial(model, step), precision)
 
@@ -345,12 +303,6 @@ def bind_evaluation_step(
     """A step of the task as evaluation calls it.
 
     Where processes hold parts of the model, only some run the step to its end; all get what it returned and logged.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-        model: What the strategy made of the task.
-        step: The task's method.
     """
     strategy, logged = trainer.strategy, trainer.logged
     called = strategy.view(model, "evaluate")
@@ -386,14 +338,7 @@ class EpochSkipped(Exception):
 
 
 class PlainStep:
-    """The step of a task whose loss the Trainer differentiates; what can be decided before the loop is decided here.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-        model: What the strategy made of the task: the module to call.
-        hooks: The overridden hooks.
-    """
+    """The step of a task whose loss the Trainer differentiates; what can be decided before the loop is decided here."""
 
     _keeps_window = False  # whether micro-batches and their outputs last as long as the window, to be used again
 
@@ -449,26 +394,11 @@ class PlainStep:
         return DummyLoss(self._trainer.strategy, self._task, model) if self._trainer.world_size > 1 else None
 
     def spread_over(self, shards: int) -> None:
-        """Take into account over how many processes the rows of a step are spread.
-
-        Args:
-            shards: How many; 1 where each process has whole batches of its own, which count as they are.
-        """
+        """Take into account over how many processes the rows of a step are spread."""
         self._shards = shards
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one step.
-
-        Args:
-            window: Its micro-batches.
-
-        Returns:
-            Whether there was a step: not where gradients overflowed, nor, unless the Trainer counts that too, where all
-            micro-batches were left out.
-
-        Raises:
-            EpochSkipped: A hook asked to leave out the rest of the epoch.
-        """
+        """Run one step."""
         self._begin(window)
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
         has_loss = self._took_part or self._has_loss()
@@ -476,11 +406,7 @@ class PlainStep:
         return self._finish(window, outputs[-1], stepped)
 
     def try_gradients(self, window: Sequence[PendingBatch]) -> None:
-        """Run the forwards and backwards of a step, without exchanging their gradients and without stepping.
-
-        Args:
-            window: Its micro-batches.
-        """
+        """Run the forwards and backwards of a step, without exchanging their gradients and without stepping."""
         self._begin(window)
         with self._engine.without_sync(self._trainer.task_run.model):
             for micro_batch in window:
@@ -696,18 +622,7 @@ class ManualStep(PlainStep):
 def choose_zero_grad(
     trainer: Trainer, task: Task, optimizers: list[Optimizer], hooks: Hooks
 ) -> tuple[Callable[[], None], bool]:
-    """Choose how gradients are cleared, so that hooks and methods of the task that see it are called.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-        optimizers: The bare optimizers.
-        hooks: The overridden hooks.
-
-    Returns:
-        What clears them, and whether it is called before the forward, so that gradients and activations are not held
-        at once. Hooks and methods of the task that see it are called after it.
-    """
+    """Choose how gradients are cleared, so that hooks and methods of the task that see it are called."""
     if not optimizers and task.automatic_optimization:
         return task.zero_grad, type(task).zero_grad is nn.Module.zero_grad
     before = hooks.find("on_before_zero_grad")

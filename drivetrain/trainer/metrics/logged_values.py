@@ -73,22 +73,6 @@ Arguments = tuple[Any, ...]
 class LoggedValue:
     """All that was logged under one name in one stage.
 
-    Args:
-        name: The name, with the loader's number where there are several.
-        arguments: What `self.log` was called with; every later call must be the same.
-        scope: From where.
-        on_step: Whether each step's value is shown and written.
-        on_epoch: Whether the epoch's reduction is.
-        prog_bar: Whether the progress bar shows it.
-        logger: Whether trackers get it.
-        reduction: `"mean"`, `"sum"`, `"max"`, `"min"`, or a function of the stacked values.
-        sync: Whether it is reduced over processes.
-        main_only: Whether only the main process's values count.
-        metric: The torchmetrics object, if one was logged.
-        metric_path: Where in the task the metric is.
-        loader: The number of the loader that it belongs to, if there are several and it is of one.
-        suffix: The part of the name that marks it, its end.
-
     Attributes:
         stepped: Whether a step has logged it, and nothing has taken the step's value since.
     """
@@ -205,11 +189,7 @@ class LoggedValue:
         return Mark(self.total, self.weight, self._pending, self._weights, len(self._pending), self.last, self.fresh)
 
     def state_dict(self, mark: Mark | None = None) -> dict[str, Any]:
-        """What was kept so far, not added up: adding later must give what it would have given without a checkpoint.
-
-        Args:
-            mark: Give what had been kept then instead.
-        """
+        """What was kept so far, not added up: adding later must give what it would have given without a checkpoint."""
         then = mark or self.mark()
         pending = then.pending[: then.kept]
         return {
@@ -344,19 +324,7 @@ def moments_of(
     on_epoch: bool | None,
     known: LoggedValue | None,
 ) -> tuple[bool, bool]:
-    """Decide whether a value is kept for its step, and for its epoch.
-
-    Args:
-        name: Its name.
-        scope: Where it is logged.
-        arguments: The arguments of `Task.log`, in the order of `ARGUMENTS`.
-        on_step: What was asked for; the scope's own if None.
-        on_epoch: What was asked for; the scope's own if None.
-        known: What is logged under this name in this scope already.
-
-    Raises:
-        ConfigurationError: Nothing can be logged there, or not so.
-    """
+    """Decide whether a value is kept for its step, and for its epoch."""
     if scope.on_step is None:
         raise ConfigurationError(
             f"You can't call self.log({name!r}, ...) here ({scope.stage}): there is no step or epoch that the "
@@ -402,24 +370,14 @@ class EvaluationCounts(dict[str, int]):
     alone = False
 
     def count(self, stage: str, loader: int) -> int:
-        """Count a batch. Returns how many there were before.
-
-        Args:
-            stage: `"validate"`, `"test"` or `"predict"`.
-            loader: The number of its loader.
-        """
+        """Count a batch. Returns how many there were before."""
         key = f"{_kind(stage, self.alone)}/{loader}"
         before = self.get(key, 0)
         self[key] = before + 1
         return before
 
     def total(self, stage: str, alone: bool) -> int:
-        """Batches of a kind of evaluation so far, of all loaders.
-
-        Args:
-            stage: `"validate"`, `"test"` or `"predict"`.
-            alone: Of the verb, rather than within `fit`.
-        """
+        """Batches of a kind of evaluation so far, of all loaders."""
         return sum(count for key, count in self.items() if key.startswith(f"{_kind(stage, alone)}/"))
 
 
@@ -468,15 +426,7 @@ def combine_plain(reduction: Reduction, values: list[float]) -> float:
 
 
 def reduction_of(name: str, reduce_fx: Any) -> Reduction:
-    """What `self.log(reduce_fx=)` means.
-
-    Args:
-        name: The name of the value, for errors.
-        reduce_fx: What was given.
-
-    Raises:
-        ConfigurationError: There is no such reduction.
-    """
+    """What `self.log(reduce_fx=)` means."""
     if callable(reduce_fx):
         return reduce_fx  # type: ignore[no-any-return]
     word = str(reduce_fx).lower()
@@ -493,31 +443,18 @@ def reduction_of(name: str, reduce_fx: Any) -> Reduction:
 
 
 def entries_to_sync(entries: Iterable[LoggedValue]) -> list[LoggedValue]:
-    """Those logged with `on_step=True` and `sync_dist=True`.
-
-    Args:
-        entries: All of a stage.
-    """
+    """Those logged with `on_step=True` and `sync_dist=True`."""
     return [entry for entry in entries if entry.on_step and entry.sync and entry.metric is None]
 
 
 def latest_of(entries: Iterable[LoggedValue]) -> dict[str, float]:
-    """This process's latest values to reduce, by the names of steps, but for those that have been.
-
-    Args:
-        entries: All of a stage.
-    """
+    """This process's latest values to reduce, by the names of steps, but for those that have been."""
     local = [each for each in entries_to_sync(entries) if each.last is not each.synced]
     return {each.step_name: float(each.last) for each in local if each.last is not None}
 
 
 def combined(entries: Iterable[LoggedValue], everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The values of all processes, each name's as one.
-
-    Args:
-        entries: All of a stage.
-        everyone: What `latest_of` returned on each process.
-    """
+    """The values of all processes, each name's as one."""
     values: dict[str, float] = {}
     for entry in entries_to_sync(entries):
         found = [each[entry.step_name] for each in everyone if entry.step_name in each]
@@ -542,11 +479,6 @@ class LogMark(NamedTuple):
 
 class LoggedValues:
     """Everything that a run logs, by stage and name.
-
-    Args:
-        find_batch_size: Gives the rows of the current batch that are real; called only where a mean needs it.
-        topology: Which processes' values together are those of the global batch; all if None.
-        has_trackers: Whether there is any tracker.
 
     Attributes:
         scope: From where values are logged now.
@@ -639,14 +571,7 @@ class LoggedValues:
         return self._find_batch_size()
 
     def log(self, name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
-        """Keep one value.
-
-        Args:
-            name: What to call it.
-            value: A scalar tensor, a number, or a torchmetrics object.
-            arguments: The other arguments of `Task.log`, in the order of `ARGUMENTS`.
-            batch_size: Rows that a mean weighs it with; the batch's real rows if None.
-        """
+        """Keep one value."""
         entry = self._current.get(name)
         if entry is None or entry.arguments != arguments or entry.scope is not self.scope:
             entry = self._with_new_function(entry, arguments) or self._register(name, value, arguments)
@@ -690,12 +615,7 @@ class LoggedValues:
             self._record = None
 
     def replay(self, calls: Iterable[Call], task: nn.Module) -> None:
-        """Log what another process has logged.
-
-        Args:
-            calls: What `recorded` collected there.
-            task: The task, in which metrics are found.
-        """
+        """Log what another process has logged."""
         for name, value, arguments, weight in calls:
             metric = _find_metric(task, arguments[_METRIC_PATH])
             if metric is not None:
@@ -763,11 +683,7 @@ class LoggedValues:
         return LogMark(entries, dict(self._epoch), dict(self._bar), dict(self.evaluated))
 
     def state_dict(self, mark: LogMark | None = None) -> dict[str, Any]:
-        """What the training epoch under way has kept on this process, and the values of the last epochs.
-
-        Args:
-            mark: Give what they were then instead.
-        """
+        """What the training epoch under way has kept on this process, and the values of the last epochs."""
         then = mark or self.mark()
         return {
             "train": [entry.state_dict(at) for entry, at in then.entries],
@@ -777,12 +693,7 @@ class LoggedValues:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Resume from what `state_dict` returned.
-
-        Args:
-            state: The state.
-            device: Where the values of this process live.
-        """
+        """Resume from what `state_dict` returned."""
         self.start(("train",))
         self.enter(self.scope, self.dataloader_idx)
         for saved in state["train"]:
@@ -823,14 +734,7 @@ class LoggedValues:
         return values
 
     def unsynced_step_values(self, exchange: Callable[[str], list[str] | None]) -> tuple[dict[str, Value], list[str]]:
-        """The training step's values for trackers where peers may be gone, so that no collective can be used.
-
-        Args:
-            exchange: Exchanges a text with all processes, in the order of ranks; None where it cannot.
-
-        Returns:
-            The values, and the names of those that are this process's own although they were to be reduced.
-        """
+        """The training step's values for trackers where peers may be gone, so that no collective can be used."""
         values, entries = self.step_values(for_logger=True), self._tables["train"].values()
         own = {name: value for name, value in latest_of(entries).items() if name in values}
         texts = exchange(json.dumps(latest_of(entries))) if own else None
@@ -840,12 +744,7 @@ class LoggedValues:
         return values | {name: value for name, value in synced.items() if name in values}, []
 
     def callback_values(self, with_evaluation_steps: bool = True, newest: bool = False) -> dict[str, Value]:
-        """All values by name: the latest of each step-wise one, the last epoch's of the others.
-
-        Args:
-            with_evaluation_steps: Whether those of single evaluation steps are among them.
-            newest: Whether one that is kept by step and by epoch is the step's until the epoch under way ends.
-        """
+        """All values by name: the latest of each step-wise one, the last epoch's of the others."""
         values = {**self._epoch, **self._tried}
         for entry in self._tables["train"].values():
             if entry.last is not None:
@@ -859,12 +758,7 @@ class LoggedValues:
         return values
 
     def end_evaluation_batch(self) -> tuple[dict[str, Value], int]:
-        """Count a batch of the evaluation under way.
-
-        Returns:
-            What was logged of it with `on_step` and is for trackers, not yet turned into numbers, as this process has
-            it; and how many batches of this loader there were before, in all evaluations of the kind.
-        """
+        """Count a batch of the evaluation under way."""
         number = self.evaluated.count(self.scope.stage, self.dataloader_idx or 0)
         values: dict[str, Value] = {}
         for entry in self._current.values():
@@ -880,11 +774,7 @@ class LoggedValues:
         return {name for entry in entries for name in (entry.name, entry.step_name, entry.epoch_name)}
 
     def bar_values(self, with_evaluation_steps: bool = False) -> dict[str, Value]:
-        """What the progress bar shows, not yet turned into numbers.
-
-        Args:
-            with_evaluation_steps: Whether those of single evaluation steps stay among them when they are over.
-        """
+        """What the progress bar shows, not yet turned into numbers."""
         values = {**self._bar, **self._tried_bar, **self.step_values(for_bar=True)}
         entries: list[LoggedValue] = []
         if with_evaluation_steps:
@@ -897,16 +787,7 @@ class LoggedValues:
     # the end of an epoch
 
     def finish_epoch(self, stage: str, task: nn.Module, keep: bool = True) -> list[EpochValue]:
-        """Reduce what was logged since the last call over the epoch and all processes; call it on all of them.
-
-        Args:
-            stage: `"train"`, `"validate"` or `"test"`.
-            task: The task, in which metrics are found that only other processes have logged.
-            keep: Whether the values stay visible; those of a sanity check only until training begins.
-
-        Returns:
-            The values, the same on all processes.
-        """
+        """Reduce what was logged since the last call over the epoch and all processes; call it on all of them."""
         fresh = {name: entry for name, entry in self._tables[stage].items() if entry.on_epoch and entry.fresh}
         local = {name: entry.portable() for name, entry in fresh.items()}
         entries = self._tables[stage].values()
@@ -974,11 +855,7 @@ class LoggedValues:
                 del self._by_loader[key]
 
     def begin_verb(self, evaluates_alone: bool) -> None:
-        """Forget what was logged in earlier runs, and what their metrics have gathered.
-
-        Args:
-            evaluates_alone: Whether the verb only evaluates: its batches are counted apart from those within `fit`.
-        """
+        """Forget what was logged in earlier runs, and what their metrics have gathered."""
         self.evaluated.alone = evaluates_alone
         for table in self._tables.values():
             for entry in table.values():
@@ -989,12 +866,7 @@ class LoggedValues:
             values.clear()
 
     def remember(self, values: Mapping[str, Value], bar: Mapping[str, Value] | None = None) -> None:
-        """Let callbacks see values that come from elsewhere.
-
-        Args:
-            values: Names and values.
-            bar: Those that the progress bar shows, if any are among them.
-        """
+        """Let callbacks see values that come from elsewhere."""
         self._epoch.update(values)
         self._bar.update(bar or {})
 
@@ -1018,14 +890,7 @@ def _find_metric(task: nn.Module, path: str | None) -> Any:
 
 
 def _computed(name: str, metric: Any, select: Callable[[list[Any]], list[Any]], lenient: bool) -> Value | None:
-    """Compute a metric over all processes. Returns None if it has no value, which is left out then.
-
-    Args:
-        name: What it is logged as.
-        metric: The torchmetrics object.
-        select: Takes the states that count from those of all processes.
-        lenient: Whether anything but tensors and numbers is left out, rather than refused.
-    """
+    """Compute a metric over all processes. Returns None if it has no value, which is left out then."""
     value = compute_over_processes(metric, select)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach()
@@ -1075,11 +940,7 @@ class _Call(NamedTuple):
 
 
 class HeldBack:
-    """Collects what is logged in the parts of micro-batches, and logs it as if each had been computed whole.
-
-    Args:
-        logged: Where it is logged in the end.
-    """
+    """Collects what is logged in the parts of micro-batches, and logs it as if each had been computed whole."""
 
     def __init__(self, logged: LoggedValues) -> None:
         self._logged = logged
@@ -1091,11 +952,7 @@ class HeldBack:
 
     @contextmanager
     def collecting(self, place: int) -> Iterator[None]:
-        """Collect what the body logs, as that of a part.
-
-        Args:
-            place: Which micro-batch it is a part of.
-        """
+        """Collect what the body logs, as that of a part."""
         calls: dict[tuple[str, int], _Call] = {}
         self._parts.setdefault(place, []).append(calls)
         with self._logged.diverted() as diverted:
@@ -1106,11 +963,7 @@ class HeldBack:
             calls[name, number] = _Call(value, arguments, rows, given is not None)
 
     def log(self, place: int) -> None:
-        """Log what a micro-batch has logged, each value once.
-
-        Args:
-            place: Which micro-batch.
-        """
+        """Log what a micro-batch has logged, each value once."""
         parts = self._parts.get(place, [])
         for key in dict.fromkeys(key for calls in parts for key in calls):
             found = [calls[key] for calls in parts if key in calls]

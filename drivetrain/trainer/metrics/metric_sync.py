@@ -19,12 +19,7 @@ Select = Callable[[list[Any]], list[Any]]
 
 
 def compute_over_processes(metric: Any, select: Select = list) -> Any:
-    """Compute a metric; call it on all processes, in the same order.
-
-    Args:
-        metric: A torchmetrics object.
-        select: Takes those that together are the whole from the states of all processes, in the order of the ranks.
-    """
+    """Compute a metric; call it on all processes, in the same order."""
     with _states_exchanged_whole(metric, select), warnings.catch_warnings():
         # Of a process that had no batch; the others' states are computed on, so nothing is wrong.
         warnings.filterwarnings("ignore", message=".*`compute` method of metric .* was called before the `update`")
@@ -35,13 +30,6 @@ def count_once(metrics: Iterable[Any], ranks: Sequence[int] | None) -> Callable[
     """Let metrics that a task computes itself take each sample once, where several processes see the same.
 
     A metric with a `process_group` or a `dist_sync_fn` of its own keeps it.
-
-    Args:
-        metrics: The metrics, from torchmetrics.
-        ranks: The processes whose values count; None where all do.
-
-    Returns:
-        A function that leaves them as they were.
     """
     changed = []
     if ranks is not None:
@@ -136,11 +124,7 @@ def untouched_metrics(task: nn.Module) -> Iterator[None]:
 
 
 def metric_states(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What this process's metrics have seen since they were last reset, by their place in the task.
-
-    Args:
-        metrics: From `find_metrics`.
-    """
+    """What this process's metrics have seen since they were last reset, by their place in the task."""
     return {
         path: {
             "updates": metric._update_count,

@@ -107,12 +107,7 @@ class TrackerLog:
     # an epoch's
 
     def finish_epoch(self, stage: Stage, keep: bool = True) -> list[EpochValue]:
-        """Reduce a stage's values over the epoch; those of training are written at once.
-
-        Args:
-            stage: The stage.
-            keep: Whether the values become visible; not after a sanity check.
-        """
+        """Reduce a stage's values over the epoch; those of training are written at once."""
         trainer = self.trainer
         assert trainer.task is not None
         with trainer.timing.span(LOGGING):
@@ -135,20 +130,11 @@ class TrackerLog:
 
     @staticmethod
     def name_of(result: EpochValue) -> str:
-        """Under which name `validate` and `test` return an epoch's value.
-
-        Args:
-            result: The value.
-        """
+        """Under which name `validate` and `test` return an epoch's value."""
         return result.name
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Give numbers to the trackers, on the processes where one is called; none of them is waited for.
-
-        Args:
-            values: Names and numbers.
-            step: The optimizer step; for the values of evaluation steps, the number of batches evaluated before.
-        """
+        """Give numbers to the trackers, on the processes where one is called; none of them is waited for."""
         trainer = self.trainer
         if trainer.tracker_group.writes_here:
             self.written.update(values)
@@ -161,10 +147,6 @@ class TrackerLog:
 
         Of several processes the others may not be here to reduce values with: where not all of them come here within a
         second, trackers get this process's own.
-
-        Args:
-            though_not_due: Whether to write them also if `log_every_n_steps` would leave them out. Call it so once
-                nothing saves a checkpoint any more, since a resumed run would have them too.
         """
         is_alone = self.trainer.world_size == 1
         if is_alone and not though_not_due:
@@ -197,11 +179,7 @@ class TrackerLog:
 
     @staticmethod
     def write_in_spite_of_error(write: Callable[[], None]) -> None:
-        """Write values while an exception is under way, which counts for more than one of its own.
-
-        Args:
-            write: What writes them; it may be unable to read them, as after an error of the device.
-        """
+        """Write values while an exception is under way, which counts for more than one of its own."""
         with suppress(Exception):
             write()
 
@@ -209,11 +187,7 @@ class TrackerLog:
 
     @staticmethod
     def hyper_parameters_of(owner: Any) -> Mapping[str, Any]:
-        """The hyper-parameters of a task or a data module that the trackers get.
-
-        Args:
-            owner: The task or the data module.
-        """
+        """The hyper-parameters of a task or a data module that the trackers get."""
         return owner.hparams  # type: ignore[no-any-return]
 
     def begin_run(self, task: Task) -> None:
@@ -231,12 +205,7 @@ class TrackerLog:
         group.log_graph(task)
 
     def end_run(self, error: BaseException | None, is_training: bool) -> None:
-        """Record how a run ended, and close it.
-
-        Args:
-            error: What ended it, if anything was raised.
-            is_training: Whether it was a `fit`, which may have been interrupted, and has a best checkpoint.
-        """
+        """Record how a run ended, and close it."""
         trainer, control = self.trainer, self.trainer.control
         group = trainer.tracker_group
         status, message = outcome_of(error)
@@ -253,12 +222,7 @@ class TrackerLog:
 
 
 def print_results(title: str, results: list[dict[str, float]]) -> None:
-    """Print each loader's values, a line a name.
-
-    Args:
-        title: What ran.
-        results: Each loader's values by name.
-    """
+    """Print each loader's values, a line a name."""
     for index, values in enumerate(results):
         if not values:
             continue

@@ -30,14 +30,6 @@ class Actions:
     """Gives the parts of a run to its profiler.
 
     Each part asks for the function to call, once, before the loop: without a profiler it gets the function itself.
-
-    Args:
-        trainer: The trainer.
-        profiler: What was given to it.
-        barebones: Whether nothing may be around the loop.
-
-    Raises:
-        ConfigurationError: There is no such profiler, or none may be there.
     """
 
     def __init__(self, trainer: Trainer, profiler: Profiler | str | None, barebones: bool) -> None:
@@ -55,11 +47,7 @@ class Actions:
         self._workers: int | None = None
 
     def use_words(self, words: Mapping[str, str]) -> None:
-        """Let actions have another framework's words.
-
-        Args:
-            words: For `"Task"`, `"DataModule"` and names of strategies, what stands for them.
-        """
+        """Let actions have another framework's words."""
         self._words = words
 
     # names
@@ -84,12 +72,7 @@ class Actions:
     # what is measured
 
     def watch(self, action: str, function: C) -> C:
-        """The function to call for another: itself without a profiler.
-
-        Args:
-            action: The name under which it is measured.
-            function: The function.
-        """
+        """The function to call for another: itself without a profiler."""
         if not self.measures:
             return function
         profile = self.profiler.profile
@@ -102,21 +85,11 @@ class Actions:
         return measured  # type: ignore[return-value]
 
     def iterate(self, action: str, values: Iterable[T]) -> Iterable[T]:
-        """What to iterate over in place of an iterable, so that waiting for each value is measured.
-
-        Args:
-            action: The name under which it is measured.
-            values: The iterable.
-        """
+        """What to iterate over in place of an iterable, so that waiting for each value is measured."""
         return self._iterate(action, iter(values)) if self.measures else values
 
     def iterate_training(self, values: Iterable[T], loader: PreparedLoader | CombinedLoader) -> Iterable[T]:
-        """The same for training batches, whose samples are counted.
-
-        Args:
-            values: The batches.
-            loader: The loader that they are from.
-        """
+        """The same for training batches, whose samples are counted."""
         return self._count_samples(self._iterate(TRAIN_DATA, iter(values)), loader) if self.measures else values
 
     def _count_samples(self, values: Iterator[T], loader: PreparedLoader | CombinedLoader) -> Iterator[T]:
@@ -140,11 +113,7 @@ class Actions:
             yield held.pop()
 
     def watch_step(self, hooks: StepHooks) -> StepHooks:
-        """What the engine runs in a step, measured.
-
-        Args:
-            hooks: What it would run without a profiler.
-        """
+        """What the engine runs in a step, measured."""
         if not self.measures:
             return hooks
         strategy = self._trainer.strategy
@@ -157,12 +126,7 @@ class Actions:
     # before and after
 
     def begin(self, task: Task, stage: Stage) -> None:
-        """Let the profiler begin with a run.
-
-        Args:
-            task: The task.
-            stage: What it is for.
-        """
+        """Let the profiler begin with a run."""
         if self.measures:
             trainer = self._trainer
             local_rank = trainer.local_rank if trainer.world_size > 1 else None
@@ -171,11 +135,7 @@ class Actions:
             self._is_open, self._samples = True, 0
 
     def finish(self, stage: Stage) -> None:
-        """Let the profiler report on the run that is over.
-
-        Args:
-            stage: What it was for.
-        """
+        """Let the profiler report on the run that is over."""
         if self._is_open:
             self._is_open = False
             self.profiler.describe()
@@ -200,14 +160,7 @@ class Actions:
 
 
 def make_profiler(given: Profiler | str) -> Profiler:
-    """The profiler that an argument means.
-
-    Args:
-        given: A profiler, or its name.
-
-    Raises:
-        ConfigurationError: There is none of that name.
-    """
+    """The profiler that an argument means."""
     if isinstance(given, Profiler):
         return given
     name = given.lower() if isinstance(given, str) else ""

@@ -267,12 +267,7 @@ class PyTorchProfiler(Profiler):
 
 @contextmanager
 def RegisterRecordFunction(model: nn.Module, prefix: str = "[drivetrain][module]") -> Iterator[None]:
-    """Make the forward of each module a block of what torch's profiler records in the body.
-
-    Args:
-        model: The module whose children get one, at any depth.
-        prefix: What each block's name begins with.
-    """
+    """Make the forward of each module a block of what torch's profiler records in the body."""
     handles = []
     for name, module in model.named_modules():
         if name and not isinstance(module, torch.jit.ScriptModule):

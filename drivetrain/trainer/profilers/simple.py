@@ -123,15 +123,7 @@ _OWNED = re.compile(r"\[(\w+)\](.+)\.(\w+)$")
 def time_spent(
     timing: Timing, profiler: SimpleProfiler, samples: int | None, workers: int | None, processes_here: int = 1
 ) -> TimeSpent:
-    """The parts of a `fit`, with the callbacks and the methods of the task by name.
-
-    Args:
-        timing: What measured the parts.
-        profiler: What measured the actions, each without those in it.
-        samples: Samples that were trained on; None if unknown.
-        workers: The worker processes of the training loader; None where it has none to set.
-        processes_here: Processes of the run on this machine.
-    """
+    """The parts of a `fit`, with the callbacks and the methods of the task by name."""
     named: dict[str, float] = defaultdict(float)
     making = profiler.own_seconds.get("setup_train_dataloader", 0.0)  # before the first epoch
     named["making the training loader"] = making

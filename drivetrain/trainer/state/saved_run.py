@@ -56,14 +56,6 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str,
     """This process's part of what the processes of a run of another size or layout had kept.
 
     Every one of theirs is taken over by exactly one process, so that sums over an epoch stay whole.
-
-    Args:
-        directory: The checkpoint.
-        strategy: Which processes' values count now.
-        task: The task, whose metrics define how their states combine.
-
-    Returns:
-        Entries like those of one process; none where the processes had kept nothing.
     """
     world_size, own = checkpoint.read_processes(directory)
     first = process_in_schema(own(0))["driver"]
@@ -135,11 +127,6 @@ class StepSnapshot:
     What the open step has drawn, logged, given to metrics and written to buffers is so never saved: a resumed run does
     that step again. The start is marked by the loop. A mark costs next to nothing for logged values, and copies the
     states of the random generators, the metrics and the buffers.
-
-    Args:
-        task: The task, whose metrics are found.
-        logged: The logged values.
-        progress: The counters: a mark holds until they show that the step or the validation is finished.
     """
 
     def __init__(self, task: nn.Module, logged: LoggedValues, progress: Progress) -> None:
@@ -221,11 +208,7 @@ def _saved_buffers(task: nn.Module) -> list[Tensor]:
 
 
 def saves_within_steps(trainer: Trainer) -> bool:
-    """Whether a hook that runs between the start of a step and its end may save a checkpoint.
-
-    Args:
-        trainer: The trainer, with its task and callbacks.
-    """
+    """Whether a hook that runs between the start of a step and its end may save a checkpoint."""
     owners: list[tuple[Any, type]] = [(one, Callback) for one in trainer.callbacks if one.saves_within_steps]
     owners.append((trainer.task, Task))
     return any(
@@ -244,16 +227,7 @@ def save_run(
     write: Callable[..., PendingSave] | None = None,
     keeps_objects: bool = False,
 ) -> PendingSave:
-    """Write a checkpoint of a Trainer's run; call it on all processes.
-
-    Args:
-        trainer: The trainer.
-        directory: The checkpoint's directory, or a URL.
-        weights_only: Leave out everything but weights and hyper-parameters.
-        block: Whether to return only when it is durable.
-        write: What writes the state, with the arguments of `RunState.write`; that itself if None.
-        keeps_objects: Whether `write` takes objects among the hyper-parameters, which no directory holds.
-    """
+    """Write a checkpoint of a Trainer's run; call it on all processes."""
     placed = trainer.task_run
     task, loop, run = placed.task, trainer.loop, trainer.accelerator.run_state
     if task is None or placed.model is None or run.strategy.unwrap(placed.model) is not task:
@@ -357,13 +331,6 @@ class SavedRun:
     One that an Accelerator has written has the engine's part alone: the run then takes the position of the data from
     the training loader, and counts steps from 0, or from where the Trainer's checkpoint stood that the Accelerator
     had loaded before.
-
-    Args:
-        trainer: The trainer, with its task.
-        directory: The checkpoint.
-
-    Raises:
-        CheckpointError: It cannot be read, or is not the state of a run.
     """
 
     def __init__(self, trainer: Trainer, directory: str) -> None:
@@ -469,11 +436,7 @@ class SavedRun:
         trainer.tracker_group.load_state(entries.get("trackers", ()))
 
     def restore_loader(self, loader: PreparedLoader | CombinedLoader) -> None:
-        """Go to the batch that comes next.
-
-        Args:
-            loader: The prepared training loader.
-        """
+        """Go to the batch that comes next."""
         progress = self._trainer.progress
         state = self._position_for(loader)
         if state is None:
@@ -563,13 +526,7 @@ def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
 
 
 def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> None:
-    """Begin a loader's next iteration after so many batches of each process, which is all that some formats have.
-
-    Args:
-        loader: The prepared training loader.
-        epoch: The epoch.
-        batches: How many batches of it each process has trained on.
-    """
+    """Begin a loader's next iteration after so many batches of each process, which is all that some formats have."""
     loader.set_epoch(epoch)
     if not batches:
         return
@@ -597,20 +554,7 @@ def asked_to_resume(given: str | os.PathLike[str] | None) -> str | os.PathLike[s
 
 
 def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> str | None:
-    """What `resume` and `ckpt_path` mean; call it on all processes.
-
-    Args:
-        trainer: The trainer.
-        given: A path or URL; `"auto"` for the newest complete checkpoint of this script, if there is one; `"best"` or
-            `"last"` for the checkpoint callback's; or None.
-
-    Returns:
-        The checkpoint, or None to start from the beginning.
-
-    Raises:
-        ConfigurationError: `"best"` or `"last"` was asked for, and there is none.
-        CheckpointError: The main process could not look for checkpoints.
-    """
+    """What `resume` and `ckpt_path` mean; call it on all processes."""
     if given is None:
         return None
     if given in ("best", "last"):

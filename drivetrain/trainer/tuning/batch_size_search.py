@@ -37,20 +37,6 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
     """Try batch sizes, put everything back, and let the task or its data module have the largest that fits.
 
     Call it on all processes, once the task is placed: what lacks memory on one has lacked it on all.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-        stage: What is run with them: training, or an evaluation.
-        tried: Which sizes.
-
-    Returns:
-        The size, in rows of one process's batch.
-
-    Raises:
-        RuntimeError: Not even a batch of one row fits.
-        CollectiveError: A process without memory could not reach the others within a minute.
-        ConfigurationError: No method makes the loaders, or there are several.
     """
     attribute = check_batch_size_search(trainer, task, stage, tried)
     before = attribute.value
@@ -73,17 +59,7 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
 
 
 def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> TunedAttribute:
-    """Where the batch size is kept, once it is known that a search can change it.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-        stage: What is run with it.
-        tried: Which sizes.
-
-    Raises:
-        ConfigurationError: No method makes the loaders, or nothing holds the batch size.
-    """
+    """Where the batch size is kept, once it is known that a search can change it."""
     if trainer.task_run.sources[stage].is_given:
         raise ConfigurationError(
             f"The Batch size finder cannot be used with dataloaders passed directly to {stage.verb}(): their batch "
@@ -110,13 +86,6 @@ def _refuse_several(loaders: Any, stage: Stage) -> None:
 
 class _Trials:
     """The trials of one search.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-        stage: What is run.
-        tried: Which sizes.
-        attribute: Where the size is kept.
 
     Attributes:
         done: How many there were.

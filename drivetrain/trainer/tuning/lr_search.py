@@ -137,18 +137,6 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
     """Train with rising learning rates, put everything back, and take the rate that the losses suggest.
 
     Call it on all processes, once the task is placed: their losses are averaged, so that all find the same.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-        tried: Which rates.
-
-    Returns:
-        What was found.
-
-    Raises:
-        ConfigurationError: The task has not one optimizer.
-        MissingAttributeError: It has no attribute for the rate, where one is to be updated.
     """
     attribute = None
     if tried.update_attr:
@@ -247,9 +235,6 @@ class _Losses(Callback):
 
 class _SmoothedLosses:
     """A running mean of losses, and whether they have become so large that a search is over.
-
-    Args:
-        threshold: How many times the smallest mean; None never to stop.
 
     Attributes:
         latest: The mean so far.

@@ -31,14 +31,7 @@ if TYPE_CHECKING:
 
 
 class TrainingTrial:
-    """Optimizer steps of a task, on its own training data, with no other callback than those given.
-
-    Args:
-        trainer: The trainer, which has placed the task.
-        task: The task.
-        callbacks: What watches the steps.
-        splits: Whether a step that lacks memory may be cut, where the trainer was asked for that.
-    """
+    """Optimizer steps of a task, on its own training data, with no other callback than those given."""
 
     def __init__(self, trainer: Trainer, task: Task, callbacks: Sequence[Callback] = (), splits: bool = True) -> None:
         self._trainer, self._task = trainer, task
@@ -55,14 +48,7 @@ class TrainingTrial:
         run_window: Callable[[int, list[PendingBatch]], bool],
         within_limits: bool = False,
     ) -> None:
-        """Run steps, one epoch after the other, with the task's hooks around them.
-
-        Args:
-            source: Where the loader comes from.
-            steps: How many at most.
-            run_window: Runs one, from its number and its micro-batches; returns whether to run another.
-            within_limits: Whether an epoch has the batches that the Trainer's limits leave it, rather than all.
-        """
+        """Run steps, one epoch after the other, with the task's hooks around them."""
         trainer, hooks, done, is_over = self._trainer, self._hooks, 0, False
         trainer.current.leave_batch()  # of a trial that has failed
         trainer.progress.begin_epoch(trainer.progress.epoch)
@@ -90,20 +76,13 @@ class TrainingTrial:
             hooks.call("on_train_end")
 
     def step(self, window: list[PendingBatch]) -> None:
-        """Run one step.
-
-        Args:
-            window: Its micro-batches.
-        """
+        """Run one step."""
         self._step.run(window)
 
     def try_gradients(self, source: LoaderSource) -> None:
         """Run the forwards and backwards of the first step without exchanging gradients, and without stepping.
 
         What a process lacks memory for shows here while no peer waits for its gradients.
-
-        Args:
-            source: Where the loader comes from.
         """
         trainer = self._trainer
         trainer.current.stage = Stage.TRAIN
@@ -137,15 +116,7 @@ class TrainingTrial:
 
 
 def try_evaluation(trainer: Trainer, task: Task, stage: Stage, source: LoaderSource, batches: int) -> None:
-    """Run a few batches of each loader of an evaluation.
-
-    Args:
-        trainer: The trainer, which has placed the task.
-        task: The task.
-        stage: Which evaluation.
-        source: Where its loaders come from.
-        batches: How many of each.
-    """
+    """Run a few batches of each loader of an evaluation."""
     model = trainer.task_run.model
     assert model is not None
     with trainer.task_run.with_callbacks(()), trainer.current.within(stage):
@@ -177,14 +148,6 @@ def undone(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
 
     That is: counters, weights, buffers, optimizers, schedulers, the loss scale, what was logged, the states of metrics,
     the generators of random numbers, and what the run is at. Each process puts its own part back, without the others.
-
-    Args:
-        trainer: The trainer, which has placed the task.
-        task: The task.
-        trains: Whether the body steps optimizers.
-
-    Raises:
-        ConfigurationError: The body would train, and the strategy keeps weights where they cannot be put back.
     """
     progress, metrics = trainer.progress.state_dict(), metric_states(find_metrics(task))
     with ExitStack() as stack:
@@ -199,13 +162,7 @@ def undone(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
 
 
 class _TrainedState:
-    """Copies of what training changes, on the CPU where that is possible, so that trials have the device's memory.
-
-    Args:
-        trainer: The trainer.
-        task: Its task.
-        trains: Whether optimizers step.
-    """
+    """Copies of what training changes, on the CPU where that is possible, so that trials have the device's memory."""
 
     def __init__(self, trainer: Trainer, task: Task, trains: bool) -> None:
         engine, model = trainer.accelerator, trainer.task_run.model
@@ -262,16 +219,7 @@ REFRESH_SECONDS = 0.1
 
 @contextmanager
 def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show how far a search is, on the main process of a trainer that shows progress.
-
-    Args:
-        trainer: The trainer.
-        title: What is searched.
-        total: How many steps it takes at most.
-
-    Yields:
-        A function to call after each step, with the values to show by name.
-    """
+    """Show how far a search is, on the main process of a trainer that shows progress."""
     if trainer.progress_bar_callback is None or not trainer.is_global_zero:
         yield lambda **values: None
         return
@@ -298,11 +246,6 @@ class MissingAttributeError(ConfigurationError, AttributeError):
 class TunedAttribute:
     """One number, in every place where it is kept: attributes and hyper-parameters of the task and the data module.
 
-    Args:
-        name: Its name.
-        task: The task.
-        data: Its data module, if there is one.
-
     Attributes:
         is_twice_in_task: Whether the task keeps it both as an attribute and as a hyper-parameter.
     """
@@ -314,17 +257,7 @@ class TunedAttribute:
 
     @classmethod
     def find(cls, names: Sequence[str], task: Task, data: DataModule | None, advice: str) -> TunedAttribute:
-        """The first of some names that is kept anywhere.
-
-        Args:
-            names: The names.
-            task: The task.
-            data: Its data module, if there is one.
-            advice: What to do where there is none.
-
-        Raises:
-            MissingAttributeError: None is.
-        """
+        """The first of some names that is kept anywhere."""
         for name in names:
             found = cls(name, task, data)
             if found.is_kept:
@@ -348,11 +281,7 @@ class TunedAttribute:
         return holder[self.name] if isinstance(holder, Mapping) else getattr(holder, self.name)
 
     def write(self, value: Any) -> None:
-        """Change it everywhere.
-
-        Args:
-            value: The number.
-        """
+        """Change it everywhere."""
         for holder in self._holders:
             if isinstance(holder, Mapping):
                 holder[self.name] = value  # type: ignore[index]

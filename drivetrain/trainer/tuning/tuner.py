@@ -215,36 +215,19 @@ class Tuner:
 
 
 class Tuning:
-    """Searches for the task that a Trainer has placed; each leaves the run as it found it.
-
-    Args:
-        trainer: The trainer.
-    """
+    """Searches for the task that a Trainer has placed; each leaves the run as it found it."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def find_learning_rate(self, task: Task, tried: LRRange) -> LRFinder | None:
-        """Search for a learning rate; call it on all processes.
-
-        Args:
-            task: The task that runs.
-            tried: Which rates, and what becomes of the one found.
-
-        Returns:
-            What was found; None with `fast_dev_run`.
-        """
+        """Search for a learning rate; call it on all processes."""
         if self._is_skipped("learning rate finder"):
             return None
         return search_learning_rate(self._trainer, task, tried)
 
     def check_batch_size(self, task: Task, tried: BatchSizeRange) -> None:
-        """Raise where the batch size of what runs cannot be searched, before anything is placed.
-
-        Args:
-            task: The task that runs.
-            tried: Which sizes.
-        """
+        """Raise where the batch size of what runs cannot be searched, before anything is placed."""
         stage = self._trainer.task_run.stage
         assert stage is not None
         attribute = check_batch_size_search(self._trainer, task, stage, tried)
@@ -257,15 +240,7 @@ class Tuning:
             )
 
     def find_batch_size(self, task: Task, tried: BatchSizeRange) -> int | None:
-        """Search for the batch size of what runs; call it on all processes.
-
-        Args:
-            task: The task that runs.
-            tried: Which sizes.
-
-        Returns:
-            The size; None with `fast_dev_run`.
-        """
+        """Search for the batch size of what runs; call it on all processes."""
         stage = self._trainer.task_run.stage
         if stage is None or self._is_skipped("batch size scaler"):
             return None

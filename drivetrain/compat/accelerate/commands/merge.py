@@ -16,11 +16,7 @@ def merge_command(args: argparse.Namespace) -> None:
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The command's arguments.
-
-    Args:
-        subparsers: Where to add it as a command; a parser of its own if None.
-    """
+    """The command's arguments."""
     text = "Merge the weights in a sharded checkpoint into one file."
     parser: argparse.ArgumentParser = (
         argparse.ArgumentParser(description=text)

@@ -38,11 +38,7 @@ def get_backend() -> tuple[str, int, Callable[[], int]]:
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """The command that launches a script here, with its flags.
-
-    Args:
-        **kwargs: Flags by name.
-    """
+    """The command that launches a script here, with its flags."""
     command = ["drivetrain", "launch", "--as", "accelerate"]
     for name, value in kwargs.items():
         if value is True:

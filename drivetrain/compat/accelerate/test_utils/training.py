@@ -8,14 +8,7 @@ from torch import Tensor, nn
 
 
 class RegressionDataset(torch.utils.data.Dataset[dict[str, np.float32]]):
-    """Points near a line.
-
-    Args:
-        a: Its slope.
-        b: Its height at 0.
-        length: How many points.
-        seed: What they are drawn from.
-    """
+    """Points near a line."""
 
     def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None) -> None:
         generator = np.random.default_rng(seed)
@@ -32,13 +25,7 @@ class RegressionDataset(torch.utils.data.Dataset[dict[str, np.float32]]):
 
 
 class RegressionModel(nn.Module):
-    """A line.
-
-    Args:
-        a: Its slope at the start.
-        b: Its height at 0 at the start.
-        double_output: Accepted.
-    """
+    """A line."""
 
     def __init__(self, a: float = 0, b: float = 0, double_output: bool = False) -> None:
         super().__init__()

@@ -32,14 +32,8 @@ __getattr__ = absent_names(
 class HfDeepSpeedConfig:
     """A DeepSpeed configuration that is asked by paths such as `"zero_optimization.stage"`.
 
-    Args:
-        config_file_or_dict: The configuration, a JSON file's path, or its text in base64.
-
     Attributes:
         config: The configuration; a copy of what was given.
-
-    Raises:
-        ConfigurationError: It is none of these.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -70,11 +64,7 @@ class HfDeepSpeedConfig:
         return default if node is None else node.get(name, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Take out what is at a path.
-
-        Raises:
-            ConfigurationError: There is nothing, and `must_exist`.
-        """
+        """Take out what is at a path."""
         node, name = self.find_config_node(ds_key_long)
         if node is not None and name in node:
             del node[name]
@@ -118,14 +108,7 @@ def _read(given: Any) -> dict[str, Any]:
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
-    """The DeepSpeed options in use.
-
-    Args:
-        state: An `AcceleratorState`, or an Accelerator's `state`.
-
-    Raises:
-        ConfigurationError: This run is without DeepSpeed.
-    """
+    """The DeepSpeed options in use."""
     plugin = getattr(state, "deepspeed_plugin", None)
     if plugin is None:
         raise ConfigurationError(

@@ -81,15 +81,7 @@ class DeepSpeedPlugin(EngineDeepSpeedPlugin):
     def deepspeed_config_process(
         self, prefix: str = "", mismatches: Any = None, config: Any = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Fill in the values of the configuration that are `"auto"`.
-
-        Args:
-            prefix: Of the paths, where a part of the configuration is given.
-            mismatches: Accepted; the strategy refuses what contradicts itself.
-            config: The part; all of it if None.
-            must_match: Accepted; see `mismatches`.
-            **kwargs: Values by their paths.
-        """
+        """Fill in the values of the configuration that are `"auto"`."""
         part = self.deepspeed_config if config is None else config
         for key, value in list(part.items()):
             path = f"{prefix}{key}"
@@ -101,17 +93,7 @@ class DeepSpeedPlugin(EngineDeepSpeedPlugin):
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Fill in one value of the configuration if it is `"auto"`.
-
-        Args:
-            ds_key_long: Its path.
-            mismatches: Takes a line if the configuration has another value than `kwargs`.
-            must_match: Whether that is looked for.
-            **kwargs: Values by their paths.
-
-        Raises:
-            ValueError: It is `"auto"`, and `kwargs` has no value.
-        """
+        """Fill in one value of the configuration if it is `"auto"`."""
         node, key = self.hf_ds_config.find_config_node(ds_key_long)
         found = None if node is None else node.get(key)
         if found == "auto" and ds_key_long not in kwargs:

@@ -24,15 +24,7 @@ _FALSE = ("n", "no", "f", "false", "off", "0")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """1 or 0 for a word that means yes or no.
-
-    Args:
-        value: Such as `"yes"` or `"off"`.
-        to_bool: Return True or False instead.
-
-    Raises:
-        ConfigurationError: It is no such word.
-    """
+    """1 or 0 for a word that means yes or no."""
     word = value.lower()
     if word not in (*_TRUE, *_FALSE):
         raise ConfigurationError(f"{value!r} is neither of {', '.join(_TRUE)} nor of {', '.join(_FALSE)}.")

@@ -27,11 +27,7 @@ class FullyShardedDataParallelPlugin(EngineFSDPPlugin):
         self.state_dict_type = str(given or "FULL_STATE_DICT").upper()
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Take over how modules are grouped from the environment, as `accelerate launch` gives it.
-
-        Args:
-            model: Accepted; which of its modules are meant is decided when it is prepared.
-        """
+        """Take over how modules are grouped from the environment, as `accelerate launch` gives it."""
         import os
 
         chosen = os.environ.get("FSDP_AUTO_WRAP_POLICY")
@@ -43,13 +39,7 @@ class FullyShardedDataParallelPlugin(EngineFSDPPlugin):
                     self.auto_wrap_policy = "no_wrap"
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Set the dtype in which parameters are gathered and gradients reduced.
-
-        Args:
-            mixed_precision: A precision's name or a dtype.
-            buffer_autocast: Accepted; buffers keep their dtype.
-            override: Set it also where it is set.
-        """
+        """Set the dtype in which parameters are gathered and gradients reduced."""
         if self.mixed_precision_policy is None or override:
             name = str(mixed_precision).removeprefix("torch.")
             names = {"bfloat16": "bf16", "float16": "fp16", "no": None, "float32": None}

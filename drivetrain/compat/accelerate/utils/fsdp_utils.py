@@ -72,17 +72,7 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write a sharded model's weights.
-
-    Args:
-        fsdp_plugin: Its `state_dict_type` decides between one file and shards.
-        accelerator: Prepared the model.
-        model: The prepared model.
-        output_dir: Where to.
-        model_index: Which of several models this is.
-        adapter_only: Write the weights of peft's adapters alone, where the model has some.
-        use_dcp: Accepted; shards are always a checkpoint.
-    """
+    """Write a sharded model's weights."""
     state, adapter_only = accelerator.strategy.state, adapter_only and is_peft_model(model)
     os.makedirs(output_dir, exist_ok=True)
     if _is_whole(fsdp_plugin):
@@ -104,11 +94,7 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Read what `save_fsdp_model` wrote; see there for the arguments.
-
-    Returns:
-        Which names are missing and left over.
-    """
+    """Read what `save_fsdp_model` wrote; see there for the arguments."""
     state = accelerator.strategy.state
     if _is_whole(fsdp_plugin):
         loaded = torch.load(_whole_file(input_dir, model_index), map_location="cpu", weights_only=True)
@@ -126,17 +112,7 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write the state of a sharded model's optimizer.
-
-    Args:
-        fsdp_plugin: Accepted; the state is written in shards.
-        accelerator: Prepared the model and the optimizer.
-        optimizer: The prepared optimizer.
-        model: The prepared model.
-        output_dir: Where to.
-        optimizer_index: Which of several optimizers this is.
-        use_dcp: Accepted; the state is always a checkpoint.
-    """
+    """Write the state of a sharded model's optimizer."""
     os.makedirs(output_dir, exist_ok=True)
     named = accelerator.strategy.state.optimizer(model, _bare(optimizer))
     _write(accelerator, _folder(output_dir, OPTIMIZER_NAME, optimizer_index), {"optimizers": [named]})
@@ -163,14 +139,7 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Write the weights in a checkpoint as one file, on the main process.
-
-    Args:
-        checkpoint_dir: What `save_fsdp_model` wrote in shards, or a checkpoint of `save_state`; here or by Accelerate.
-        output_path: The directory of the file.
-        safe_serialization: Write `model.safetensors` instead of `pytorch_model.bin`.
-        remove_checkpoint_dir: Remove the checkpoint afterwards.
-    """
+    """Write the weights in a checkpoint as one file, on the main process."""
     from safetensors.torch import save_file
 
     from drivetrain.compat.accelerate.state import PartialState
@@ -190,13 +159,7 @@ def merge_fsdp_weights(
 
 
 def get_parameters_from_modules(modules: Any, model: nn.Module, device: Any = None) -> set[nn.Parameter]:
-    """The parameters of some modules of a model, moved to the device.
-
-    Args:
-        modules: The modules, or a pattern that their whole names match.
-        model: The model.
-        device: Where to move the modules.
-    """
+    """The parameters of some modules of a model, moved to the device."""
     if not modules:
         return set()
     if isinstance(modules, str):

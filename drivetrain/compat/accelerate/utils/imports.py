@@ -123,11 +123,7 @@ def is_fp8_available() -> bool:
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Whether bitsandbytes is installed.
-
-    Args:
-        min_version: And in this version at least.
-    """
+    """Whether bitsandbytes is installed."""
     if not package_available("bitsandbytes"):
         return False
     if min_version is None:
@@ -177,12 +173,7 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed and its devices are those that drivetrain would take.
-
-    Args:
-        check_is_tpu: And they are TPUs.
-        check_is_gpu: And they are GPUs.
-    """
+    """Whether torch_xla is installed and its devices are those that drivetrain would take."""
     if not package_available("torch_xla"):
         return False
     if check_is_gpu:

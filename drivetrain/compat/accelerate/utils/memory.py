@@ -12,11 +12,7 @@ __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory",
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give unused memory back to the devices.
-
-    Args:
-        garbage_collection: Collect unreachable objects first.
-    """
+    """Give unused memory back to the devices."""
     if garbage_collection:
         gc.collect()
     for kind in available_device_kinds():

@@ -79,12 +79,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: Any = None
 ) -> AbstractContextManager[Any]:
-    """The precision's context of the Accelerator that was made last.
-
-    Args:
-        native_amp: Whether to compute in the precision at all.
-        autocast_kwargs: Options of this context.
-    """
+    """The precision's context of the Accelerator that was made last."""
     accelerator = latest_accelerator()
     if accelerator is None or not native_amp:
         return contextlib.nullcontext()

@@ -100,11 +100,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 class ConvertOutputsToFp32:
-    """A forward whose 16-bit outputs are returned in 32 bits.
-
-    Args:
-        model_forward: The forward.
-    """
+    """A forward whose 16-bit outputs are returned in 32 bits."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
@@ -126,14 +122,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy the tensor that one process has to all.
-
-    Args:
-        tensor: The tensor; None on all processes but one.
-
-    Returns:
-        The tensor, on every process.
-    """
+    """Copy the tensor that one process has to all."""
     state = PartialState()
     shapes = gather_object([None if tensor is None else (tuple(tensor.shape), tensor.dtype)])
     owner = next(rank for rank, shape in enumerate(shapes) if shape is not None)
@@ -145,14 +134,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Repeat the last row until the number of rows is a multiple of the processes.
-
-    Args:
-        tensor: A structure of tensors.
-        batch_size: Their number of rows.
-        num_processes: How many processes share them.
-        dim: The dimension of the rows.
-    """
+    """Repeat the last row until the number of rows is a multiple of the processes."""
     missing = -batch_size % num_processes
 
     def pad(each: torch.Tensor) -> torch.Tensor:
@@ -169,14 +151,7 @@ def GatheredParameters(
     fwd_module: torch.nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Run the body with parameters that ZeRO 3 has sharded made whole.
-
-    Args:
-        params: The parameters.
-        modifier_rank: The process that changes them in the body.
-        fwd_module: The module that they belong to.
-        enabled: Whether to do anything.
-    """
+    """Run the body with parameters that ZeRO 3 has sharded made whole."""
     if not enabled or not package_available("deepspeed"):
         yield
         return

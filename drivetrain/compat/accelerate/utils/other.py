@@ -57,12 +57,7 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile each block of a list of equal blocks, or the whole module where there is no such list.
-
-    Args:
-        module: The module; its blocks are compiled in place.
-        **compile_kwargs: Arguments of `torch.compile`.
-    """
+    """Compile each block of a list of equal blocks, or the whole module where there is no such list."""
     repeated = [
         part
         for part in module.modules()
@@ -93,14 +88,7 @@ def get_model_tp_size(model: nn.Module) -> int | None:
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """The user's own module behind what a strategy has put around it.
-
-    Args:
-        model: A prepared model, or any other.
-        keep_fp32_wrapper: Whether its forward keeps running under the precision.
-        keep_torch_compile: Whether a compiled module stays compiled.
-        recursive: Accepted; one unwrapping finds it.
-    """
+    """The user's own module behind what a strategy has put around it."""
     accelerator = latest_accelerator()
     if accelerator is not None:
         return accelerator.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
@@ -125,14 +113,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write an object to a file on the main process.
-
-    Args:
-        obj: What `torch.save` takes; with `safe_serialization` a dict of tensors.
-        f: The file's path.
-        save_on_each_node: Write on the first process of each machine.
-        safe_serialization: Write safetensors.
-    """
+    """Write an object to a file on the main process."""
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return
@@ -145,13 +126,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read what `torch.save` wrote, without executing what is in it.
-
-    Args:
-        f: The file's path.
-        map_location: Where tensors go.
-        **kwargs: Further arguments of `torch.load`.
-    """
+    """Read what `torch.save` wrote, without executing what is in it."""
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
 
@@ -205,27 +180,14 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """All modules, each after those within it.
-
-    Args:
-        model: The outermost one.
-        return_fqns: Return pairs of name and module.
-    """
+    """All modules, each after those within it."""
     named = [(name, module) for name, module in model.named_modules()]
     named.sort(key=lambda each: -len(re.findall(r"\.", each[0])) - bool(each[0]))
     return named if return_fqns else [module for _, module in named]
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None) -> Any:
-    """Write a configuration file for this machine, as `accelerate config default` does.
-
-    Args:
-        mixed_precision: The precision.
-        save_location: The file; Accelerate's default place if None.
-
-    Returns:
-        The file's path, or False where one is there already.
-    """
+    """Write a configuration file for this machine, as `accelerate config default` does."""
     from drivetrain.compat.accelerate.commands.config.default import write_basic_config as write
 
     return write(mixed_precision, save_location)

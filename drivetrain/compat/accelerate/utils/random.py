@@ -16,15 +16,7 @@ __all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Give all processes the random state of the first.
-
-    Args:
-        rng_type: `"torch"`, `"generator"`, or a kind of device.
-        generator: The generator, for `"generator"`.
-
-    Raises:
-        ConfigurationError: There is no such kind of device here, or no generator was given.
-    """
+    """Give all processes the random state of the first."""
     name = getattr(rng_type, "value", rng_type)
     if name == "generator":
         if generator is None:

@@ -10,13 +10,7 @@ from drivetrain.runtime.state import PartialState
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """`tqdm.auto.tqdm`, shown by the first process of each machine alone.
-
-    Args:
-        *args: As of tqdm.
-        main_process_only: Whether the others show none.
-        **kwargs: As of tqdm.
-    """
+    """`tqdm.auto.tqdm`, shown by the first process of each machine alone."""
     if main_process_only and not PartialState().is_local_main_process:
         kwargs["disable"] = True
     return _tqdm(*args, **kwargs)

@@ -12,16 +12,7 @@ from drivetrain.runtime.errors import ConfigurationError
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Whether a library's version, or a version, stands in a relation to another.
-
-    Args:
-        library_or_version: A package's name, or a `packaging.version.Version`.
-        operation: One of `>`, `>=`, `==`, `!=`, `<=`, `<`.
-        requirement_version: The version on the right.
-
-    Raises:
-        ConfigurationError: There is no such operation.
-    """
+    """Whether a library's version, or a version, stands in a relation to another."""
     from packaging.version import parse
 
     if operation not in STR_OPERATION_TO_FUNC:

@@ -62,43 +62,22 @@ class Processes:
         self._strategy.barrier(name=name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Give all processes one process's object.
-
-        Args:
-            obj: Tensors, or anything that can be pickled.
-            src: Whose.
-        """
+        """Give all processes one process's object."""
         return self._strategy.broadcast(obj, src=src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack tensors of all processes along a new first dimension; the tensors themselves in a world of one.
-
-        Args:
-            data: Nested structure of tensors of equal shapes.
-            group: Taken for Lightning's sake; all processes take part.
-            sync_grads: Whether gradients flow back to each process's tensors.
-        """
+        """Stack tensors of all processes along a new first dimension; the tensors themselves in a world of one."""
         gather = partial(self._strategy.all_gather, group=group, sync_grads=sync_grads)
         return recursively_apply(gather, self._on_device(data))
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce tensors over all processes.
-
-        Args:
-            data: Nested structure of tensors of equal shapes.
-            group: Taken for Lightning's sake; all processes take part.
-            reduce_op: `"mean"`, `"sum"`, `"max"`, `"min"`, or torch's `ReduceOp`.
-        """
+        """Reduce tensors over all processes."""
         reduce = partial(self._strategy.all_reduce, group=group, reduce_op=reduce_op)
         return recursively_apply(reduce, self._on_device(data))
 
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
-        """Let the first process run the body before the others.
-
-        Args:
-            local: The first of each machine.
-        """
+        """Let the first process run the body before the others."""
         engine = self.accelerator
         first = engine.local_main_process_first() if local else engine.main_process_first()
         with first:
@@ -119,14 +98,7 @@ class Stepping:
     _strategy: Any
 
     def backward(self, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        """Compute gradients of a loss, in place of `loss.backward()`.
-
-        Args:
-            tensor: The loss.
-            *args: As for `torch.Tensor.backward`.
-            model: The model, which strategies need that run several with an engine each.
-            **kwargs: As for `torch.Tensor.backward`.
-        """
+        """Compute gradients of a loss, in place of `loss.backward()`."""
         self._guard.is_inside = True
         try:
             self._strategy.backward(tensor, model and forward_module(model), *args, **kwargs)
@@ -142,23 +114,7 @@ class Stepping:
         norm_type: float | str = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None:
-        """Clip gradients, by value or by norm.
-
-        Args:
-            module: Whose gradients.
-            optimizer: Taken for Lightning's sake.
-            clip_val: The bound of each element.
-            max_norm: The bound of the norm.
-            norm_type: The order of the norm.
-            error_if_nonfinite: Whether a norm that is not finite is an error.
-
-        Returns:
-            The norm before, where it was clipped by norm.
-
-        Raises:
-            ConfigurationError: None or both of the bounds were given.
-            RuntimeError: The norm is not finite.
-        """
+        """Clip gradients, by value or by norm."""
         if (clip_val is None) is (max_norm is None):
             raise ConfigurationError("clip_gradients takes one of clip_val and max_norm.")
         bare = forward_module(module), unwrap_optimizer(optimizer)
@@ -175,15 +131,7 @@ class Stepping:
         return self.accelerator.autocast()
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Let backwards in the body exchange nothing, to accumulate gradients.
-
-        Args:
-            module: The module, as `setup` returned it.
-            enabled: Whether to.
-
-        Raises:
-            ConfigurationError: The module has not been set up.
-        """
+        """Let backwards in the body exchange nothing, to accumulate gradients."""
         bare = getattr(module, "_orig_mod", module)
         if not isinstance(bare, FabricModule):
             raise ArgumentTypeError(
@@ -194,11 +142,7 @@ class Stepping:
 
 
 def forward_module(module: nn.Module) -> nn.Module:
-    """What the strategy made of a module that `Fabric.setup` returned; any other module as it is.
-
-    Args:
-        module: The module, compiled or not.
-    """
+    """What the strategy made of a module that `Fabric.setup` returned; any other module as it is."""
     bare = getattr(module, "_orig_mod", module)
     return bare.get_submodule("_forward_module") if isinstance(bare, FabricModule) else module
 
@@ -217,16 +161,7 @@ class StateFiles:
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write a state: modules and optimizers as their states, anything else as it is; call it on all processes.
-
-        Args:
-            path: The file.
-            state: What to write, by name.
-            filter: For each name, a function `(key, value) -> bool` that chooses entries of its state.
-
-        Raises:
-            ConfigurationError: A filter is no function, or for a name that is not in the state.
-        """
+        """Write a state: modules and optimizers as their states, anything else as it is; call it on all processes."""
         _check_filter(filter, state)
         self._strategy.save_checkpoint(path=path, state=_unwrapped(state), filter=filter)
 
@@ -238,20 +173,7 @@ class StateFiles:
         *,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a state that `save` wrote, into modules and optimizers.
-
-        Args:
-            path: The file.
-            state: What to fill, by name; values that are neither modules nor optimizers are replaced.
-            strict: Whether a name that the file does not have is an error.
-            weights_only: False unpickles objects too: only for files of those whom you trust.
-
-        Returns:
-            What was left over; everything without `state`.
-
-        Raises:
-            KeyError: The file has no such name.
-        """
+        """Read a state that `save` wrote, into modules and optimizers."""
         bare = None if state is None else _unwrapped(state)
         rest: dict[str, Any] = self._strategy.load_checkpoint(
             path=path, state=bare, strict=strict, weights_only=weights_only
@@ -270,14 +192,7 @@ class StateFiles:
         *,
         weights_only: bool | None = None,
     ) -> None:
-        """Read the state of one module or optimizer.
-
-        Args:
-            path: The file.
-            obj: What to fill.
-            strict: Whether other names of weights are an error.
-            weights_only: False unpickles objects too.
-        """
+        """Read the state of one module or optimizer."""
         self._strategy.load_checkpoint(path=path, state=_bare(obj), strict=strict, weights_only=weights_only)
 
 
@@ -321,38 +236,18 @@ class Reporting:
     _loggers: list[Any]
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Write one value.
-
-        Args:
-            name: Its name.
-            value: A number, or a tensor of one element.
-            step: The step that it belongs to.
-        """
+        """Write one value."""
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write values, on the main process.
-
-        Args:
-            metrics: Names and values.
-            step: The step that they belong to.
-
-        Raises:
-            ConfigurationError: A tensor has more than one element.
-        """
+        """Write values, on the main process."""
         numbers = convert_tensors_to_scalars(dict(metrics))
         if self.accelerator.is_main_process:
             for logger in self._loggers:
                 logger.log_metrics(metrics=numbers, step=step)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of every callback that has it, with those of the keywords that it takes.
-
-        Args:
-            hook_name: The method.
-            *args: Its arguments.
-            **kwargs: The same.
-        """
+        """Call a method of every callback that has it, with those of the keywords that it takes."""
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
             if method is None:
@@ -394,20 +289,7 @@ class Preparing(Reporting):
     def setup(
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
     ) -> Any:
-        """Prepare a module and its optimizers.
-
-        Args:
-            module: The module.
-            *optimizers: Its optimizers.
-            scheduler: Taken for Lightning's sake: it steps the optimizer that it was made of.
-            move_to_device: Whether to move the module.
-
-        Returns:
-            The module alone, or a tuple of it and the optimizers (and the scheduler).
-
-        Raises:
-            ConfigurationError: One of them has been prepared before.
-        """
+        """Prepare a module and its optimizers."""
         _refuse_prepared("model", "setup", [module])
         _refuse_prepared("optimizer", "setup", optimizers)
         engine = self.accelerator
@@ -425,21 +307,12 @@ class Preparing(Reporting):
         return tuple(parts) if len(parts) > 1 else wrapped
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> Any:
-        """Prepare a module alone.
-
-        Args:
-            module: The module.
-            move_to_device: Whether to move it.
-        """
+        """Prepare a module alone."""
         _refuse_prepared("model", "setup_module", [module])
         return self.setup(module, move_to_device=move_to_device)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Prepare optimizers of a module that was prepared before.
-
-        Args:
-            *optimizers: The optimizers.
-        """
+        """Prepare optimizers of a module that was prepared before."""
         _refuse_prepared("optimizer", "setup_optimizers", optimizers)
         prepared = tuple(self.accelerator.prepare_optimizer(each) for each in optimizers)
         self._announce_steps(prepared)
@@ -448,16 +321,7 @@ class Preparing(Reporting):
     def setup_dataloaders(
         self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Prepare loaders.
-
-        Args:
-            *dataloaders: The loaders.
-            use_distributed_sampler: Whether each process gets its share; else each gets all.
-            move_to_device: Whether batches are moved to the device.
-
-        Raises:
-            ConfigurationError: There is none, or one that cannot be prepared, or that has been.
-        """
+        """Prepare loaders."""
         if not dataloaders:
             raise ConfigurationError("`setup_dataloaders` requires at least one dataloader as input.")
         _refuse_prepared("dataloader", "setup_dataloaders", dataloaders)
@@ -477,11 +341,7 @@ class Preparing(Reporting):
         return prepared if len(prepared) > 1 else prepared[0]
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Make modules in the body on the device, in the number format, or as the strategy wants them.
-
-        Args:
-            empty_init: Whether parameters stay without initial values, where a checkpoint follows that has them.
-        """
+        """Make modules in the body on the device, in the number format, or as the strategy wants them."""
         context: AbstractContextManager[Any] = self._strategy.module_init_context(empty_init=empty_init)
         return context
 
@@ -496,11 +356,7 @@ class Preparing(Reporting):
         return context
 
     def to_device(self, obj: Any) -> Any:
-        """Move a module, a tensor or nested data to the device.
-
-        Args:
-            obj: What to move.
-        """
+        """Move a module, a tensor or nested data to the device."""
         return obj.to(self.device) if isinstance(obj, nn.Module) else send_to_device(obj, self.device)
 
     def _announce_steps(self, optimizers: Any) -> None:
@@ -539,19 +395,6 @@ def _nothing(fabric: Fabric) -> None:
 
 class Fabric(Preparing, Stepping, Processes, StateFiles):
     """A raw loop's hold on devices, processes and number formats.
-
-    Args:
-        accelerator: `"auto"`, `"cpu"`, `"gpu"`, or another kind of device.
-        strategy: A name, or a strategy.
-        devices: How many processes on this machine, or which devices.
-        num_nodes: Number of machines.
-        precision: Such as `"bf16-mixed"`.
-        plugins: A number format, and a cluster environment.
-        callbacks: Objects whose methods `call` calls.
-        loggers: Where `log` writes.
-
-    Raises:
-        ConfigurationError: A plugin was given that is not here.
 
     Attributes:
         accelerator: The engine that does the work.
@@ -594,13 +437,7 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
-        """Seed Python's, NumPy's and torch's generators.
-
-        Args:
-            seed: The seed; that of the variable `PL_GLOBAL_SEED` if None, and 0 without it.
-            workers: Taken for Lightning's sake: each sample has a seed of its own, whatever the worker.
-            verbose: Whether to log the seed.
-        """
+        """Seed Python's, NumPy's and torch's generators."""
         return seed_everything(seed, workers is not False, verbose)
 
     # this process
@@ -648,19 +485,7 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
     # launching
 
     def launch(self, function: Callable[..., Any] = _nothing, *args: Any, **kwargs: Any) -> Any:
-        """Run a function in every process; they are there already, but for a strategy that starts them for it.
-
-        Args:
-            function: Called with this object.
-            *args: Further arguments of it.
-            **kwargs: The same.
-
-        Returns:
-            What it returned; of several processes that were started for it, in the first.
-
-        Raises:
-            ConfigurationError: It is no function, or takes nothing, or there is none for processes to run.
-        """
+        """Run a function in every process; they are there already, but for a strategy that starts them for it."""
         _check_launched(function, started_by_verbs(self._asked) is not None)
         spawning = self.accelerator.strategy
         if isinstance(spawning, StartsProcesses):

@@ -21,11 +21,7 @@ Filter = Callable[[str, Any], bool]
 
 
 class FabricStrategy(StrategyView):
-    """The strategy of a raw loop, with what Lightning's strategies do for one.
-
-    Args:
-        accelerator: The engine.
-    """
+    """The strategy of a raw loop, with what Lightning's strategies do for one."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator.strategy, accelerator.precision.name)
@@ -34,25 +30,12 @@ class FabricStrategy(StrategyView):
     # gradients
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients of a loss.
-
-        Args:
-            tensor: The loss.
-            module: Taken for Lightning's sake.
-            *args: As for `torch.Tensor.backward`.
-            **kwargs: The same.
-        """
+        """Compute gradients of a loss."""
         named = dict(zip(("gradient", "retain_graph", "create_graph"), args, strict=False))
         self._accelerator.backward(tensor, **named, **kwargs)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip each element of gradients.
-
-        Args:
-            module: Whose gradients.
-            optimizer: Taken for Lightning's sake.
-            clip_val: The bound.
-        """
+        """Clip each element of gradients."""
         self._accelerator.clip_grad_value_(module.parameters(), clip_val)
 
     def clip_gradients_norm(
@@ -63,18 +46,7 @@ class FabricStrategy(StrategyView):
         norm_type: float | str = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the norm of gradients. Returns what it was before.
-
-        Args:
-            module: Whose gradients.
-            optimizer: Taken for Lightning's sake.
-            max_norm: The bound.
-            norm_type: The order of the norm.
-            error_if_nonfinite: Whether a norm that is not finite is an error.
-
-        Raises:
-            RuntimeError: The norm is not finite.
-        """
+        """Clip the norm of gradients. Returns what it was before."""
         norm: Tensor = self._accelerator.clip_grad_norm_(module.parameters(), max_norm, float(norm_type))
         if error_if_nonfinite and norm is not None and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"The norm of the gradients is {norm}, so they cannot be clipped.")
@@ -83,30 +55,16 @@ class FabricStrategy(StrategyView):
     # states
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The whole state of a module; call it on all processes.
-
-        Args:
-            module: What the strategy made of it.
-        """
+        """The whole state of a module; call it on all processes."""
         state: dict[str, Any] = self._accelerator.get_state_dict(module)
         return state
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Give a module a state.
-
-        Args:
-            module: What the strategy made of it.
-            state_dict: The state.
-            strict: Whether other names of weights are an error.
-        """
+        """Give a module a state."""
         self._accelerator.unwrap_model(module).load_state_dict(state_dict, strict=strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer.
-
-        Args:
-            optimizer: The optimizer.
-        """
+        """The state of an optimizer."""
         return optimizer.state_dict()
 
     def save_checkpoint(
@@ -116,14 +74,7 @@ class FabricStrategy(StrategyView):
         storage_options: Any = None,
         filter: Mapping[str, Filter] | None = None,
     ) -> None:
-        """Write a state: of modules and other objects that have one theirs, anything else as it is.
-
-        Args:
-            path: The file.
-            state: What to write, by name.
-            storage_options: Taken for Lightning's sake.
-            filter: For each name, a function `(key, value) -> bool` that chooses entries of its state.
-        """
+        """Write a state: of modules and other objects that have one theirs, anything else as it is."""
         written = {name: self._state_of(value) for name, value in state.items()}
         for name, keeps in (filter or {}).items():
             if isinstance(written[name], Mapping):
@@ -141,20 +92,7 @@ class FabricStrategy(StrategyView):
         *,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a file that `save_checkpoint` or `torch.save` wrote.
-
-        Args:
-            path: The file.
-            state: What to fill, by name; or one module or optimizer whose state the file is.
-            strict: Whether a name that the file does not have is an error.
-            weights_only: False unpickles objects too: only for files of those whom you trust.
-
-        Returns:
-            What was left over.
-
-        Raises:
-            KeyError: The file has no such name.
-        """
+        """Read a file that `save_checkpoint` or `torch.save` wrote."""
         found = torch.load(path, map_location="cpu", weights_only=weights_only is not False)
         if isinstance(state, nn.Module | Optimizer):
             self._fill(state, found, strict)

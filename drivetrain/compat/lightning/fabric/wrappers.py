@@ -29,9 +29,6 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 class BackwardGuard:
     """Refuses a backward that Fabric does not run, where the number format or the strategy needs it to.
 
-    Args:
-        is_needed: Whether they do.
-
     Attributes:
         is_inside: Whether Fabric runs one now.
     """
@@ -40,11 +37,7 @@ class BackwardGuard:
         self.is_needed, self.is_inside = is_needed, False
 
     def watch(self, output: Any) -> Any:
-        """See the backward of whatever of a model's output needs gradients.
-
-        Args:
-            output: In any structure. Returns it.
-        """
+        """See the backward of whatever of a model's output needs gradients."""
         recursively_apply(self._watch_tensor, output)
         return output
 
@@ -66,14 +59,6 @@ class FabricModule(nn.Module):
 
     The steps of a `LightningModule`, and methods given to `mark_forward_method`, go through the wrapper too. Any other
     method that calls a part of the module past the wrapper is refused, since gradients would not be reduced.
-
-    Args:
-        forward_module: What the strategy made of the module: what is called.
-        strategy: The strategy.
-        original_module: The module; `forward_module` if None.
-        precision: The number formats that marked methods run under.
-        device: Where a module without parameters is; the CPU if None.
-        guard: Sees the backward of what the module returns.
     """
 
     def __init__(
@@ -124,15 +109,7 @@ class FabricModule(nn.Module):
         return self.module.load_state_dict(*args, **kwargs)
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
-        """Let a method of the module go through the strategy's wrapper from now on.
-
-        Args:
-            method: The method, or its name.
-
-        Raises:
-            ConfigurationError: It is `forward`, which does so anyway, or no method.
-            AttributeError: The module has no such method.
-        """
+        """Let a method of the module go through the strategy's wrapper from now on."""
         if not isinstance(method, str) and not inspect.ismethod(method):
             raise ArgumentTypeError(f"Expected a method or a string, but got: {type(method).__name__}")
         name = method if isinstance(method, str) else method.__name__
@@ -213,12 +190,7 @@ class FabricModule(nn.Module):
 
 
 class FabricDataLoader:
-    """A loader as `Fabric.setup_dataloaders` returns it; everything else is the loader's own.
-
-    Args:
-        dataloader: The loader, prepared or not.
-        device: Where batches are moved to; None leaves them.
-    """
+    """A loader as `Fabric.setup_dataloaders` returns it; everything else is the loader's own."""
 
     def __init__(self, dataloader: Any, device: torch.device | None = None) -> None:
         self._dataloader, self._device, self._passes = dataloader, device, 0
@@ -251,11 +223,7 @@ class FabricDataLoader:
 
 
 def is_wrapped(obj: object) -> bool:
-    """Whether Fabric has prepared an object.
-
-    Args:
-        obj: A module, compiled or not, an optimizer or a loader.
-    """
+    """Whether Fabric has prepared an object."""
     bare = getattr(obj, "_orig_mod", obj)
     return isinstance(bare, FabricModule | FabricDataLoader | PreparedOptimizer | PreparedLoader)
 
@@ -269,14 +237,7 @@ _OF_FABRIC = ("global_rank", "local_rank", "node_rank", "world_size", "is_global
 
 
 class FabricSide:
-    """Takes the place of `module.trainer`, and of the module's methods that need one.
-
-    Args:
-        fabric: The Fabric; None for a copy of the module that has come out of a pickle.
-        module: The module.
-        wrapped: What Fabric made of it.
-        optimizers: The optimizers that were set up with it.
-    """
+    """Takes the place of `module.trainer`, and of the module's methods that need one."""
 
     def __init__(self, fabric: Any, module: Any = None, wrapped: Any = None, optimizers: Any = ()) -> None:
         self.fabric = fabric
@@ -314,11 +275,7 @@ class FabricSide:
     def log_dict(
         self, dictionary: Mapping[str, Any], prog_bar: bool = False, logger: bool | None = None, **_: Any
     ) -> None:
-        """Write values.
-
-        Raises:
-            ConfigurationError: One is no number.
-        """
+        """Write values."""
         for name, value in dictionary.items():
             if isinstance(value, Mapping):
                 raise ConfigurationError(
@@ -353,14 +310,7 @@ class FabricSide:
 
 
 def attach(fabric: Preparing, module: Task, wrapped: Any, optimizers: Any) -> None:
-    """Let a module, and the Lightning modules in it, find Fabric where they would find a Trainer.
-
-    Args:
-        fabric: The Fabric.
-        module: The module.
-        wrapped: What Fabric made of it.
-        optimizers: The optimizers that were set up with it.
-    """
+    """Let a module, and the Lightning modules in it, find Fabric where they would find a Trainer."""
     for each in module.modules():
         if isinstance(each, Task):
             side: Any = FabricSide(fabric, each, wrapped, optimizers)

@@ -13,14 +13,7 @@ _OURS = re.compile(r"\bdrivetrain(?:\.\w+)+")
 
 
 def as_lightning(values: Any) -> Any:
-    """Replace the paths of drivetrain's classes by those that Lightning has for them, in place.
-
-    Args:
-        values: A configuration: namespaces, dicts and lists.
-
-    Returns:
-        The same configuration.
-    """
+    """Replace the paths of drivetrain's classes by those that Lightning has for them, in place."""
     if not _is_installed():
         return values
     if isinstance(values, list):
@@ -37,11 +30,7 @@ def as_lightning(values: Any) -> Any:
 
 
 def as_lightning_text(text: str) -> str:
-    """Replace the paths of drivetrain's classes by those that Lightning has for them, in a file's text.
-
-    Args:
-        text: The text.
-    """
+    """Replace the paths of drivetrain's classes by those that Lightning has for them, in a file's text."""
     return _OURS.sub(lambda found: _lightning_path(found[0]), text) if _is_installed() else text
 
 

@@ -53,15 +53,7 @@ show_all_arguments(Trainer)
 
 
 class LightningArgumentParser(TrainerArgumentParser):
-    """`drivetrain.TrainerArgumentParser` with Lightning's variables and names.
-
-    Args:
-        *args: As there.
-        description: As there.
-        env_prefix: As there.
-        default_env: As there.
-        **kwargs: As there; options may be abbreviated.
-    """
+    """`drivetrain.TrainerArgumentParser` with Lightning's variables and names."""
 
     def __init__(
         self,
@@ -90,14 +82,7 @@ class LightningArgumentParser(TrainerArgumentParser):
         subclass_mode: bool = False,
         required: bool = True,
     ) -> list[str]:
-        """Add the arguments of a constructor; see `add_class_args`.
-
-        Args:
-            lightning_class: The class, or a function that returns one.
-            nested_key: What the names of the options begin with.
-            subclass_mode: Whether options choose a subclass.
-            required: Whether one has to be chosen.
-        """
+        """Add the arguments of a constructor; see `add_class_args`."""
         return self.add_class_args(lightning_class, nested_key, subclass_mode, required)
 
 
@@ -125,25 +110,7 @@ def _without_resume(config: Any) -> Any:
 
 
 class LightningCLI(TrainerCLI):
-    """`drivetrain.TrainerCLI` for what Lightning's scripts define, with its seeds and variables.
-
-    Args:
-        model_class: As there.
-        datamodule_class: As there.
-        save_config_callback: As there.
-        save_config_kwargs: As there.
-        trainer_class: As there.
-        trainer_defaults: As there.
-        seed_everything_default: As there.
-        parser_kwargs: As there.
-        parser_class: As there.
-        subclass_mode_model: As there.
-        subclass_mode_data: As there.
-        args: As there.
-        run: As there.
-        auto_configure_optimizers: As there.
-        load_from_checkpoint_support: As there.
-    """
+    """`drivetrain.TrainerCLI` for what Lightning's scripts define, with its seeds and variables."""
 
     base_model = LightningModule
     base_data = LightningDataModule
@@ -190,13 +157,7 @@ class LightningCLI(TrainerCLI):
 
     @staticmethod
     def configure_optimizers(lightning_module: Any, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return what stands for the module's `configure_optimizers`; override it to change how a schedule is used.
-
-        Args:
-            lightning_module: The module.
-            optimizer: The optimizer that was chosen.
-            lr_scheduler: The schedule, if one was.
-        """
+        """Return what stands for the module's `configure_optimizers`; override it to change how a schedule is used."""
         return TrainerCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
 
     def warn(self, message: str) -> None:

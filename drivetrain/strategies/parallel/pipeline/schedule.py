@@ -59,15 +59,7 @@ SCHEDULES = {
 
 
 def schedule_kind(name: str, stages: int | None) -> tuple[ScheduleKind, int]:
-    """A schedule and the number of stages of each process.
-
-    Args:
-        name: Of `SCHEDULES`, in any case, with or without underscores.
-        stages: What the user asks for, or None.
-
-    Raises:
-        ConfigurationError: No schedule has this name, or it cannot run so many stages.
-    """
+    """A schedule and the number of stages of each process."""
     plain = {key.replace("_", ""): kind for key, kind in SCHEDULES.items()}
     kind = plain.get(name.lower().replace("_", "").replace("-", ""))
     if kind is None:
@@ -90,15 +82,7 @@ def rank_of_stage(kind: ScheduleKind, stage: int, ranks: int) -> int:
 
 
 class ScheduledStage(_PipelineStageBase):
-    """A stage as torch's schedules run it, with tensors of other shapes in each micro-batch where need be.
-
-    Args:
-        module: Computes the stage.
-        stage: Its number.
-        count: How many there are.
-        device: Where it computes.
-        group: The processes of the pipeline.
-    """
+    """A stage as torch's schedules run it, with tensors of other shapes in each micro-batch where need be."""
 
     def __init__(
         self, module: nn.Module, stage: int, count: int, device: torch.device, group: dist.ProcessGroup | None
@@ -108,11 +92,7 @@ class ScheduledStage(_PipelineStageBase):
         self._outputs: list[tuple[Any, ...]] = []
 
     def expect(self, routes: Sequence[Route]) -> None:
-        """Make room for what the micro-batches of a step receive.
-
-        Args:
-            routes: That of each micro-batch.
-        """
+        """Make room for what the micro-batches of a step receive."""
         self._inputs = [_metas(route, self.stage_index) for route in routes]
         # The last stage hands a loss to its schedule; its shape does not matter.
         last = (_meta(TensorShape((), torch.float32)),)
@@ -191,12 +171,7 @@ def _gradient(meta: Any) -> Any:
 
 
 class Scheduler:
-    """Runs the stages of this process over windows of micro-batches.
-
-    Args:
-        kind: The schedule.
-        stages: The stages of this process, in order.
-    """
+    """Runs the stages of this process over windows of micro-batches."""
 
     def __init__(self, kind: ScheduleKind, stages: Sequence[ScheduledStage]) -> None:
         self._kind = kind
@@ -206,12 +181,7 @@ class Scheduler:
         self._has_warned = False
 
     def run(self, routes: Sequence[Route], arguments: Sequence[dict[str, Any]]) -> None:
-        """Run forward and backward.
-
-        Args:
-            routes: That of each micro-batch.
-            arguments: Keyword arguments of the stage modules for each.
-        """
+        """Run forward and backward."""
         schedule = self._schedule(len(routes))
         if [id(route) for route in self._expected] != [id(route) for route in routes]:
             for stage in self._stages:
@@ -292,21 +262,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """What a pipeline was asked for.
-
-    Args:
-        module: Name of the module that is spread over stages, "" for the task itself; None for the child that holds
-            most parameters.
-        split: Names of the modules that stages begin with, relative to that module; `"auto"` spreads the blocks of
-            its largest `ModuleList` or `Sequential` evenly by number of parameters.
-        place: Stages of modules or parameters that are registered elsewhere than where the forward uses them.
-        schedule: `"gpipe"`, `"1f1b"`, `"looped_bfs"`, `"interleaved_1f1b"`, `"interleaved_zero_bubble"` or
-            `"zbv_zero_bubble"`.
-        stages_per_rank: Stages of each process; by default 1, and 2 for the schedules after `"1f1b"`.
-
-    Raises:
-        ConfigurationError: An option cannot be.
-    """
+    """What a pipeline was asked for."""
 
     module: str | None = None
     split: str | Sequence[str] = "auto"
@@ -331,14 +287,7 @@ class PipelineOptions:
             raise ConfigurationError(f"pp_split must be 'auto' or a list of module names, got {self.split!r}.")
 
     def stages_among(self, ranks: int) -> StageRanks:
-        """How stages are spread over processes.
-
-        Args:
-            ranks: Processes of the pipeline.
-
-        Raises:
-            ConfigurationError: The schedule cannot run so many stages, or `split` names another number of them.
-        """
+        """How stages are spread over processes."""
         kind, per_rank = schedule_kind(self.schedule, self.stages_per_rank)
         stages = StageRanks(kind, per_rank, ranks)
         if self.split != "auto" and len(self.split) + 1 != stages.count:
@@ -351,13 +300,7 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class StageRanks:
-    """Which process of a pipeline holds which stages.
-
-    Args:
-        kind: The schedule.
-        per_rank: Stages of each process.
-        ranks: How many processes there are.
-    """
+    """Which process of a pipeline holds which stages."""
 
     kind: ScheduleKind
     per_rank: int
@@ -389,13 +332,7 @@ class StageRanks:
 
 @dataclass(frozen=True)
 class PipelineGroup:
-    """This process among those of its pipeline.
-
-    Args:
-        group: The processes.
-        rank: This one's number among them.
-        stages: Which stages each of them holds.
-    """
+    """This process among those of its pipeline."""
 
     group: dist.ProcessGroup
     rank: int

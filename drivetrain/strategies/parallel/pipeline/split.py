@@ -46,15 +46,7 @@ class StageLayout:
 
 
 def find_pipelined(model: nn.Module, name: str | None) -> str:
-    """The name of the module that is spread over stages: the one child that holds most of the parameters.
-
-    Args:
-        model: The model or the task.
-        name: What the user gives, "" for the model itself.
-
-    Raises:
-        ConfigurationError: There is no such module, or none that can be chosen.
-    """
+    """The name of the module that is spread over stages: the one child that holds most of the parameters."""
     known = {path for path, _ in model.named_modules()}
     if name is not None:
         if name not in known:
@@ -80,18 +72,7 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
 def choose_splits(
     module: nn.Module, count: int, classes: Sequence[str] = (), argument: str = "pp_split"
 ) -> tuple[str, ...]:
-    """Where stages begin so that they hold about equally many parameters of the blocks that repeat.
-
-    Args:
-        module: The module to split; its largest `ModuleList` or `Sequential` holds the blocks. In a model of
-            transformers with an encoder and a decoder, the largest of each does.
-        count: Number of stages.
-        classes: Names of the blocks' classes, where they are known.
-        argument: What the caller's users name modules with.
-
-    Raises:
-        ConfigurationError: It has too few blocks.
-    """
+    """Where stages begin so that they hold about equally many parameters of the blocks that repeat."""
     if classes:
         return _splits_between(module, count, classes)
     lists = {
@@ -149,17 +130,7 @@ def _splits_between(
 def lay_out(
     module: nn.Module, splits: Sequence[str], placed: Mapping[str, int] | None = None, argument: str = "pp_split"
 ) -> StageLayout:
-    """Assign every parameter, buffer and submodule to a stage.
-
-    Args:
-        module: The module to split.
-        splits: Names of the modules that stages 1, 2, ... begin with, in the order of the forward.
-        placed: Stages of modules or parameters that the order of registration has wrong; negative from the end.
-        argument: What the caller's users name `splits` with.
-
-    Raises:
-        ConfigurationError: A name is unknown, their order is not that of the model, or stages share a parameter.
-    """
+    """Assign every parameter, buffer and submodule to a stage."""
     count = len(splits) + 1
     _check_splits(module, splits, argument)
     owners = {name: stage for name, stage, _ in _walk(module, splits)}
@@ -334,11 +305,6 @@ class ModelOutline:
     module of an earlier one returned, or what the model computed from that outside of its modules, it is handed over
     too, and takes the place of the zeros. That is right if nothing else that was computed from parameters crosses over,
     which is what is checked here, by following every operation.
-
-    Args:
-        module: The module that is split, with whole parameters.
-        layout: Its stages.
-        device: Where it runs.
     """
 
     def __init__(self, module: nn.Module, layout: StageLayout, device: torch.device) -> None:
@@ -371,16 +337,7 @@ class ModelOutline:
             ) from error
 
     def route(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Route:
-        """Run the forward on shapes alone.
-
-        Args:
-            args: Positional arguments of the module's call; of tensors only shapes and dtypes count.
-            kwargs: Its other arguments.
-            training: Whether the module trains.
-
-        Raises:
-            ConfigurationError: The model cannot be split there; the message names where and why.
-        """
+        """Run the forward on shapes alone."""
         self._skeleton.train(training)
         trace = _Trace(self._name, self._layout, self._owner_of)
         with torch.inference_mode(False), torch.no_grad(), self._fake:

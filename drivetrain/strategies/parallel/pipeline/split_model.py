@@ -61,19 +61,7 @@ class SplitModel:
         precision: Precision,
         whole_outside: bool,
     ) -> SplitModel:
-        """Keep the parameters of this process's stages; others' are on the meta device from now on.
-
-        Args:
-            bare: The task, with whole parameters in their dtype.
-            options: Which module is split, and where.
-            place: This process among those of the pipeline.
-            device: Where it computes.
-            precision: The number formats.
-            whole_outside: Whether what is outside of the module that is split may be trained.
-
-        Raises:
-            ConfigurationError: The model cannot be split.
-        """
+        """Keep the parameters of this process's stages; others' are on the meta device from now on."""
         name = find_pipelined(bare, options.module)
         whole = bare.get_submodule(name)
         if not whole_outside:
@@ -87,16 +75,7 @@ class SplitModel:
 
     @staticmethod
     def found_in(bare: nn.Module, options: PipelineOptions, place: PipelineGroup) -> SplitModel:
-        """The split that a task is in already, as that of the trainer before.
-
-        Args:
-            bare: The task.
-            options: Those of the pipeline that it comes to.
-            place: This process among those of that pipeline.
-
-        Raises:
-            ConfigurationError: It was split otherwise.
-        """
+        """The split that a task is in already, as that of the trainer before."""
         split: SplitModel = bare.__dict__[_MEMORY].split
         if split.made_with != _signature(options, place):
             raise ConfigurationError(
@@ -136,11 +115,7 @@ def _refuse_outside(bare: nn.Module, whole: nn.Module) -> None:
 
 
 class _Memory:
-    """The split that a task is in; a copy of the task is in none.
-
-    Args:
-        split: The split.
-    """
+    """The split that a task is in; a copy of the task is in none."""
 
     def __init__(self, split: SplitModel | None = None) -> None:
         self.split = split
@@ -161,12 +136,7 @@ class Caught(BaseException):
 
 
 class ModelCalls:
-    """Answers the calls of the module that is split.
-
-    Args:
-        split: The model.
-        stages: How many stages there are.
-    """
+    """Answers the calls of the module that is split."""
 
     def __init__(self, split: SplitModel, stages: int) -> None:
         self.split = split
@@ -200,11 +170,7 @@ class ModelCalls:
         return self._answer is None
 
     def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """A call and how the stages run it.
-
-        Raises:
-            ConfigurationError: An argument requires gradients.
-        """
+        """A call and how the stages run it."""
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise ConfigurationError(

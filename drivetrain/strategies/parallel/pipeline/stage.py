@@ -72,13 +72,6 @@ class StageModule(nn.Module):
     """The modules of one stage, and a forward that runs the whole model's but computes only this part of it.
 
     Sharding and compilation are applied to this module: its parameters are those of the stage.
-
-    Args:
-        module: The module that is split; it stays whole, and is no child of this one.
-        layout: Its stages.
-        stage: Which of them.
-        device: Where it computes.
-        context: Makes the context of a forward, such as autocast.
     """
 
     def __init__(
@@ -134,16 +127,7 @@ class StageModule(nn.Module):
             module._parameters[key] = self._parameters[own]
 
     def forward(self, *received: Tensor, inputs: tuple[tuple[Any, ...], dict[str, Any]], call: Call) -> Any:
-        """Compute this stage's part.
-
-        Args:
-            *received: What the stage before handed over.
-            inputs: Arguments of the whole model, as `call` has them, where a wrapper may cast them.
-            call: The call that this is part of.
-
-        Returns:
-            The tensors for the next stage; of the last stage, what `call.finish` makes of the output.
-        """
+        """Compute this stage's part."""
         module = self._whole.module
         try:
             with self._context(), self._routed(call.route, received):
@@ -317,13 +301,6 @@ def _flat(name: str) -> str:
 class StageState:
     """Which process holds which parameter of a task, and the state of all.
 
-    Args:
-        bare: The task, with whole parameters.
-        name: The module in it that is spread over stages.
-        layout: Its stages.
-        group: The processes of the pipeline.
-        ranks: For each stage, the process of the group that holds it.
-
     Attributes:
         group: The processes of the pipeline.
     """
@@ -415,12 +392,7 @@ class StageState:
         return value
 
     def optimizer_state(self, optimizer: Optimizer, own: StateDict) -> StateDict:
-        """An optimizer's state over all stages; call it on all processes.
-
-        Args:
-            optimizer: The optimizer.
-            own: Its state over this process's parameters, by canonical name.
-        """
+        """An optimizer's state over all stages; call it on all processes."""
         described = {name: {key: _describe(value) for key, value in s.items()} for name, s in own["state"].items()}
         everyone: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(everyone, described, group=self.group)
@@ -508,15 +480,7 @@ _COMPUTED, _FAILED = 1, 0
 
 
 class StagedModel:
-    """This process's stage of a model, all processes being one pipeline with a stage each.
-
-    Args:
-        module: The model; parameters of other stages are on the meta device from now on.
-        layout: Its stages, as many as there are processes.
-        device: Where this process computes.
-        load: Called with the model and the names of this stage's tensors, to load them and bring them to the device.
-        in_flight: How many requests a stage may be ahead of the next one.
-    """
+    """This process's stage of a model, all processes being one pipeline with a stage each."""
 
     def __init__(
         self,
@@ -543,29 +507,13 @@ class StagedModel:
         return self._rank == self._last
 
     def check(self, request: Request) -> None:
-        """Find how a request runs through the stages.
-
-        Args:
-            request: Positional and keyword arguments of the model.
-
-        Raises:
-            ConfigurationError: The model cannot be split there.
-        """
+        """Find how a request runs through the stages."""
         self._route(request)
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Request, Any]]:
         """Run requests through the stages; call it on all processes.
 
         A stage computes one request while the stage before it computes the next.
-
-        Args:
-            requests: Positional and keyword arguments of the model; those of the first process count.
-
-        Yields:
-            Each request and its output, in order; on the last process only.
-
-        Raises:
-            CollectiveError: A stage before this one failed.
         """
         link = _Link(self._rank, self._last, self._device, self._in_flight)
         for request in requests if self._rank == 0 else link.requests():
@@ -601,14 +549,7 @@ class StagedModel:
 
 
 class _Link:
-    """Brings requests and values from the stage before to this one, and from this one to the next.
-
-    Args:
-        rank: This process.
-        last: The last one.
-        device: Where values are.
-        in_flight: How many requests may be on their way to the next stage.
-    """
+    """Brings requests and values from the stage before to this one, and from this one to the next."""
 
     def __init__(self, rank: int, last: int, device: torch.device, in_flight: int) -> None:
         self._rank, self._last, self._device, self._in_flight = rank, last, device, in_flight
@@ -653,11 +594,7 @@ class _Link:
             self._send(value)
 
     def receive_values(self, shapes: Iterable[TensorShape]) -> tuple[Tensor, ...]:
-        """What the stage before hands over.
-
-        Raises:
-            CollectiveError: It failed.
-        """
+        """What the stage before hands over."""
         if int(self._receive((1,), torch.int64).item()) == _FAILED:
             raise CollectiveError(
                 f"Stage {self._rank - 1} of the pipeline failed, so stage {self._rank} has nothing to compute with. "

@@ -46,13 +46,7 @@ from drivetrain.strategies.step_module import StepModule
 
 
 class TrainingWindow:
-    """Runs the steps of a task in two halves: up to the call of the model, and from its output to the loss.
-
-    Args:
-        calls: What calls of the model do.
-        place: This process among those of the pipeline.
-        topology: This process's place.
-    """
+    """Runs the steps of a task in two halves: up to the call of the model, and from its output to the loss."""
 
     def __init__(self, calls: ModelCalls, place: PipelineGroup, topology: Topology) -> None:
         self._calls, self._place, self._topology = calls, place, topology
@@ -66,15 +60,7 @@ class TrainingWindow:
         self._loss: Tensor | None = None
 
     def run(self, step_fn: Callable[..., Output], microbatches: Sequence[MicroBatch]) -> list[Output | None]:
-        """Run forward and backward over the micro-batches of one optimizer step.
-
-        Args:
-            step_fn: Runs the task's step on one micro-batch, and with `probe=True` lets nothing of it count.
-            microbatches: The window of one step.
-
-        Returns:
-            What `step_fn` returned for each on the process with the last stage, None elsewhere.
-        """
+        """Run forward and backward over the micro-batches of one optimizer step."""
         # Only the last stage scales losses, but all must hold the same scale, and change it at the same time.
         self._precision.scale(torch.zeros((), device=self._topology.device))
         seeds = self._seeds(len(microbatches))
@@ -161,13 +147,7 @@ class TrainingWindow:
 
 
 class StagedGradients(ShardedGradients):
-    """Gradients whose norm is that over all stages.
-
-    Args:
-        rank: This process's rank, for errors.
-        group: The processes of the pipeline.
-        device: Where tensors are exchanged.
-    """
+    """Gradients whose norm is that over all stages."""
 
     def __init__(self, rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(rank)
@@ -175,11 +155,7 @@ class StagedGradients(ShardedGradients):
         self._held: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
-        """Leave gradients as they are: processes of other stages have other parameters.
-
-        Raises:
-            ConfigurationError: An optimizer has more parameters than at its first step.
-        """
+        """Leave gradients as they are: processes of other stages have other parameters."""
         for optimizer in optimizers:
             count = sum(len(group["params"]) for group in optimizer.param_groups)
             if count > self._held.setdefault(optimizer, count):
@@ -220,13 +196,7 @@ def _refuse_added() -> NoReturn:
 
 
 class StagedState(ShardedState):
-    """The state of all stages.
-
-    Args:
-        topology: This process's place.
-        unwrap: Returns the user's own module inside what `prepare` returned.
-        find: Returns the model that is split.
-    """
+    """The state of all stages."""
 
     def __init__(
         self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module], find: Callable[[], SplitModel]
@@ -273,13 +243,7 @@ class StagedState(ShardedState):
 
 
 class StagedEvaluation(nn.Module):
-    """Called as `module(step, batch, ...)` like `StepModule`; only the last stage's process returns something.
-
-    Args:
-        calls: What calls of the model do.
-        place: This process among those of the pipeline.
-        topology: This process's place.
-    """
+    """Called as `module(step, batch, ...)` like `StepModule`; only the last stage's process returns something."""
 
     def __init__(self, calls: ModelCalls, place: PipelineGroup, topology: Topology) -> None:
         super().__init__()
@@ -333,24 +297,13 @@ class StagedEvaluation(nn.Module):
 
 
 class StagePlacer:
-    """Brings the modules of one stage onto the processes that share it.
-
-    Args:
-        sharder: Shards a stage, and finds the modules that are recomputed as one.
-        shards: Whether stages are sharded over the processes with other data; else each is whole on its process.
-    """
+    """Brings the modules of one stage onto the processes that share it."""
 
     def __init__(self, sharder: ModelSharder, shards: bool) -> None:
         self.shards, self.units, self._sharder = shards, sharder.units, sharder
 
     def place(self, stage: nn.Module, precision: Precision, units: Sequence[nn.Module]) -> None:
-        """Shard a stage, or leave it whole.
-
-        Args:
-            stage: The stage.
-            precision: The number formats.
-            units: The modules of the whole model that are gathered or recomputed as one and are in the stage.
-        """
+        """Shard a stage, or leave it whole."""
         if not self.shards:
             self._sharder.rewrite_blocks(stage, units)
             return
@@ -360,19 +313,7 @@ class StagePlacer:
 
 
 class Pipeline(Strategy):
-    """One process's part of a pipeline.
-
-    Args:
-        options: How the model is split and scheduled.
-        sizes: Those of the grid of processes.
-        topology: This process's place, at which the last stage computes losses.
-        place: This process among those of the pipeline.
-        stage_placer: Shards stages, or leaves them whole.
-        layers: Splits layers over tensor-parallel processes, or leaves them whole.
-
-    Raises:
-        ConfigurationError: The schedule cannot run on sharded stages.
-    """
+    """One process's part of a pipeline."""
 
     name = "parallel"
     schedules_microbatches = True

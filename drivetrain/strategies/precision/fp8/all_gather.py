@@ -31,9 +31,6 @@ _version = attrgetter("_version")  # torch counts the changes in place
 class GatheredWeight:
     """One sharded weight that is gathered in float8.
 
-    Args:
-        layer: A layer of torchao's.
-
     Attributes:
         twin: A layer beside the real one, whose weight is torchao's subclass over the same shard.
     """
@@ -91,12 +88,7 @@ class Float8AllGather:
         self._groups: WeakKeyDictionary[Optimizer, list[list[nn.Module]]] = WeakKeyDictionary()
 
     def attach(self, models: Iterable[nn.Module], optimizer: Optimizer) -> None:
-        """Let the float8 layers of sharded models gather in float8.
-
-        Args:
-            models: Models that were converted; those that are not sharded are left as they are.
-            optimizer: Changes their parameters.
-        """
+        """Let the float8 layers of sharded models gather in float8."""
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         by_mesh: dict[Any, list[nn.Module]] = defaultdict(list)
         for model in models:

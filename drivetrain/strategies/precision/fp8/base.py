@@ -30,36 +30,18 @@ class FP8Backend(ABC):
 
     @abstractmethod
     def setup(self, kind: DeviceKind) -> None:
-        """Bind the backend to a kind of device.
-
-        Raises:
-            ConfigurationError: The package is missing, or cannot run there; the message names what would work.
-        """
+        """Bind the backend to a kind of device."""
 
     @abstractmethod
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Let layers of a model compute in 8-bit floats; their parameters and names stay what they are.
-
-        Args:
-            model: The bare model, which is changed in place.
-            layers: Its layers to convert.
-            kept: The others.
-        """
+        """Let layers of a model compute in 8-bit floats; their parameters and names stay what they are."""
 
     def context(self) -> AbstractContextManager[Any] | None:
         """What a forward must run in; None where nothing is needed."""
         return None
 
     def prepare_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> Optimizer:
-        """See an optimizer once before its first step.
-
-        Args:
-            optimizer: The optimizer.
-            models: The bare models that were converted.
-
-        Returns:
-            The optimizer to step in its place.
-        """
+        """See an optimizer once before its first step."""
         return optimizer
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -74,11 +56,7 @@ class FP8Backend(ABC):
 
 
 def check_choice(option: str, given: Any, allowed: Sequence[str]) -> str:
-    """One of some names, whatever its case.
-
-    Raises:
-        ConfigurationError: It is none of them.
-    """
+    """One of some names, whatever its case."""
     names = {name.lower(): name for name in allowed}
     if not isinstance(given, str) or given.lower() not in names:
         raise ConfigurationError(
@@ -126,14 +104,7 @@ class ChosenLayers:
 def choose_layers(
     model: nn.Module, multiple_of: int, keep_first_and_last: bool, wanted: LayerFilter | None
 ) -> ChosenLayers:
-    """Choose the layers of a model.
-
-    Args:
-        model: The bare model.
-        multiple_of: What both sizes of a layer must be a multiple of.
-        keep_first_and_last: Whether the first and the last linear layer are kept.
-        wanted: Called with a layer and its name: whether it shall be converted; None for all.
-    """
+    """Choose the layers of a model."""
     linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     ends = {id(linear[0][1]), id(linear[-1][1])} if linear and keep_first_and_last else set()
     chosen = ChosenLayers()
@@ -178,10 +149,6 @@ def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]
     Parameters and hooks are those of the module before: both share the dicts that hold them. So an optimizer, a
     strategy that puts shards in the place of parameters, and the handle of a hook that is removed later find what they
     expect.
-
-    Args:
-        model: The model, which is changed in place.
-        replacements: The new module for each old one.
     """
     for old, new in replacements.items():
         new.__dict__["_parameters"] = old._parameters

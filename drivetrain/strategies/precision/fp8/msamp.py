@@ -22,12 +22,6 @@ class MSAMP(FP8Backend):
 
     The package is not developed any more. It replaces the optimizer, which must be Adam or AdamW, and keeps its
     weights in scaled float16.
-
-    Args:
-        recipe: `"O1"`: gradients in 8-bit floats. `"O2"`: the optimizer's first moment too.
-
-    Raises:
-        ConfigurationError: An option cannot be.
     """
 
     name = "msamp"
@@ -64,11 +58,7 @@ class MSAMP(FP8Backend):
             setattr(layer, _KEEP, True)
 
     def prepare_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> Optimizer:
-        """Convert the model and its optimizer, which is replaced.
-
-        Raises:
-            ConfigurationError: There is another model or optimizer, which MS-AMP cannot convert.
-        """
+        """Convert the model and its optimizer, which is replaced."""
         known = list(models)
         if len(known) != 1 or self._initialized:
             raise ConfigurationError(

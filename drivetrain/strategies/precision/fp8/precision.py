@@ -247,12 +247,6 @@ def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `FP8` for an `fp8_config`.
 
     Defaults are those of the files' own launcher, so a run that moves over computes the same layers.
-
-    Args:
-        config: Its keys, with or without their `fp8_`.
-
-    Raises:
-        ConfigurationError: A key is unknown, belongs to another backend, or its value cannot be.
     """
     given: dict[str, Any] = {}
     for key, value in config.items():

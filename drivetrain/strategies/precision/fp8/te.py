@@ -22,22 +22,7 @@ _HELD = ("scale", "amax_history")
 
 
 class TransformerEngine(FP8Backend):
-    """TransformerEngine (https://docs.nvidia.com/deeplearning/transformer-engine), for NVIDIA GPUs from Ada on.
-
-    Args:
-        recipe: `"delayed"`: scales from the largest values of past steps, which are part of checkpoints. `"current"`:
-            from the values at hand. `"mxfp8"`: one scale for each 32 values, on Blackwell.
-        format: `"HYBRID"` (gradients in e5m2), or `"E4M3"` throughout.
-        margin: Powers of two between the largest value and the end of the range; of `"delayed"`, 0 if None.
-        amax_history_len: Of how many steps the largest values are kept; of `"delayed"`, 1024 if None.
-        amax_compute_algo: Which of them counts, `"max"` or `"most_recent"`; of `"delayed"`, `"max"` if None.
-        layer_norm: Whether layer normalisations are TransformerEngine's as well.
-        use_autocast_during_eval: Whether forwards without gradients compute in 8-bit floats too. They then need the
-            number of tokens to be a multiple of 16 there as well.
-
-    Raises:
-        ConfigurationError: An option cannot be.
-    """
+    """TransformerEngine (https://docs.nvidia.com/deeplearning/transformer-engine), for NVIDIA GPUs from Ada on."""
 
     name = "te"
     recipes = ("delayed", "current", "mxfp8")

@@ -31,18 +31,6 @@ class TorchAO(FP8Backend):
 
     Scales are computed from the values at hand, so there is no state to save. It also runs where there is no float8
     arithmetic, emulated.
-
-    Args:
-        recipe: `"tensorwise"`: one scale a tensor, gradients in e5m2, the fastest. `"rowwise"`: one scale a row, which
-            outliers disturb less. `"rowwise_gw_hp"`: the same, and the gradient of the weight in high precision, the
-            most exact.
-        emulate: Round operands to float8 and compute in 32 bits; None where the device has no float8 arithmetic.
-        float8_all_gather: Under FSDP, gather weights in float8, which halves that traffic; with `"tensorwise"` alone.
-        pad_inner_dim: Pad the inner dimension of products to a multiple of 16, as the number of tokens may not be one.
-        config: A `Float8LinearConfig` of torchao, in place of the other options.
-
-    Raises:
-        ConfigurationError: An option cannot be.
     """
 
     name = "torchao"

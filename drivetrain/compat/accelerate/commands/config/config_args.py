@@ -16,11 +16,7 @@ default_config_file = default_yaml_config_file
 
 
 class ClusterConfig:
-    """What a configuration file holds, as attributes.
-
-    Args:
-        **values: The keys of the file.
-    """
+    """What a configuration file holds, as attributes."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
@@ -31,14 +27,7 @@ class ClusterConfig:
 
 
 def load_config_from_file(config_file: str | os.PathLike[str] | None) -> ClusterConfig:
-    """Read a configuration file.
-
-    Args:
-        config_file: The file; Accelerate's default place if None.
-
-    Raises:
-        ConfigurationError: It is not there, or holds no mapping.
-    """
+    """Read a configuration file."""
     path = default_config_file if config_file is None else config_file
     if not os.path.isfile(path):
         raise ConfigurationError(f"There is no configuration file {os.fspath(path)!r}.")

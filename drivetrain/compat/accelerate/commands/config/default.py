@@ -14,15 +14,7 @@ from drivetrain.runtime.devices import detect_device_kind
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None) -> Any:
-    """Write a configuration file for this machine.
-
-    Args:
-        mixed_precision: The precision.
-        save_location: The file; Accelerate's default place if None.
-
-    Returns:
-        The file's path, or False where one is there already.
-    """
+    """Write a configuration file for this machine."""
     path = Path(default_json_config_file if save_location is None else save_location)
     if path.exists():
         return False

@@ -11,15 +11,7 @@ __all__ = ["CSVLogger"]
 
 
 class CSVLogger(files.CSVLogger):
-    """Writes `metrics.csv` into `<root_dir>/<name>/version_<n>`.
-
-    Args:
-        root_dir: The directory of all runs.
-        name: The name of the experiment.
-        version: The run; the next free number without it.
-        prefix: Put before the name of every value.
-        flush_logs_every_n_steps: Every how many steps what waits is written.
-    """
+    """Writes `metrics.csv` into `<root_dir>/<name>/version_<n>`."""
 
     def __init__(
         self,

@@ -12,18 +12,7 @@ __all__ = ["TensorBoardLogger"]
 
 
 class TensorBoardLogger(files.TensorBoardLogger):
-    """Writes event files into `<root_dir>/<name>/version_<n>`.
-
-    Args:
-        root_dir: The directory of all runs; `~` and variables in it stand for what they are.
-        name: The name of the experiment.
-        version: The run; the next free number without it.
-        default_hp_metric: Taken for Lightning's sake; no value is written that was not logged.
-        prefix: Put before the name of every value.
-        sub_dir: A directory in that of the run, for the event files.
-        log_graph: Whether `log_graph` does anything.
-        **kwargs: For torch's `SummaryWriter`.
-    """
+    """Writes event files into `<root_dir>/<name>/version_<n>`."""
 
     def __init__(
         self,
@@ -51,10 +40,5 @@ class TensorBoardLogger(files.TensorBoardLogger):
         return os.path.join(self.run_directory.path, *inner)
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Trace a model and write its structure.
-
-        Args:
-            model: The module, as it was or as `Fabric.setup` returned it.
-            input_array: What it can be called with; its `example_input_array` if None.
-        """
+        """Trace a model and write its structure."""
         super().log_graph(model.module if isinstance(model, FabricModule) else model, input_array)

@@ -33,23 +33,12 @@ __all__ = [
 
 
 def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
-    """Move the tensors of nested data.
-
-    Args:
-        batch: The data.
-        device: Where to.
-    """
+    """Move the tensors of nested data."""
     return send_to_device(batch, torch.device(device))
 
 
 def measure_flops(model: torch.nn.Module, forward_fn: Any, loss_fn: Any = None) -> int:
-    """Count floating-point operations of a forward, and of the backward if there is a loss.
-
-    Args:
-        model: The model, whose mode decides about dropout and the like.
-        forward_fn: Runs the forward.
-        loss_fn: Computes a loss of what that returned.
-    """
+    """Count floating-point operations of a forward, and of the backward if there is a loss."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
@@ -60,22 +49,12 @@ def measure_flops(model: torch.nn.Module, forward_fn: Any, loss_fn: Any = None) 
 
 
 def is_shared_filesystem(strategy: Any, path: str | Path | None = None, timeout: int = 3) -> bool:
-    """Whether all machines of a run see the same files: so where there is one.
-
-    Args:
-        strategy: The strategy of the run.
-        path: Taken for Lightning's sake.
-        timeout: Taken for Lightning's sake.
-    """
+    """Whether all machines of a run see the same files: so where there is one."""
     return bool(strategy.topology.environment.num_nodes == 1)
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Show no warnings of what may be a mistake.
-
-    Args:
-        module: The beginning of the name of the module that they come from; any if empty.
-    """
+    """Show no warnings of what may be a mistake."""
     filterwarnings("ignore", module=module, category=PossibleUserWarning)
 
 

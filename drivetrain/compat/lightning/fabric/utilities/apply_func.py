@@ -14,14 +14,7 @@ __all__ = ["convert_tensors_to_scalars", "move_data_to_device"]
 
 
 def convert_tensors_to_scalars(data: Any) -> Any:
-    """Turn every tensor into its number.
-
-    Args:
-        data: Nested data.
-
-    Raises:
-        ConfigurationError: A tensor has not exactly one element.
-    """
+    """Turn every tensor into its number."""
     return recursively_apply(_number, data)
 
 

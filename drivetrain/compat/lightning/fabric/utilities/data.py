@@ -14,20 +14,12 @@ __all__ = ["AttributeDict", "has_iterable_dataset", "has_len", "sized_len", "sug
 
 
 def has_iterable_dataset(dataloader: object) -> bool:
-    """Whether a loader reads an `IterableDataset`.
-
-    Args:
-        dataloader: The loader.
-    """
+    """Whether a loader reads an `IterableDataset`."""
     return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
 
 
 def sized_len(dataloader: object) -> int | None:
-    """The length of a loader; None where it has none.
-
-    Args:
-        dataloader: The loader.
-    """
+    """The length of a loader; None where it has none."""
     sized: Any = dataloader
     try:
         return len(sized)
@@ -36,11 +28,7 @@ def sized_len(dataloader: object) -> int | None:
 
 
 def has_len(dataloader: object) -> bool:
-    """Whether a loader has a length.
-
-    Args:
-        dataloader: The loader.
-    """
+    """Whether a loader has a length."""
     length = sized_len(dataloader)
     if length == 0:
         rank_zero_warn(f"`{type(dataloader).__name__}` returned 0 length. Please make sure this was your intention.")
@@ -53,11 +41,7 @@ def has_len(dataloader: object) -> bool:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """How many workers each process of a machine can have, so that all cores are used once.
-
-    Args:
-        local_world_size: The processes on this machine.
-    """
+    """How many workers each process of a machine can have, so that all cores are used once."""
     if local_world_size < 1:
         raise ValueError(f"`local_world_size` should be >= 1, got {local_world_size}.")
     return max(1, _num_cpus_available() // local_world_size - 1)

@@ -21,12 +21,7 @@ class LightningDeprecationWarning(DeprecationWarning):
 
 
 def rank_zero_only(function: Callable[..., Any], default: Any = None) -> Callable[..., Any]:
-    """Let a function run on the first process alone.
-
-    Args:
-        function: The function. The attribute `rank_zero_only.rank`, where a script has set it, is this process's rank.
-        default: What it returns on the other processes.
-    """
+    """Let a function run on the first process alone."""
 
     @wraps(function)
     def on_the_first(*args: Any, **kwargs: Any) -> Any:

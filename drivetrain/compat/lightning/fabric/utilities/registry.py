@@ -7,10 +7,6 @@ from typing import Any
 
 
 def made_by_entry_points(group: str) -> list[Any]:
-    """What the functions that installed packages have registered return, one after the other.
-
-    Args:
-        group: The group of entry points. Each is a function that returns an object or several.
-    """
+    """What the functions that installed packages have registered return, one after the other."""
     made = [point.load()() for point in entry_points(group=group)]
     return [one for each in made for one in (each if isinstance(each, list | tuple) else [each])]

@@ -18,16 +18,7 @@ _VARIABLE, _WORKERS = "PL_GLOBAL_SEED", "PL_SEED_WORKERS"
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed Python's, NumPy's and torch's generators.
-
-    Args:
-        seed: The seed; that of the variable `PL_GLOBAL_SEED` if None, and 0 without it.
-        workers: Taken for Lightning's sake: in a seeded run each sample has a seed of its own, whatever the worker.
-        verbose: Whether to log the seed.
-
-    Returns:
-        The seed.
-    """
+    """Seed Python's, NumPy's and torch's generators."""
     given = os.environ.get(_VARIABLE) if seed is None else seed
     if given is None:
         given = 0
@@ -57,10 +48,6 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
     """Seed the generators of a loader's worker, for `DataLoader(worker_init_fn=...)` of a plain loop.
 
     In a loader that the Trainer or Fabric has prepared, each sample has a seed of its own, and needs none.
-
-    Args:
-        worker_id: The worker.
-        rank: The rank of the process; found if None.
     """
     own = rank_zero_only.rank if rank is None and hasattr(rank_zero_only, "rank") else rank or 0
     base = (torch.initial_seed() - worker_id) % 2**64  # torch has added the worker's number
@@ -72,10 +59,6 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Put all generators back to where they were, in the end.
-
-    Args:
-        include_cuda: Whether those of devices too.
-    """
+    """Put all generators back to where they were, in the end."""
     with isolated_random_state(devices=include_cuda):
         yield

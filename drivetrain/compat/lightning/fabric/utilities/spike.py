@@ -18,13 +18,7 @@ FILE = "skip_batches.json"
 
 
 class TrainingSpikeException(RuntimeError):
-    """A loss is far from those before it.
-
-    Args:
-        batch_idx: The number of its batch.
-        *args: Further parts of the message.
-        **kwargs: For further base classes.
-    """
+    """A loss is far from those before it."""
 
     def __init__(self, batch_idx: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(f"Training spike detected in batch {batch_idx}", *args, **kwargs)
@@ -36,20 +30,8 @@ class SpikeDetection:
 
     The batch before it counts too, since its step may be what spoilt the weights.
 
-    Args:
-        mode: `"min"` where lower values are better, `"max"` where higher ones are.
-        window: How many of the last values make the mean.
-        warmup: So many batches at the start are not checked.
-        atol: A value is a spike only if it is worse than the mean by this or more.
-        rtol: A value is a spike only if it is worse than the mean by this share of it or more.
-        exclude_batches_path: The folder or `.json` file for the numbers of batches; the current folder if None.
-        finite_only: Whether every value that is not finite is a spike; with False those that are not worse are none.
-
     Attributes:
         bad_batches: The numbers of batches to leave out.
-
-    Raises:
-        ConfigurationError: `mode` is neither of the two.
     """
 
     def __init__(
@@ -71,17 +53,7 @@ class SpikeDetection:
         self._last: deque[float] = deque(maxlen=window)
 
     def on_train_batch_end(self, fabric: Any, loss: Tensor, batch: Any, batch_idx: int) -> None:
-        """Check a loss; to be called on all processes.
-
-        Args:
-            fabric: What runs the loop.
-            loss: The loss of this process.
-            batch: The batch.
-            batch_idx: Its number.
-
-        Raises:
-            TrainingSpikeException: The loss of one of the processes is a spike.
-        """
+        """Check a loss; to be called on all processes."""
         value = float(loss)
         mine = batch_idx >= self.warmup and self._is_far(value)
         if not any(gather_object([mine])):
@@ -114,11 +86,7 @@ class SpikeDetection:
         return {"bad_batches": self.bad_batches, "last": list(self._last)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned.
-
-        Args:
-            state_dict: The state.
-        """
+        """Take back what `state_dict` returned."""
         self.bad_batches = list(state_dict["bad_batches"])
         self._last.clear()
         self._last.extend(state_dict["last"])

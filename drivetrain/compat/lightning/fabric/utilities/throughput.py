@@ -26,19 +26,7 @@ class _Reading(NamedTuple):
 
 
 class Throughput:
-    """Rates over the last updates.
-
-    Args:
-        available_flops: What a device could do at most in a second; None leaves out the share of it.
-        world_size: Processes that do as much as this one.
-        window_size: Rates are those over so many updates; before that there are only totals.
-        separator: What stands between the parts of a name.
-        using_sparse_model: Whether the model uses 2:4 sparsity, which multiplies `available_flops`.
-        sparse_cuda_acceleration_factor: By what.
-
-    Raises:
-        AssertionError: The factor is below 1.
-    """
+    """Rates over the last updates."""
 
     def __init__(
         self,
@@ -66,19 +54,7 @@ class Throughput:
     def update(
         self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
     ) -> None:
-        """Take in how far the loop is.
-
-        Args:
-            time: Seconds since its start.
-            batches: Batches since then.
-            samples: Samples since then.
-            lengths: Items of samples, such as tokens, since then.
-            flops: Floating-point operations since the update before, on this device.
-
-        Raises:
-            ConfigurationError: A total is not above the one before, or smaller than it can be.
-            RuntimeError: `lengths` were given in some updates only.
-        """
+        """Take in how far the loop is."""
         if self._readings:
             last = self._readings[-1]
             if (lengths is None) is not (last.lengths is None):
@@ -130,12 +106,7 @@ class Throughput:
 
 
 class ThroughputMonitor(Throughput):
-    """The same, for a loop over Fabric, which it writes to.
-
-    Args:
-        fabric: The Fabric.
-        **kwargs: As for `Throughput`.
-    """
+    """The same, for a loop over Fabric, which it writes to."""
 
     def __init__(self, fabric: Fabric, **kwargs: Any) -> None:
         given = {"available_flops": get_available_flops(fabric.device, _dtype(fabric)), **kwargs}
@@ -144,12 +115,7 @@ class ThroughputMonitor(Throughput):
         self.step = -1
 
     def compute_and_log(self, step: int | None = None, **kwargs: Any) -> dict[str, float]:
-        """Compute, and write what there is.
-
-        Args:
-            step: The step that it belongs to; one after that of the call before if None.
-            **kwargs: For `Fabric.log_dict`.
-        """
+        """Compute, and write what there is."""
         self.step = self.step + 1 if step is None else step
         found = self.compute()
         self._fabric.log_dict(metrics=found, step=self.step, **kwargs)
@@ -157,12 +123,7 @@ class ThroughputMonitor(Throughput):
 
 
 def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int | None:
-    """What a device can do at most in a second; None where that is not known.
-
-    Args:
-        device: The device.
-        dtype: Of the matrix products.
-    """
+    """What a device can do at most in a second; None where that is not known."""
     functions: Any = getattr(torch, device.type, None)
     if not hasattr(functions, "get_device_name"):
         return None

@@ -16,11 +16,7 @@ class AsWarnings(logging.Handler):
     """Gives what is logged at level WARNING to `warnings`."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Warn.
-
-        Args:
-            record: What was logged.
-        """
+        """Warn."""
         if record.levelno == logging.WARNING:
             warnings.warn(record.getMessage(), PossibleUserWarning, stacklevel=8)
 

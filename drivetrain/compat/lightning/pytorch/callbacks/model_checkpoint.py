@@ -33,11 +33,7 @@ _SAVED = (
 
 
 class Settable:
-    """An attribute that reads what the callback has kept, and can be set; what was set holds until the next save.
-
-    Args:
-        read: Reads it.
-    """
+    """An attribute that reads what the callback has kept, and can be set; what was set holds until the next save."""
 
     def __init__(self, read: Any) -> None:
         self._read = read
@@ -59,11 +55,7 @@ class Settable:
 
 
 class Alias:
-    """An attribute of Lightning's under which scripts read and set one of this callback's.
-
-    Args:
-        name: The attribute that it stands for.
-    """
+    """An attribute of Lightning's under which scripts read and set one of this callback's."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -76,13 +68,7 @@ class Alias:
 
 
 class SavesThrough:
-    """A Trainer whose checkpoints a callback writes by its own `_save_checkpoint`, by metrics that it was given.
-
-    Args:
-        trainer: The Trainer.
-        callback: The callback.
-        candidates: The metrics, `epoch` and `step` among them.
-    """
+    """A Trainer whose checkpoints a callback writes by its own `_save_checkpoint`, by metrics that it was given."""
 
     def __init__(self, trainer: Any, callback: Any, candidates: Mapping[str, Any]) -> None:
         self._trainer, self._callback = trainer, callback
@@ -95,39 +81,14 @@ class SavesThrough:
         return getattr(self._trainer, name)
 
     def save_checkpoint(self, filepath: str, weights_only: bool = False, **options: Any) -> Any:
-        """Write a checkpoint.
-
-        Args:
-            filepath: Where.
-            weights_only: As the callback has it.
-            **options: How, if not at once.
-        """
+        """Write a checkpoint."""
         if options:
             return self._trainer.save_checkpoint(filepath, weights_only, **options)
         return self._callback._save_checkpoint(self._trainer, filepath)
 
 
 class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
-    """`drivetrain.ModelCheckpoint` with the members and the state that scripts written for Lightning read.
-
-    Args:
-        dirpath: As there.
-        filename: As there.
-        monitor: As there. A value that is NaN counts as the worst.
-        verbose: As there.
-        save_last: As there.
-        save_top_k: As there.
-        save_on_exception: As there.
-        save_weights_only: As there.
-        mode: As there.
-        auto_insert_metric_name: As there.
-        every_n_train_steps: As there.
-        train_time_interval: As there.
-        every_n_epochs: As there.
-        save_on_train_epoch_end: As there.
-        enable_version_counter: As there.
-        **options: Arguments that only `drivetrain.ModelCheckpoint` has.
-    """
+    """`drivetrain.ModelCheckpoint` with the members and the state that scripts written for Lightning read."""
 
     CHECKPOINT_JOIN_CHAR: ClassVar[str] = "-"
 
@@ -234,12 +195,7 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
         return super().last_model_path
 
     def file_exists(self, filepath: str | os.PathLike[str], trainer: Any) -> bool:
-        """Whether the main process finds something under a path; called by all processes.
-
-        Args:
-            filepath: The path.
-            trainer: The Trainer that runs.
-        """
+        """Whether the main process finds something under a path; called by all processes."""
         return decide_on_main_process(lambda: os.path.exists(filepath))
 
     def format_checkpoint_name(
@@ -249,14 +205,7 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
         ver: int | None = None,
         prefix: str | None = None,
     ) -> str:
-        """Return the path of a checkpoint with these metrics.
-
-        Args:
-            metrics: Names and values, `epoch` and `step` among them.
-            filename: A template in place of this callback's.
-            ver: The number that distinguishes it from others of the same name.
-            prefix: What the name begins with.
-        """
+        """Return the path of a checkpoint with these metrics."""
         folder, name = os.path.split(super().format_checkpoint_name(metrics, filename, ver))
         return os.path.join(folder, name if not prefix else f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{name}")
 
@@ -349,11 +298,7 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
 
 
 def _place_by(trainer: Any) -> str | None:
-    """Where checkpoints are kept that were given no directory, by the first logger; None for the usual place.
-
-    Args:
-        trainer: The Trainer.
-    """
+    """Where checkpoints are kept that were given no directory, by the first logger; None for the usual place."""
     logger = next(iter(trainer.tracker_group.trackers), None)
     inner = getattr(logger, "sub_dir", None)
     if inner:  # beside the directory of the event files

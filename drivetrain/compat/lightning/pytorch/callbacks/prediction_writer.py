@@ -37,9 +37,6 @@ class WriteInterval(LightningEnum):
 class BasePredictionWriter(callbacks.BasePredictionWriter):
     """`drivetrain.BasePredictionWriter` without indices of a stream's samples: which are whose, its dataset decides.
 
-    Args:
-        write_interval: `"batch"`, `"epoch"` or `"batch_and_epoch"`.
-
     Attributes:
         interval: The same, with `on_batch` and `on_epoch`.
     """
@@ -51,12 +48,7 @@ class BasePredictionWriter(callbacks.BasePredictionWriter):
         self.interval = WriteInterval(str(write_interval))
 
     def indices_of_batch(self, trainer: Trainer, dataloader_idx: int) -> list[int] | None:
-        """Where the samples of the batch under way are in the dataset; None if unknown.
-
-        Args:
-            trainer: The Trainer that runs.
-            dataloader_idx: The number of the loader.
-        """
+        """Where the samples of the batch under way are in the dataset; None if unknown."""
         loaders: Any = trainer.predict_dataloaders
         loader = CombinedLoader(loaders).loaders[dataloader_idx] if trainer.holds_loaders(loaders) else loaders
         is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)

@@ -16,15 +16,6 @@ class SpikeDetection(Detection, Callback):
     """Raises where the loss of a training batch is far from the mean of the last ones.
 
     `drivetrain.LossSpikeGuard` goes back to a checkpoint instead and leaves the batches out by itself.
-
-    Args:
-        mode: As for Fabric's class of this name.
-        window: As there.
-        warmup: As there.
-        atol: As there.
-        rtol: As there.
-        exclude_batches_path: As there; the Trainer's `default_root_dir` if None.
-        finite_only: As there.
     """
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -17,11 +17,6 @@ class ThroughputMonitor(Callback):
     """Logs `Throughput` of training, validation, test and prediction, from the first batch on.
 
     `drivetrain.ThroughputMonitor` also counts operations by itself, and waits for the device before it reads the clock.
-
-    Args:
-        batch_size_fn: The samples of a batch.
-        length_fn: The items of a batch.
-        **kwargs: As for `Throughput`.
     """
 
     saves_within_steps = False
@@ -116,11 +111,7 @@ class ThroughputMonitor(Callback):
 
 
 class Pass:
-    """What was done in one kind of pass over batches, over all its runs.
-
-    Args:
-        throughput: What computes its rates.
-    """
+    """What was done in one kind of pass over batches, over all its runs."""
 
     def __init__(self, throughput: Throughput) -> None:
         self.throughput = throughput

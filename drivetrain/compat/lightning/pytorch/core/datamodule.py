@@ -73,11 +73,7 @@ class LightningDataModule(UnpicklesWhereAsked, HyperparametersMixin, DataModule)
         return os.linesep.join(lines)
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
-        """Forget hyper-parameters.
-
-        Args:
-            ignore_list: Their names.
-        """
+        """Forget hyper-parameters."""
         for name in ignore_list:
             self.hparams.pop(name, None)
 

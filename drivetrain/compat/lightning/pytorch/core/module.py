@@ -20,12 +20,7 @@ from drivetrain.trainer import Task
 
 
 class LightningModule(UnpicklesWhereAsked, HyperparametersMixin, Task):
-    """`drivetrain.Task` under Lightning's name.
-
-    Args:
-        *args: For further base classes.
-        **kwargs: The same.
-    """
+    """`drivetrain.Task` under Lightning's name."""
 
     CHECKPOINT_HYPER_PARAMS_KEY: ClassVar[str] = "hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME: ClassVar[str] = "hparams_name"
@@ -67,16 +62,7 @@ class LightningModule(UnpicklesWhereAsked, HyperparametersMixin, Task):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip an optimizer's gradients.
-
-        Args:
-            optimizer: The optimizer.
-            gradient_clip_val: The bound; that of the Trainer if None.
-            gradient_clip_algorithm: `"norm"` or `"value"`; that of the Trainer if None.
-
-        Raises:
-            ConfigurationError: The Trainer was given another bound or another way.
-        """
+        """Clip an optimizer's gradients."""
         options = self.trainer.options
         bound = _one_of("gradient_clip_val", options.gradient_clip_val, gradient_clip_val)
         way = _one_of("gradient_clip_algorithm", options.gradient_clip_algorithm, gradient_clip_algorithm)
@@ -98,11 +84,7 @@ class LightningModule(UnpicklesWhereAsked, HyperparametersMixin, Task):
         return getattr(self._trainer, "fabric", None)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Let of all optimizers' parameters only this one's take gradients, those that did before.
-
-        Args:
-            optimizer: The optimizer.
-        """
+        """Let of all optimizers' parameters only this one's take gradients, those that did before."""
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         before = self._before_toggling
         for group in (group for each in self.trainer.optimizers for group in each.param_groups):
@@ -112,22 +94,14 @@ class LightningModule(UnpicklesWhereAsked, HyperparametersMixin, Task):
             parameter.requires_grad_(took_gradients and id(parameter) in mine)
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Let the parameters take gradients as before `toggle_optimizer`.
-
-        Args:
-            optimizer: The optimizer.
-        """
+        """Let the parameters take gradients as before `toggle_optimizer`."""
         for parameter, took_gradients in self._before_toggling.values():
             parameter.requires_grad_(took_gradients)
         self._before_toggling.clear()
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        """Let only this optimizer's parameters take gradients in the body.
-
-        Args:
-            optimizer: The optimizer.
-        """
+        """Let only this optimizer's parameters take gradients in the body."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -135,11 +109,7 @@ class LightningModule(UnpicklesWhereAsked, HyperparametersMixin, Task):
             self.untoggle_optimizer(optimizer)
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
-        """Forget hyper-parameters.
-
-        Args:
-            ignore_list: Their names.
-        """
+        """Forget hyper-parameters."""
         for name in ignore_list:
             self.hparams.pop(name, None)
 

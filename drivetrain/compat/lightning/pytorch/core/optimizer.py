@@ -13,11 +13,7 @@ __all__ = ["LightningOptimizer"]
 
 
 class LightningOptimizer(metaclass=StandsFor, original=PreparedOptimizer):
-    """What `self.optimizers()` returns is one; one made by hand is the optimizer under a further type.
-
-    Args:
-        optimizer: The optimizer, with which it shares everything.
-    """
+    """What `self.optimizers()` returns is one; one made by hand is the optimizer under a further type."""
 
     _bare: ClassVar[Optimizer]
 

@@ -17,24 +17,13 @@ from drivetrain.trainer.hyper_parameters import hyper_parameters_in
 
 
 def load_hparams_from_yaml(config_yaml: str | os.PathLike[str], use_omegaconf: bool = True) -> dict[str, Any]:
-    """Read hyper-parameters; an empty dict where there is no such file.
-
-    Args:
-        config_yaml: The file.
-        use_omegaconf: Taken for Lightning's sake; they are plain values.
-    """
+    """Read hyper-parameters; an empty dict where there is no such file."""
     path = Path(config_yaml)
     return dict(load_yaml(path.read_text()) or {}) if path.is_file() else {}
 
 
 def save_hparams_to_yaml(config_yaml: str | os.PathLike[str], hparams: Any, use_omegaconf: bool = True) -> None:
-    """Write hyper-parameters: objects as text, members of an `Enum` by name, with a warning of what is left out.
-
-    Args:
-        config_yaml: The file, in a directory that is there.
-        hparams: A dict, dataclass or namespace.
-        use_omegaconf: Taken for Lightning's sake.
-    """
+    """Write hyper-parameters: objects as text, members of an `Enum` by name, with a warning of what is left out."""
     values = {
         name: value.name if isinstance(value, Enum) else value for name, value in hyperparameters_of(hparams).items()
     }
@@ -53,21 +42,12 @@ def _has_form(name: str, value: Any) -> bool:
 
 
 def load_hparams_from_tags_csv(tags_csv: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read hyper-parameters of a CSV file with a line for each; an empty dict where there is no such file.
-
-    Args:
-        tags_csv: The file.
-    """
+    """Read hyper-parameters of a CSV file with a line for each; an empty dict where there is no such file."""
     return hyper_parameters_in(tags_csv) if Path(tags_csv).is_file() else {}
 
 
 def save_hparams_to_tags_csv(tags_csv: str | os.PathLike[str], hparams: Any) -> None:
-    """Write hyper-parameters to a CSV file, a line for each.
-
-    Args:
-        tags_csv: The file, in a directory that is there.
-        hparams: A dict, dataclass or namespace.
-    """
+    """Write hyper-parameters to a CSV file, a line for each."""
     with open(tags_csv, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("key", "value"))

@@ -21,12 +21,7 @@ def _needed(stage: str) -> tuple[str, ...]:
 
 
 class RandomDataset(Dataset[Any]):
-    """Random rows.
-
-    Args:
-        size: Numbers in a row.
-        length: Rows.
-    """
+    """Random rows."""
 
     def __init__(self, size: int, length: int) -> None:
         self.len = length
@@ -48,12 +43,7 @@ class RandomDictDataset(RandomDataset):
 
 
 class RandomIterableDataset(IterableDataset[Tensor]):
-    """A stream of random rows.
-
-    Args:
-        size: Numbers in a row.
-        count: Rows.
-    """
+    """A stream of random rows."""
 
     def __init__(self, size: int, count: int) -> None:
         self.size, self.count = size, count
@@ -196,12 +186,7 @@ class IterableBoringDataModule(LightningDataModule):
 
 
 class DemoModel(LightningModule):
-    """A linear layer over flattened rows of 32.
-
-    Args:
-        out_dim: What it gives.
-        learning_rate: The learning rate.
-    """
+    """A linear layer over flattened rows of 32."""
 
     def __init__(self, out_dim: int = 10, learning_rate: float = 0.02) -> None:
         super().__init__()

@@ -17,30 +17,13 @@ _FOLDER = "./data"
 
 
 def MNIST(*args: Any, **kwargs: Any) -> Dataset[Any]:
-    """Make torchvision's dataset of handwritten digits.
-
-    Args:
-        *args: As of `torchvision.datasets.MNIST`.
-        **kwargs: As of `torchvision.datasets.MNIST`.
-
-    Raises:
-        ConfigurationError: The package torchvision is not installed.
-    """
+    """Make torchvision's dataset of handwritten digits."""
     made: Dataset[Any] = _torchvision().datasets.MNIST(*args, **kwargs)
     return made
 
 
 class MNISTDataModule(LightningDataModule):
-    """The digits in three parts: the training images less a validation set, the validation set, and the test images.
-
-    Args:
-        data_dir: Where the files are, or are downloaded to.
-        val_split: How many of the training images are the validation set.
-        num_workers: Worker processes of each loader.
-        normalize: Whether to scale pixels to -1 to 1; else they are from 0 to 1.
-        seed: Taken for Lightning's sake, which splits with 42 whatever is given here.
-        batch_size: Images of a batch.
-    """
+    """The digits in three parts: the training images less a validation set, the validation set, and the test images."""
 
     name = "mnist"
     num_classes = 10

@@ -19,13 +19,7 @@ SLOWEST = 10_000.0
 
 
 def sinusoids(position: int, size: int, like: Tensor) -> Tensor:
-    """Encode a position: sines of it at falling rates in the even places, the cosines in the odd ones.
-
-    Args:
-        position: The position.
-        size: Numbers of the encoding, an even one.
-        like: A tensor that has the device and the dtype of the result.
-    """
+    """Encode a position: sines of it at falling rates in the even places, the cosines in the odd ones."""
     # Not a power of SLOWEST: the last bit of a rate decides that of a loss.
     rates = torch.exp(torch.arange(0, size, 2, device=like.device).float() * (-math.log(SLOWEST) / size))
     angles = position * rates
@@ -37,11 +31,6 @@ class PositionalEncoding(nn.Module):
 
     Every token gets the encoding of the position after the sequence's last one, so that examples have the losses that
     they have with Lightning's module of this name.
-
-    Args:
-        dim: Size of an embedding.
-        dropout: Share of the sums that dropout zeroes.
-        max_len: Tokens of a sequence are fewer than this.
     """
 
     def __init__(self, dim: int, dropout: float = 0.1, max_len: int = 5000) -> None:
@@ -51,14 +40,7 @@ class PositionalEncoding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the encoding.
-
-        Args:
-            x: Embeddings, of shape (batch, tokens, dim).
-
-        Raises:
-            IndexError: The sequences are too long.
-        """
+        """Add the encoding."""
         tokens = x.shape[1]
         if tokens >= self.max_len:
             raise IndexError(f"Sequences of {tokens} tokens: PositionalEncoding(max_len={self.max_len}) takes fewer.")
@@ -70,14 +52,6 @@ class Transformer(nn.Module):
     """A small encoder-decoder language model over `torch.nn.Transformer`.
 
     The decoder sees of its tokens only those before a position, the encoder sees all of its own.
-
-    Args:
-        vocab_size: Number of tokens.
-        ninp: Size of an embedding.
-        nhead: Heads of attention.
-        nhid: Size of the hidden layer in a feed-forward block.
-        nlayers: Layers of the encoder, and of the decoder.
-        dropout: Share of the activations that dropout zeroes.
     """
 
     def __init__(
@@ -99,23 +73,13 @@ class Transformer(nn.Module):
         self.pos_encoder = PositionalEncoding(ninp, dropout)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return embeddings with their positions.
-
-        Args:
-            tokens: Their numbers, of shape (batch, tokens).
-        """
+        """Return embeddings with their positions."""
         scaled = self.embedding(tokens).mul(math.sqrt(self.ninp))
         placed: Tensor = self.pos_encoder(scaled)
         return placed
 
     def forward(self, inputs: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return log probabilities, a row for each token of all sequences.
-
-        Args:
-            inputs: Tokens that the encoder reads, of shape (batch, tokens).
-            target: Tokens that the decoder reads, of the same shape.
-            mask: What is added to the decoder's attention, of shape (tokens, tokens); what hides later tokens if None.
-        """
+        """Return log probabilities, a row for each token of all sequences."""
         if mask is None:
             mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
         hidden = self.transformer(self.embed(inputs), self.embed(target), tgt_mask=mask)
@@ -136,11 +100,7 @@ class Dictionary:
         self.idx2word: list[str] = []
 
     def add_word(self, word: str) -> int:
-        """The number of a word, which is new if it was not there.
-
-        Args:
-            word: The word.
-        """
+        """The number of a word, which is new if it was not there."""
         if word not in self.word2idx:
             self.word2idx[word] = len(self.idx2word)
             self.idx2word.append(word)
@@ -151,13 +111,7 @@ class Dictionary:
 
 
 class WikiText2(Dataset[tuple[Tensor, Tensor]]):
-    """A text in blocks: the words of a block, and the word after each.
-
-    Args:
-        data_dir: Where the file `wikitext-2.txt` is, or is downloaded to.
-        block_size: Words of a block.
-        download: Whether to download the file where it is not there.
-    """
+    """A text in blocks: the words of a block, and the word after each."""
 
     def __init__(self, data_dir: Path = Path("./data"), block_size: int = 35, download: bool = True) -> None:
         self.path = Path(data_dir) / "wikitext-2.txt"
@@ -182,22 +136,14 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
 
     @staticmethod
     def download(destination: Path) -> None:
-        """Download the text to a file that is not there yet.
-
-        Args:
-            destination: The file.
-        """
+        """Download the text to a file that is not there yet."""
         if not destination.exists():
             destination.parent.mkdir(parents=True, exist_ok=True)
             urllib.request.urlretrieve(_TEXT, destination)
 
 
 class LightningTransformer(LightningModule):
-    """Trains a `Transformer` on `WikiText2`.
-
-    Args:
-        vocab_size: Number of words.
-    """
+    """Trains a `Transformer` on `WikiText2`."""
 
     def __init__(self, vocab_size: int = 33278) -> None:
         super().__init__()

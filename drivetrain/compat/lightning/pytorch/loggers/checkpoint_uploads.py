@@ -42,11 +42,7 @@ class SavedCheckpoint:
 
 
 class CheckpointUploads:
-    """Finds what the checkpoint callbacks of a run have saved, each checkpoint once.
-
-    Args:
-        log_model: `"all"` for each one when it is saved, True for those that are there in the end, False for none.
-    """
+    """Finds what the checkpoint callbacks of a run have saved, each checkpoint once."""
 
     def __init__(self, log_model: bool | str) -> None:
         self._log_model = log_model
@@ -54,11 +50,7 @@ class CheckpointUploads:
         self._times: dict[str, float] = {}
 
     def after_save(self, callback: Any) -> list[SavedCheckpoint]:
-        """What is to be kept now that a callback has saved.
-
-        Args:
-            callback: The `ModelCheckpoint`.
-        """
+        """What is to be kept now that a callback has saved."""
         if not self._log_model:
             return []
         if self._log_model == "all" or callback.save_top_k == -1:

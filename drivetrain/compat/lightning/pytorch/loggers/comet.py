@@ -20,21 +20,7 @@ _EARLIER_NAMES = {"project_name": "project", "experiment_name": "name", "save_di
 
 
 class CometLogger(Logger):
-    """Writes to an experiment on Comet, which is `experiment`; the calls are made at once, and it stays open.
-
-    Args:
-        api_key: The API key; that of the environment (`COMET_API_KEY`) or of Comet's own configuration if None.
-        workspace: The workspace; the default one if None.
-        project: The project.
-        experiment_key: The experiment to continue, or the key that a new one gets: 32 to 50 letters and digits.
-        mode: `"create"`, `"get"` or `"get_or_create"`.
-        online: Whether values go to the server; False writes an archive into `offline_directory`.
-        prefix: Put before the name of every value, with a `_` between.
-        **kwargs: For `comet_ml.ExperimentConfig`, such as `name`, `tags` or `offline_directory`.
-
-    Raises:
-        PackageMissingError: If `comet_ml` is not installed.
-    """
+    """Writes to an experiment on Comet, which is `experiment`; the calls are made at once, and it stays open."""
 
     def __init__(
         self,
@@ -115,21 +101,12 @@ class CometLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        """Write hyper-parameters.
-
-        Args:
-            params: A dict, dataclass or namespace.
-        """
+        """Write hyper-parameters."""
         self.experiment.log_parameters(plain(hyperparameters_of(params)))
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write values of one step.
-
-        Args:
-            metrics: Names and values, `epoch` among them where it is known.
-            step: The step.
-        """
+        """Write values of one step."""
         values = {
             name: value.detach().cpu() if isinstance(value, Tensor) else value
             for name, value in flatten(metrics).items()

@@ -12,11 +12,7 @@ from drivetrain.trackers.base import COMPLETED
 
 
 class DuckLogger(Logger):
-    """Gives what a run logs to an object that has a logger's methods.
-
-    Args:
-        original: The object.
-    """
+    """Gives what a run logs to an object that has a logger's methods."""
 
     def __init__(self, original: Any) -> None:
         super().__init__()
@@ -64,9 +60,5 @@ def as_loggers(given: Any) -> Any:
 
 
 def given_as(logger: Any) -> Any:
-    """A logger as the script gave it.
-
-    Args:
-        logger: The logger of the Trainer.
-    """
+    """A logger as the script gave it."""
     return logger.original if isinstance(logger, DuckLogger) else logger

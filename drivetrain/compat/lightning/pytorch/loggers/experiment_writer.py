@@ -10,12 +10,7 @@ from drivetrain.trackers import CSVLogger
 
 
 class ExperimentWriter:
-    """Writes the table and the hyper-parameters of one run.
-
-    Args:
-        log_dir: The directory of the run.
-        logger: What writes there; a logger of its own if None.
-    """
+    """Writes the table and the hyper-parameters of one run."""
 
     NAME_METRICS_FILE: ClassVar[str] = "metrics.csv"
     NAME_HPARAMS_FILE: ClassVar[str] = "hparams.yaml"
@@ -36,20 +31,11 @@ class ExperimentWriter:
         return os.path.join(self.log_dir, self.NAME_METRICS_FILE)
 
     def log_metrics(self, metrics_dict: Mapping[str, float], step: int | None = None) -> None:
-        """Take values of one step.
-
-        Args:
-            metrics_dict: Names and values.
-            step: The step.
-        """
+        """Take values of one step."""
         self._logger.log(metrics_dict, step)
 
     def log_hparams(self, params: Mapping[str, Any]) -> None:
-        """Write hyper-parameters.
-
-        Args:
-            params: Names and values.
-        """
+        """Write hyper-parameters."""
         self._logger.store_init_configuration(params)
 
     def save(self) -> None:

@@ -23,12 +23,7 @@ class EndsByStatus:
     """A logger whose `finalize` a run calls with a status alone where a script has written or replaced it."""
 
     def record_end(self: Any, status: str, message: str) -> None:
-        """Call `finalize` when a run ends.
-
-        Args:
-            status: How it ended.
-            message: The first line of the error that ended it, which loggers of drivetrain keep.
-        """
+        """Call `finalize` when a run ends."""
         is_own = "finalize" in vars(self) or not type(self).finalize.__module__.startswith("drivetrain.")
         if is_own:
             self.finalize("success" if status == COMPLETED else "failed")
@@ -37,15 +32,7 @@ class EndsByStatus:
 
 
 class CSVLogger(EndsByStatus, trackers.CSVLogger):
-    """Writes `metrics.csv` and `hparams.yaml` into `<save_dir>/<name>/version_<n>`.
-
-    Args:
-        save_dir: The directory of all runs.
-        name: The name of the experiment.
-        version: The run; the next free number without it.
-        prefix: Put before the name of every value.
-        flush_logs_every_n_steps: Every how many steps what waits is written.
-    """
+    """Writes `metrics.csv` and `hparams.yaml` into `<save_dir>/<name>/version_<n>`."""
 
     def __init__(
         self,
@@ -70,20 +57,11 @@ class CSVLogger(EndsByStatus, trackers.CSVLogger):
         return str(self.run_directory.root)
 
     def log_hyperparams(self, params: Any = None) -> None:
-        """Write hyper-parameters to `hparams.yaml`.
-
-        Args:
-            params: A dict, dataclass or namespace.
-        """
+        """Write hyper-parameters to `hparams.yaml`."""
         super().log_hyperparams(params)
 
     def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
-        """Write values of one step, which is the next number where none is given.
-
-        Args:
-            values: Names and values.
-            step: The step.
-        """
+        """Write values of one step, which is the next number where none is given."""
         if step is None:
             step = self._unnumbered
         self._unnumbered = step + 1
@@ -99,22 +77,7 @@ class CSVLogger(EndsByStatus, trackers.CSVLogger):
 
 
 class TensorBoardLogger(EndsByStatus, trackers.TensorBoardLogger):
-    """Writes event files and `hparams.yaml` into `<save_dir>/<name>/version_<n>`.
-
-    Args:
-        save_dir: The directory of all runs; `~` and variables in it stand for what they are.
-        name: The name of the experiment.
-        version: The run; the next free number without it.
-        log_graph: Whether to write the structure of the model.
-        default_hp_metric: Taken for Lightning's sake; no value is written that was not logged.
-        prefix: Put before the name of every value.
-        sub_dir: A directory in that of the run, for the event files.
-        comment: For torch's `SummaryWriter`.
-        max_queue: The same.
-        flush_secs: The same.
-        filename_suffix: The same.
-        **kwargs: The same.
-    """
+    """Writes event files and `hparams.yaml` into `<save_dir>/<name>/version_<n>`."""
 
     NAME_HPARAMS_FILE: ClassVar[str] = "hparams.yaml"
 
@@ -179,13 +142,7 @@ class TensorBoardLogger(EndsByStatus, trackers.TensorBoardLogger):
     def log_hyperparams(
         self, params: Any, metrics: Mapping[str, Any] | float | None = None, step: int | None = None
     ) -> None:
-        """Write hyper-parameters to `hparams.yaml` and to TensorBoard's page of them.
-
-        Args:
-            params: A dict, dataclass or namespace.
-            metrics: Values that they led to, by name; or one, called `hp_metric`.
-            step: The step of those values; 0 if None.
-        """
+        """Write hyper-parameters to `hparams.yaml` and to TensorBoard's page of them."""
         super().log_hyperparams(params)
         if metrics is not None:
             self.log(metrics if isinstance(metrics, Mapping) else {"hp_metric": metrics}, step or 0)

@@ -139,11 +139,7 @@ class DummyExperiment:
 
 
 def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Let `experiment` make the real object on the first process alone; others get one that does nothing.
-
-    Args:
-        function: The property's function.
-    """
+    """Let `experiment` make the real object on the first process alone; others get one that does nothing."""
 
     @wraps(function)
     def experiment(self: Any) -> Any:

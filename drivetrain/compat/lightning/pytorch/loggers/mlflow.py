@@ -24,25 +24,7 @@ _LENGTH = 250
 
 
 class MLFlowLogger(Logger):
-    """Writes to a run of MLflow, whose client is `experiment`; the calls are made at once.
-
-    Args:
-        experiment_name: The experiment.
-        run_name: The name of the run.
-        tracking_uri: The address of a server or database; that of `MLFLOW_TRACKING_URI`, else files in `save_dir`. An
-            MLflow that refuses those gets the database `mlflow.db` there.
-        tags: Tags of the run.
-        save_dir: The directory of all runs, where there is no `tracking_uri`.
-        log_model: `"all"` keeps each checkpoint with the run when it is saved, True those that are there in the end
-            (each one where `save_top_k=-1`).
-        prefix: Put before the name of every value, with a `-` between.
-        artifact_location: Where a new experiment keeps files; the server's choice if None.
-        run_id: The run to continue.
-        synchronous: Whether MLflow's own calls wait until they are done; as MLflow does if None.
-
-    Raises:
-        PackageMissingError: If `mlflow` is not installed.
-    """
+    """Writes to a run of MLflow, whose client is `experiment`; the calls are made at once."""
 
     def __init__(
         self,
@@ -147,11 +129,7 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        """Write hyper-parameters as parameters of the run.
-
-        Args:
-            params: A dict, dataclass or namespace.
-        """
+        """Write hyper-parameters as parameters of the run."""
         from mlflow.entities import Param
 
         flat = flatten(plain(hyperparameters_of(params)))
@@ -161,12 +139,7 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write numbers of one step.
-
-        Args:
-            metrics: Names and values; texts are left out.
-            step: The step; 0 if None.
-        """
+        """Write numbers of one step."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)

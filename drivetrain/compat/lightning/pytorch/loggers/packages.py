@@ -11,25 +11,11 @@ from drivetrain.trackers.service import refuse_missing
 
 
 def check_installed(owner: str, package: str, extra: str) -> None:
-    """Refuse a logger whose package is not installed.
-
-    Args:
-        owner: The logger.
-        package: The package.
-        extra: The extra of drivetrain that installs it.
-
-    Raises:
-        PackageMissingError: It is not installed.
-    """
+    """Refuse a logger whose package is not installed."""
     if package not in sys.modules and importlib.util.find_spec(package) is None:
         raise refuse_missing(owner, package, extra)
 
 
 def with_prefix(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Values under their names with a prefix and a `-` before them.
-
-    Args:
-        values: Names and values.
-        prefix: The prefix; an empty one changes nothing.
-    """
+    """Values under their names with a prefix and a `-` before them."""
     return {f"{prefix}-{name}" if prefix else name: value for name, value in values.items()}

@@ -21,27 +21,6 @@ class WandbLogger(Logger):
     """Writes to a run on Weights & Biases, which is `experiment`; the calls are made at once, and the run stays open.
 
     A run that the script has opened itself is used.
-
-    Args:
-        name: The name of the run.
-        save_dir: The directory of all runs.
-        version: The ID of the run, to continue one.
-        offline: Whether the run is written to disk only.
-        dir: The same as `save_dir`.
-        id: The same as `version`.
-        anonymous: For `wandb.init`.
-        project: The project; that of `WANDB_PROJECT` if None, else `"lightning_logs"`.
-        log_model: `"all"` keeps each checkpoint as an artifact when it is saved, True those that are there in the end
-            (each one where `save_top_k=-1`).
-        experiment: A run that is open.
-        prefix: Put before the name of every value, with a `-` between.
-        checkpoint_name: The name of the artifact; `model-<id>` if None.
-        add_file_policy: `"mutable"` copies files before they are uploaded, `"immutable"` does not.
-        **kwargs: For `wandb.init`, such as `entity`, `group` or `tags`.
-
-    Raises:
-        PackageMissingError: If `wandb` is not installed.
-        ConfigurationError: If `log_model` is given with `offline`.
     """
 
     def __init__(
@@ -152,34 +131,18 @@ class WandbLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write values of one step.
-
-        Args:
-            metrics: Names and values.
-            step: The step.
-        """
+        """Write values of one step."""
         values = with_prefix(metrics, self._prefix)
         is_numbered = step is not None and not self._has_axis_of_its_own
         self.experiment.log({**values, _STEP: step} if is_numbered else values)
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        """Write hyper-parameters to the run's configuration.
-
-        Args:
-            params: A dict, dataclass or namespace.
-        """
+        """Write hyper-parameters to the run's configuration."""
         self.experiment.config.update(plain(hyperparameters_of(params)), allow_val_change=True)
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Let wandb record gradients, parameters and the structure of a model.
-
-        Args:
-            model: The model.
-            log: `"gradients"`, `"parameters"`, `"all"` or None.
-            log_freq: Every how many steps.
-            log_graph: Whether to record its structure.
-        """
+        """Let wandb record gradients, parameters and the structure of a model."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     @rank_zero_only
@@ -191,15 +154,7 @@ class WandbLogger(Logger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Write a table: its columns and rows, or a DataFrame.
-
-        Args:
-            key: Its name.
-            columns: The names of the columns.
-            data: The rows.
-            dataframe: A pandas DataFrame.
-            step: The step.
-        """
+        """Write a table: its columns and rows, or a DataFrame."""
         import wandb
 
         self.log_metrics({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
@@ -212,55 +167,26 @@ class WandbLogger(Logger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Write texts as a table.
-
-        Args:
-            key: As in `log_table`, and so the others.
-            columns: The same.
-            data: The same.
-            dataframe: The same.
-            step: The same.
-        """
+        """Write texts as a table."""
         self.log_table(key, columns, data, dataframe, step)
 
     @rank_zero_only
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write images.
-
-        Args:
-            key: Their name.
-            images: Tensors, arrays, PIL images or paths.
-            step: The step.
-            **kwargs: Arguments of `wandb.Image`, a list for each with one entry an image, such as `caption`.
-        """
+        """Write images."""
         import wandb
 
         self._log_media(wandb.Image, "images", key, images, step, kwargs)
 
     @rank_zero_only
     def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write sounds.
-
-        Args:
-            key: Their name.
-            audios: Arrays or paths.
-            step: The step.
-            **kwargs: Arguments of `wandb.Audio`, a list for each with one entry a sound.
-        """
+        """Write sounds."""
         import wandb
 
         self._log_media(wandb.Audio, "audios", key, audios, step, kwargs)
 
     @rank_zero_only
     def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write videos.
-
-        Args:
-            key: Their name.
-            videos: Arrays or paths.
-            step: The step.
-            **kwargs: Arguments of `wandb.Video`, a list for each with one entry a video.
-        """
+        """Write videos."""
         import wandb
 
         self._log_media(wandb.Video, "videos", key, videos, step, kwargs)
@@ -281,12 +207,7 @@ class WandbLogger(Logger):
     # artifacts
 
     def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
-        """Record that the run uses an artifact, and return it.
-
-        Args:
-            artifact: Its path.
-            artifact_type: Its type.
-        """
+        """Record that the run uses an artifact, and return it."""
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
     @staticmethod
@@ -297,14 +218,7 @@ class WandbLogger(Logger):
         artifact_type: str | None = None,
         use_artifact: bool | None = True,
     ) -> str:
-        """Download an artifact, and return where it is.
-
-        Args:
-            artifact: Its path.
-            save_dir: The directory for it.
-            artifact_type: Its type.
-            use_artifact: Whether to record that the run under way uses it.
-        """
+        """Download an artifact, and return where it is."""
         import wandb
 
         if wandb.run is not None and use_artifact:

@@ -25,9 +25,5 @@ class PyTorchProfiler(CorePyTorchProfiler):
 
 
 def RegisterRecordFunction(model: nn.Module) -> Any:
-    """Make the forward of each module a block of what torch's profiler records in the body.
-
-    Args:
-        model: The module whose children get one, at any depth.
-    """
+    """Make the forward of each module a block of what torch's profiler records in the body."""
     return CoreRegisterRecordFunction(model, "[pl][module]")

@@ -17,21 +17,7 @@ __all__ = ["DDPStrategy"]
 
 
 class DDPStrategy(StrategyMembers, DDP, metaclass=StandsFor, original=DDP):
-    """A copy of the model on each process. What `Trainer(strategy="ddp")` makes is an instance of it too.
-
-    Args:
-        ddp_comm_state: The state of a communication hook.
-        ddp_comm_hook: A communication hook, a function `(state, bucket) -> Future`.
-        process_group_backend: Taken for Lightning's sake; it follows from the devices.
-        timeout: Taken for Lightning's sake; the launcher's `--rdzv_conf` and a run's heartbeat decide.
-        start_method: Taken for Lightning's sake; processes are started as scripts.
-        find_unused_parameters: An option of torch's `DistributedDataParallel`.
-        static_graph: The same.
-        bucket_cap_mb: The same.
-        gradient_as_bucket_view: The same.
-        broadcast_buffers: The same.
-        **kwargs: Further options of `drivetrain.DDP`.
-    """
+    """A copy of the model on each process. What `Trainer(strategy="ddp")` makes is an instance of it too."""
 
     def __init__(
         self,

@@ -19,20 +19,7 @@ _ZERO = "zero_optimization"
 
 
 class DeepSpeedStrategy(StrategyMembers, DeepSpeed, metaclass=StandsFor, original=DeepSpeed):
-    """DeepSpeed's ZeRO.
-
-    Args:
-        stage: The stage of ZeRO; of a configuration, the one in it.
-        offload_optimizer: Whether optimizer states are on the CPU.
-        offload_parameters: Whether parameters are, in stage 3.
-        config: DeepSpeed's configuration, or a path to it, which then counts alone, at stage 0 where it names none;
-            that of the variable `PL_DEEPSPEED_CONFIG_PATH` if None.
-        partition_activations: Of `deepspeed.checkpointing`: whether activations are sharded over processes.
-        cpu_checkpointing: The same: whether they are kept on the CPU.
-        contiguous_memory_optimization: The same: whether they are copied into one piece of memory.
-        synchronize_checkpoint_boundary: The same: whether to wait for the device at the bounds of what is recomputed.
-        **kwargs: Further options of ZeRO, by DeepSpeed's names.
-    """
+    """DeepSpeed's ZeRO."""
 
     def __init__(
         self,

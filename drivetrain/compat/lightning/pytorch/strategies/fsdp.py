@@ -23,24 +23,7 @@ _RESHARDS = {
 
 
 class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
-    """Parameters, gradients and optimizer states sharded over processes.
-
-    Args:
-        cpu_offload: Whether what is sharded stays on the CPU.
-        auto_wrap_policy: Classes of modules to wrap, a set of them; or None for the blocks that are found.
-        activation_checkpointing_policy: Classes of modules whose activations are computed again in the backward.
-        sharding_strategy: `"FULL_SHARD"`, `"SHARD_GRAD_OP"`, or `"NO_SHARD"` for a whole copy on each process; hybrid
-            ones have a copy on each machine, or those of `device_mesh`.
-        state_dict_type: Taken for Lightning's sake; checkpoints are sharded, and hold the names of the whole model.
-        process_group_backend: Taken for Lightning's sake.
-        timeout: Taken for Lightning's sake.
-        device_mesh: How many groups of processes hold a copy each, and over how many processes each is sharded.
-        mixed_precision: Torch's options of FSDP: the dtypes of parameters and of the reduction of gradients.
-        **kwargs: Options of `drivetrain.FSDP`.
-
-    Raises:
-        ConfigurationError: A sharding strategy or a policy that is not one of these.
-    """
+    """Parameters, gradients and optimizer states sharded over processes."""
 
     def __init__(
         self,

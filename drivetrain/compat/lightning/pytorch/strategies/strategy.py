@@ -14,18 +14,7 @@ __all__ = ["SingleDeviceStrategy", "Strategy"]
 
 
 class SingleDeviceStrategy(StrategyMembers, Single, metaclass=StandsFor, original=Single):
-    """One process on one device. What `Trainer(strategy="auto")` makes for one is an instance of it too.
-
-    Args:
-        device: Its device until it runs; `Trainer(accelerator=...)` chooses that of the run.
-        accelerator: Taken for Lightning's sake.
-        checkpoint_io: What writes checkpoints as files, reads and removes them.
-        precision_plugin: The number format of a run that is given none.
-        precision: The same, for Fabric.
-
-    Raises:
-        ConfigurationError: A plugin is something else.
-    """
+    """One process on one device. What `Trainer(strategy="auto")` makes for one is an instance of it too."""
 
     def __init__(
         self,

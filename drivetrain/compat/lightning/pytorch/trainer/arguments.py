@@ -68,11 +68,7 @@ _MIRROR = "drivetrain.compat.lightning."
 
 
 def any_of(kind: type) -> Any:
-    """A type for annotations that stands for a class; see `AnyOf`.
-
-    Args:
-        kind: The class.
-    """
+    """A type for annotations that stands for a class; see `AnyOf`."""
     return AnyOf(kind.__name__, (), {"of": kind, "__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
@@ -131,11 +127,7 @@ class AcceleratorNotAvailableError(ConfigurationError, DeviceNotAvailableError):
 
 
 def kind_of(accelerator: Any) -> Any:
-    """The name of a kind of device that one of Lightning's objects stands for; anything else as it is.
-
-    Args:
-        accelerator: What was given. `"gpu"` is Apple's where there is no other.
-    """
+    """The name of a kind of device that one of Lightning's objects stands for; anything else as it is."""
     if issubclass(type(accelerator), Accelerator):  # not isinstance: an engine is one of the kind that it runs on
         return accelerator.kind
     if accelerator == "gpu" and MPSAccelerator.is_available() and not CUDAAccelerator.is_available():
@@ -144,16 +136,7 @@ def kind_of(accelerator: Any) -> Any:
 
 
 def check_hardware(accelerator: Any, devices: Any) -> None:
-    """Refuse a kind of device that is not here, and a run on no device.
-
-    Args:
-        accelerator: The name of a kind of device; anything else is taken.
-        devices: Which of them, or how many.
-
-    Raises:
-        ConfigurationError: No kind has this name, or no device was asked for.
-        AcceleratorNotAvailableError: This machine has none of that kind.
-    """
+    """Refuse a kind of device that is not here, and a run on no device."""
     if not isinstance(accelerator, str):
         return
     if devices in (0, "0") or (isinstance(devices, list | tuple) and not devices):
@@ -180,14 +163,7 @@ def check_hardware(accelerator: Any, devices: Any) -> None:
 
 
 def check_precision(precision: Any) -> None:
-    """Refuse a number format that there is not.
-
-    Args:
-        precision: Its name, or the format itself.
-
-    Raises:
-        ConfigurationError: No number format has this name.
-    """
+    """Refuse a number format that there is not."""
     try:
         resolve_precision(precision)
     except ConfigurationError as error:
@@ -198,11 +174,7 @@ def check_precision(precision: Any) -> None:
 
 
 def spell(options: dict[str, Any]) -> None:
-    """Spell options as the core does.
-
-    Args:
-        options: The arguments by name, which are changed.
-    """
+    """Spell options as the core does."""
     if options.get("fast_dev_run") == 1:
         options["fast_dev_run"] = True
     strategy = STRATEGIES.made(options.get("strategy", "auto"))
@@ -212,16 +184,7 @@ def spell(options: dict[str, Any]) -> None:
 
 
 def taken_from(plugins: Any, precision: Any, options: dict[str, Any]) -> Any:
-    """The precision that plugins stand for, or the given one; what else they stand for is written into the options.
-
-    Args:
-        plugins: The plugins of a Trainer.
-        precision: Its precision.
-        options: Its other arguments by name.
-
-    Raises:
-        ConfigurationError: One of them replaces what has one implementation, or there are two of a kind.
-    """
+    """The precision that plugins stand for, or the given one; what else they stand for is written into the options."""
     given = _several(plugins)
     _refuse_two_of_a_kind(given)
     for plugin in given:
@@ -242,15 +205,7 @@ def taken_from(plugins: Any, precision: Any, options: dict[str, Any]) -> Any:
 
 
 def give_checkpoint_io(plugins: Any, strategy: Any) -> None:
-    """Let a strategy keep what writes checkpoints, where it is among the plugins.
-
-    Args:
-        plugins: The plugins of a Trainer.
-        strategy: Its strategy, with Lightning's members.
-
-    Raises:
-        ConfigurationError: The strategy has one of its own.
-    """
+    """Let a strategy keep what writes checkpoints, where it is among the plugins."""
     found = next((plugin for plugin in _several(plugins) if isinstance(plugin, CheckpointIO)), None)
     given = strategy.given_checkpoint_io
     if found is None or given is found:
@@ -285,11 +240,7 @@ ENTRY_POINTS = "lightning.pytorch.callbacks_factory"
 
 
 def with_external(given: Any) -> list[Callback]:
-    """The callbacks that a script gives, and those of installed packages.
-
-    Args:
-        given: One callback, several, or None.
-    """
+    """The callbacks that a script gives, and those of installed packages."""
     own = [given] if isinstance(given, Callback) else list(given or [])
     return [*own, *made_by_entry_points(ENTRY_POINTS)]
 
@@ -298,10 +249,6 @@ def as_there(callbacks: Sequence[Callback], given: Sequence[Callback]) -> list[C
     """The callbacks with Lightning's in the place of those that the core's Trainer has added by itself.
 
     That is the callback for checkpoints, the progress bar, and where rich is installed the model summary.
-
-    Args:
-        callbacks: All of them.
-        given: Those that were given.
     """
     has_rich = find_spec("rich") is not None
     return [each if any(each is own for own in given) else _replaced(each, has_rich) for each in callbacks]
@@ -345,11 +292,7 @@ _LIMITS = {
 
 
 def from_environment(init: Callable[..., None]) -> Callable[..., None]:
-    """Let variables such as `PL_TRAINER_MAX_EPOCHS` stand for arguments that are not given.
-
-    Args:
-        init: The constructor.
-    """
+    """Let variables such as `PL_TRAINER_MAX_EPOCHS` stand for arguments that are not given."""
 
     @wraps(init)
     def wrapped(self: Any, **given: Any) -> None:
@@ -376,14 +319,7 @@ def _value(text: str) -> Any:
 
 
 def check_barebones(given: Mapping[str, Any]) -> None:
-    """Refuse what stands around the loop in a Trainer that has nothing there.
-
-    Args:
-        given: The Trainer's arguments by name.
-
-    Raises:
-        ValueError: One of them is in the way.
-    """
+    """Refuse what stands around the loop in a Trainer that has nothing there."""
     for name, allowed in _NOTHING_AROUND.items():
         value = given.get(name, allowed[0])
         if not any(value is each or (value == each and not isinstance(value, bool)) for each in allowed):
@@ -398,11 +334,7 @@ def check_barebones(given: Mapping[str, Any]) -> None:
 
 
 def log_nothing(name: str, *_: Any) -> None:
-    """Stand for the `log` of a barebones run, which keeps no values.
-
-    Args:
-        name: Of the value.
-    """
+    """Stand for the `log` of a barebones run, which keeps no values."""
     rank_zero_warn(
         f"You are logging {name!r}, but `Trainer(barebones=True)` is configured: values are not kept. Leave barebones "
         "out to log.",
@@ -411,11 +343,7 @@ def log_nothing(name: str, *_: Any) -> None:
 
 
 def explain_ones(given: Mapping[str, Any]) -> None:
-    """Write what 1 and 1.0 mean, where they are so easily taken for each other.
-
-    Args:
-        given: The Trainer's arguments by name.
-    """
+    """Write what 1 and 1.0 mean, where they are so easily taken for each other."""
     for name, where in _LIMITS.items():
         value = given.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and value == 1:
@@ -428,12 +356,7 @@ def explain_ones(given: Mapping[str, Any]) -> None:
 
 
 class Shown(Option[Any]):
-    """An option of the Trainer that reads as a number where it was left open.
-
-    Args:
-        default: The number.
-        left_open: The option's own value where it was left open.
-    """
+    """An option of the Trainer that reads as a number where it was left open."""
 
     def __init__(self, default: float, left_open: float | None = None) -> None:
         self._default, self._left_open = default, left_open

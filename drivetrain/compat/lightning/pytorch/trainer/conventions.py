@@ -23,14 +23,7 @@ from drivetrain.trainer.loops.progress import Phase
 
 
 def warn_of_loader(loader: object, stage: Stage, num_devices: int, spawns: bool) -> None:
-    """Warn of a loader that is slow, or evaluates in a random order.
-
-    Args:
-        loader: The loader.
-        stage: What it is for.
-        num_devices: Processes on this machine.
-        spawns: Whether processes are started from nothing rather than forked.
-    """
+    """Warn of a loader that is slow, or evaluates in a random order."""
     if not isinstance(loader, DataLoader):
         return
     name = stage.loader_name
@@ -66,11 +59,6 @@ def interleaved(loader: Any, shard: DataShard, shuffle: bool) -> Any:
 
     The order of one process, which drivetrain itself keeps on several, would give other losses than Lightning there.
     That shuffles training data on several processes by the seed and the epoch, also where the loader does not.
-
-    Args:
-        loader: The script's; one with a sampler, a batch sampler or an iteration of its own keeps it.
-        shard: This process's share.
-        shuffle: Whether in a random order.
     """
     if shard.count == 1 or not isinstance(loader, DataLoader) or loader.batch_size is None:
         return loader

@@ -31,11 +31,7 @@ _NEVER = {*ENTRIES, "loaders", "registered", "classes"} - _ALWAYS - _WHERE_FILLE
 
 @contextmanager
 def with_lightnings_names(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Give a checkpoint with Lightning's names alone, the counters of its loops and its version among them.
-
-    Args:
-        state: The checkpoint; it has in the end what was changed in the body.
-    """
+    """Give a checkpoint with Lightning's names alone, the counters of its loops and its version among them."""
     hidden = {name for name in state if name in _NEVER or (name in _WHERE_FILLED and not state[name])}
     shown = {name: value for name, value in state.items() if name not in hidden}
     progress = state.get("progress")
@@ -48,12 +44,7 @@ def with_lightnings_names(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class ScriptFiles(LightningFormat):
-    """Files in Lightning's format, whose objects are pickled, beside directories.
-
-    Args:
-        trainer: The mirror's Trainer.
-        weights_only: What the verb under way was given.
-    """
+    """Files in Lightning's format, whose objects are pickled, beside directories."""
 
     keeps_objects = True
 
@@ -73,14 +64,7 @@ class ScriptFiles(LightningFormat):
 
 
 class PluginFiles(ScriptFiles):
-    """The checkpoints of a script's `CheckpointIO`, wherever it keeps them.
-
-    Args:
-        trainer: The mirror's Trainer.
-        weights_only: What the verb under way was given.
-        plugin: The plugin.
-        storage_options: What it gets at each save.
-    """
+    """The checkpoints of a script's `CheckpointIO`, wherever it keeps them."""
 
     def __init__(
         self, trainer: LightningSaving, weights_only: bool | None, plugin: CheckpointIO, storage_options: Any
@@ -131,18 +115,7 @@ class LightningSaving(LightningConventions):
         storage_options: Any = None,
         **options: Any,
     ) -> PendingSave:
-        """Write a checkpoint; call it on all processes.
-
-        Args:
-            filepath: The file, or what the plugin that writes it takes.
-            weights_only: Leave out everything but weights and hyper-parameters.
-            storage_options: For the plugin.
-            **options: As for `drivetrain.Trainer.save_checkpoint`.
-
-        Raises:
-            AttributeError: There is no module yet.
-            TypeError: There are `storage_options`, and no plugin that takes them.
-        """
+        """Write a checkpoint; call it on all processes."""
         if self.task is None:
             raise AttributeError(
                 "Saving a checkpoint is only possible if a model is attached: call fit or another verb first."
@@ -159,10 +132,6 @@ class LightningSaving(LightningConventions):
 
         `"lightning"`, one file, where each process holds the whole state, or a plugin writes it; `"drivetrain"`, a
         directory, where the state is sharded, is written in the background, or goes to a URL.
-
-        Args:
-            filepath: Where to.
-            block: Whether it is written at once.
         """
         if isinstance(self.checkpoint_format, PluginFiles):
             return "lightning"

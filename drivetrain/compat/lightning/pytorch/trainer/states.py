@@ -84,12 +84,7 @@ class TrainerState:
 
 
 def state_of(trainer: Trainer, running: Stage | None) -> TrainerState:
-    """What a Trainer does.
-
-    Args:
-        trainer: The Trainer.
-        running: What the verb under way is for, also before its first batch; None where none is.
-    """
+    """What a Trainer does."""
     verb = running or trainer.task_run.stage
     if verb is None:
         return TrainerState()

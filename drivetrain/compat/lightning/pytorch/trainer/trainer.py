@@ -71,24 +71,7 @@ _WORDS = {
 
 
 class Trainer(LightningSaving):
-    """`drivetrain.Trainer` as Lightning's scripts make and read it.
-
-    Args:
-        accelerator: As there, or one of Lightning's objects for a kind of device.
-        precision: As there.
-        logger: As there; TensorBoard if None or True, where it is installed, else a `CSVLogger`, in `lightning_logs`.
-        default_root_dir: As there.
-        profiler: As there.
-        plugins: Number formats, cluster environments, what writes checkpoints, and `TorchSyncBatchNorm()`.
-        enable_autolog_hparams: Whether trackers get the hyper-parameters.
-        model_registry: None: checkpoints are in directories.
-        suggest_integrations: Taken for Lightning's sake; nothing is suggested.
-        **options: As there. A variable such as `PL_TRAINER_MAX_EPOCHS` stands for an argument that is not given.
-
-    Raises:
-        ConfigurationError: A plugin or a registry was given that is not here.
-        ValueError: Something that stands around the loop was asked for beside `barebones=True`.
-    """
+    """`drivetrain.Trainer` as Lightning's scripts make and read it."""
 
     limit_train_batches = Shown(1.0)
     limit_val_batches = Shown(1.0)
@@ -179,11 +162,7 @@ class Trainer(LightningSaving):
         return DataShard() if is_stream else super().shard_of(loader)
 
     def choose_checkpoint(self, given: Any) -> Any:
-        """The checkpoint that a verb takes: the given one, or else the one that `ckpt_path` was set to.
-
-        Args:
-            given: What the verb was given.
-        """
+        """The checkpoint that a verb takes: the given one, or else the one that `ckpt_path` was set to."""
         chosen = self._chosen_path
         if chosen is None or given is None:
             return chosen if given is None else given
@@ -208,12 +187,7 @@ class Trainer(LightningSaving):
 
     @contextmanager
     def running(self, stage: Stage, weights_only: bool | None = None) -> Iterator[None]:
-        """Be in a verb in the body, also before its first batch.
-
-        Args:
-            stage: What the verb is for.
-            weights_only: What the verb was given: whether the objects in its checkpoint are refused.
-        """
+        """Be in a verb in the body, also before its first batch."""
         self._running, self._weights_only = stage, weights_only
         if stage is Stage.TRAIN:
             self._was_cut_short = False
@@ -226,12 +200,7 @@ class Trainer(LightningSaving):
             self._was_cut_short = self.progress.batches_in_epoch > 0
 
     def keep_predictions(self, predictions: list[Any], keeps: bool) -> list[Any] | None:
-        """Keep what `predict` has returned; returns it, or None where it was not asked for.
-
-        Args:
-            predictions: The predictions.
-            keeps: Whether they were asked for.
-        """
+        """Keep what `predict` has returned; returns it, or None where it was not asked for."""
         self.predictions, self.keeps_predictions = predictions, keeps
         return predictions if keeps else None
 
@@ -290,11 +259,7 @@ class Trainer(LightningSaving):
         self.limit_epochs(value)
 
     def limit_epochs(self, value: int | None) -> None:
-        """Set how many epochs are trained at most.
-
-        Args:
-            value: How many; -1 for any number, and None to leave it open until the next `fit`.
-        """
+        """Set how many epochs are trained at most."""
         self._leaves_epochs_open = value is None
         self.change_options(max_epochs=1000 if value is None else value)
 

@@ -33,9 +33,6 @@ def lightning_verb(verb: F) -> F:
     """A verb of the Trainer that refuses what is no module with a `TypeError`, and leaves by a `SystemExit`.
 
     At Ctrl-C its status is 1; where a scheduler ends the run it is a `SIGTERMException`.
-
-    Args:
-        verb: The Trainer's own.
     """
     name = verb.__name__
     stage = next(each for each in Stage if each.verb == name)

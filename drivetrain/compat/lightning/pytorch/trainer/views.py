@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 
 class CallbackMetrics(dict[str, Tensor]):
-    """The values that callbacks see; what is written into it, they see too.
-
-    Args:
-        trainer: The trainer.
-        values: The values now.
-    """
+    """The values that callbacks see; what is written into it, they see too."""
 
     def __init__(self, trainer: Trainer, values: Mapping[str, Any]) -> None:
         super().__init__({name: as_tensor(value) for name, value in values.items()})
@@ -124,13 +119,7 @@ Read = Callable[[], float]
 
 
 class Count:
-    """How many of something there were, by how far each came.
-
-    Args:
-        ready: Reads how many were begun.
-        completed: Reads how many are over.
-        write: Sets the counter behind `completed`, where it can be set.
-    """
+    """How many of something there were, by how far each came."""
 
     def __init__(self, ready: Read, completed: Read, write: Callable[[int], None] | None = None) -> None:
         self._ready, self._completed, self._write = ready, completed, write
@@ -160,13 +149,7 @@ class Count:
 
 
 class Counts:
-    """A counter of the pass under way, and of the whole run.
-
-    Args:
-        current: Of the pass under way.
-        total: Of the whole run.
-        is_last_batch: Reads whether the last one is under way.
-    """
+    """A counter of the pass under way, and of the whole run."""
 
     def __init__(self, current: Count, total: Count, is_last_batch: Callable[[], bool] = lambda: False) -> None:
         self.current, self.total = current, total
@@ -199,13 +182,7 @@ class _Steps:
 
 
 class EvaluationLoopView:
-    """A loop that validates, tests or predicts.
-
-    Args:
-        trainer: The trainer.
-        stage: What it does.
-        alone: Whether it is that of a verb, rather than the validation within `fit`.
-    """
+    """A loop that validates, tests or predicts."""
 
     def __init__(self, trainer: Trainer, stage: Stage, alone: bool = True) -> None:
         self._trainer, self._stage = trainer, stage
@@ -250,11 +227,7 @@ class EvaluationLoopView:
 
 
 class EpochLoopView:
-    """The loop over the batches of an epoch.
-
-    Args:
-        trainer: The trainer.
-    """
+    """The loop over the batches of an epoch."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -325,11 +298,7 @@ class EpochLoopView:
 
 
 class FitLoopView:
-    """The loop over epochs, there before the first `fit` too. Its limits can be set, as those of the Trainer.
-
-    Args:
-        trainer: The trainer.
-    """
+    """The loop over epochs, there before the first `fit` too. Its limits can be set, as those of the Trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -426,12 +395,7 @@ class FitLoopView:
 
 
 class ConnectorView:
-    """A part of Lightning's Trainer that scripts read of, as a view of what the run has.
-
-    Args:
-        name: What the Trainer calls it.
-        read: What it has, by name; each is called when it is read.
-    """
+    """A part of Lightning's Trainer that scripts read of, as a view of what the run has."""
 
     def __init__(self, name: str, **read: Callable[[], Any]) -> None:
         self._name, self._read = name, read
@@ -443,11 +407,7 @@ class ConnectorView:
 
 
 def is_logging_due(trainer: Trainer) -> bool:
-    """Whether the values of the batch under way reach the loggers.
-
-    Args:
-        trainer: The trainer.
-    """
+    """Whether the values of the batch under way reach the loggers."""
     every: Any = trainer.log_every_n_steps
     if not isinstance(every, int) or not every or trainer.stage is None:
         return bool(every)

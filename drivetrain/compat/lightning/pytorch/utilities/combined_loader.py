@@ -11,12 +11,7 @@ __all__ = ["CombinedLoader"]
 
 
 class CombinedLoader(data.CombinedLoader):
-    """`drivetrain.CombinedLoader`; iterated by a script it gives each batch with its number and that of its loader.
-
-    Args:
-        iterables: As there.
-        mode: As there.
-    """
+    """`drivetrain.CombinedLoader`; iterated by a script it gives each batch with its number and that of its loader."""
 
     def __init__(self, iterables: Any, mode: str = "min_size") -> None:
         super().__init__(iterables, mode)

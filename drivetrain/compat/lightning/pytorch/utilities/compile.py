@@ -9,14 +9,7 @@ from drivetrain.trainer.compiling import is_compiled, leave_compiled, uncompiled
 
 
 def from_compiled(model: Any) -> LightningModule:
-    """The module in what `torch.compile(module)` has returned, with its forward and its steps compiled.
-
-    Args:
-        model: What `torch.compile` has returned.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """The module in what `torch.compile(module)` has returned, with its forward and its steps compiled."""
     found = uncompiled(model)
     if found is model or not isinstance(found, LightningModule):
         raise ValueError(f"`model` is required to be a compiled LightningModule. Found a `{type(model).__name__}`.")
@@ -24,14 +17,7 @@ def from_compiled(model: Any) -> LightningModule:
 
 
 def to_uncompiled(model: Any) -> LightningModule:
-    """A module as it was before it was compiled.
-
-    Args:
-        model: What `torch.compile` or `from_compiled` has returned.
-
-    Raises:
-        ValueError: It is not compiled.
-    """
+    """A module as it was before it was compiled."""
     found = uncompiled(model)
     if not isinstance(found, LightningModule) or not is_compiled(found):
         raise ValueError(f"`model` is required to be a compiled LightningModule. Found a `{type(model).__name__}`.")

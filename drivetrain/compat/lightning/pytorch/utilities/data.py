@@ -17,14 +17,7 @@ warning_cache: set[str] = set()
 
 
 def extract_batch_size(batch: Any) -> int:
-    """The number of rows of a batch: the first dimension of the first tensor in it.
-
-    Args:
-        batch: Nested data.
-
-    Raises:
-        MisconfigurationException: There is no tensor in it.
-    """
+    """The number of rows of a batch: the first dimension of the first tensor in it."""
     found = list(_row_counts(batch))
     if not found:
         raise MisconfigurationException(
@@ -59,16 +52,7 @@ def _row_counts(batch: Any) -> Iterator[int]:
 def has_len_all_ranks(
     dataloader: Any, strategy: Any, allow_zero_length_dataloader_with_multiple_devices: bool = False
 ) -> bool:
-    """Whether a loader has a length, and one above 0 on every process. Call it on all processes.
-
-    Args:
-        dataloader: The loader of this process.
-        strategy: The strategy of the run.
-        allow_zero_length_dataloader_with_multiple_devices: Whether some processes may have nothing.
-
-    Raises:
-        RuntimeError: Some processes have nothing, which is not allowed.
-    """
+    """Whether a loader has a length, and one above 0 on every process. Call it on all processes."""
     length = sized_len(dataloader)
     if length is None:
         return False

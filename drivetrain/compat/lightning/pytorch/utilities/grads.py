@@ -9,16 +9,7 @@ from torch import nn
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, float]:
-    """The norm of each parameter's gradient, and of all of them.
-
-    Args:
-        module: Whose parameters.
-        norm_type: The order of the norm, greater than 0; `"inf"` too.
-        group_separator: What stands between the parts of a name.
-
-    Returns:
-        Norms by name; empty where there are no gradients.
-    """
+    """The norm of each parameter's gradient, and of all of them."""
     order = float(norm_type)
     if order <= 0:
         raise ValueError(f"`norm_type` must be a positive number or 'inf', got {norm_type}.")

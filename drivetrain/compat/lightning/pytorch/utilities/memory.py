@@ -11,12 +11,7 @@ is_oom_error = is_out_of_memory
 
 
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
-    """Detach the tensors of nested data.
-
-    Args:
-        in_dict: The data.
-        to_cpu: Whether to move them to the CPU as well.
-    """
+    """Detach the tensors of nested data."""
     return recursively_apply(lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach(), in_dict)
 
 

@@ -13,13 +13,7 @@ from drivetrain.trainer import hooks
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type[Any] | None = None) -> bool:
-    """Whether an object has its own version of a hook.
-
-    Args:
-        method_name: The hook.
-        instance: The object.
-        parent: The class whose hook it is; found if None.
-    """
+    """Whether an object has its own version of a hook."""
     if instance is None:
         return False
     base = parent or next((kind for kind in (Task, DataModule, Callback) if isinstance(instance, kind)), None)
@@ -29,15 +23,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
 
 
 def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
-    """Make one of torchvision's models.
-
-    Args:
-        model_name: Its name in `torchvision.models`.
-        **kwargs: As of `torchvision.models.get_model`.
-
-    Raises:
-        ConfigurationError: The package torchvision is not installed.
-    """
+    """Make one of torchvision's models."""
     try:
         models = importlib.import_module("torchvision.models")
     except ImportError as error:

@@ -6,14 +6,7 @@ from torch import nn
 
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
-    """Find the parameters that a module has under more than one name.
-
-    Args:
-        module: The module.
-
-    Returns:
-        For each of them, its names.
-    """
+    """Find the parameters that a module has under more than one name."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -21,12 +14,7 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: list[list[str]]) -> nn.Module:
-    """Put one parameter under several names, as it was before a module was moved or copied.
-
-    Args:
-        module: The module, which is changed.
-        shared_params: What `find_shared_parameters` has found; the parameter under the first of the names is kept.
-    """
+    """Put one parameter under several names, as it was before a module was moved or copied."""
     for first, *others in shared_params:
         kept = module.get_parameter(first)
         for name in others:

@@ -34,11 +34,7 @@ class Collective(ABC):
 
     @property
     def group(self) -> Any:
-        """The group.
-
-        Raises:
-            CollectiveError: There is none.
-        """
+        """The group."""
         if self._group is None:
             raise CollectiveError(f"`{type(self).__name__}` does not own a group. Call create_group() first.")
         return self._group
@@ -74,35 +70,20 @@ class Collective(ABC):
         return op
 
     def setup(self, **kwargs: Any) -> Self:
-        """Make the group of all processes, unless it is there.
-
-        Args:
-            **kwargs: For `init_group`.
-        """
+        """Make the group of all processes, unless it is there."""
         if not self.is_initialized():
             self.init_group(**kwargs)
         return self
 
     def create_group(self, **kwargs: Any) -> Self:
-        """Make this object's group.
-
-        Args:
-            **kwargs: For `new_group`.
-
-        Raises:
-            CollectiveError: It has one.
-        """
+        """Make this object's group."""
         if self._group is not None:
             raise CollectiveError(f"`{type(self).__name__}` already owns a group. Call teardown() first.")
         self._group = self.new_group(**kwargs)
         return self
 
     def teardown(self) -> Self:
-        """End this object's group.
-
-        Raises:
-            CollectiveError: It has none.
-        """
+        """End this object's group."""
         self.destroy_group(self.group)
         self._group = None
         return self

@@ -17,9 +17,6 @@ __all__ = ["TorchCollective"]
 class TorchCollective(TorchGroup, Collective):
     """The operations of `torch.distributed` on a group; the group of all processes where none was created.
 
-    Raises:
-        CollectiveError: Torch was built without `torch.distributed`.
-
     Attributes:
         manages_default_group: Whether `setup` has made the group of all processes, which the last `teardown` ends.
     """
@@ -38,13 +35,7 @@ class TorchCollective(TorchGroup, Collective):
         return super().group
 
     def setup(self, main_address: str | None = None, main_port: str | int | None = None, **kwargs: Any) -> Self:
-        """Make the group of all processes, unless it is there.
-
-        Args:
-            main_address: The address of the first process; `MASTER_ADDR` if None.
-            main_port: Its port; `MASTER_PORT` if None.
-            **kwargs: For `torch.distributed.init_process_group`.
-        """
+        """Make the group of all processes, unless it is there."""
         if not self.is_initialized():
             self.init_group(main_address=main_address, main_port=main_port, **kwargs)
             TorchCollective.manages_default_group = True

@@ -68,29 +68,13 @@ class ClusterEnvironment(ABC):
         """The number of this machine."""
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Refuse numbers of processes other than those that the scheduler has started.
-
-        Args:
-            num_devices: Processes on each machine.
-            num_nodes: Machines.
-
-        Raises:
-            ConfigurationError: They are not what the scheduler has started.
-        """
+        """Refuse numbers of processes other than those that the scheduler has started."""
 
     def teardown(self) -> None:
         """Clean up after a run."""
 
     def publish(self, devices: object, num_nodes: int) -> None:
-        """Set the variables from which the core reads which process this is, unless it finds that by itself.
-
-        Args:
-            devices: The argument of the Trainer or the Fabric, which is checked where it is a number.
-            num_nodes: The same.
-
-        Raises:
-            ConfigurationError: They are not what the scheduler has started.
-        """
+        """Set the variables from which the core reads which process this is, unless it finds that by itself."""
         if self.is_found_by_itself or not self.creates_processes_externally:
             return
         if isinstance(devices, int):

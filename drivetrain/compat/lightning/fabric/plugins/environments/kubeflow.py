@@ -26,11 +26,7 @@ class KubeflowEnvironment(ExternalEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Nothing distinguishes it from other places that set the same variables.
-
-        Raises:
-            NotImplementedError: Always.
-        """
+        """Nothing distinguishes it from other places that set the same variables."""
         raise NotImplementedError(
             "The Kubeflow environment can't be detected automatically. Give it: plugins=KubeflowEnvironment()."
         )

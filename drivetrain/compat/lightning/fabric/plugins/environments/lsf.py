@@ -17,11 +17,7 @@ _RANKFILE, _JOB = "LSB_DJOB_RANKFILE", "LSB_JOBID"
 
 
 class LSFEnvironment(ExternalEnvironment):
-    """The variables that LSF and `jsrun` set, and the list of machines in the file that one of them names.
-
-    Raises:
-        ConfigurationError: A variable is missing, or the list of machines is empty.
-    """
+    """The variables that LSF and `jsrun` set, and the list of machines in the file that one of them names."""
 
     variables: ClassVar[Mapping[str, str]] = {
         "world_size": "JSM_NAMESPACE_SIZE",

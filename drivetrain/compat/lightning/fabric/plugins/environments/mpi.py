@@ -15,11 +15,7 @@ _MPI4PY_AVAILABLE = importlib.util.find_spec("mpi4py") is not None
 
 
 class MPIEnvironment(ExternalEnvironment):
-    """What the package `mpi4py` reports.
-
-    Raises:
-        ModuleNotFoundError: It is not installed.
-    """
+    """What the package `mpi4py` reports."""
 
     is_found_by_itself = True
 

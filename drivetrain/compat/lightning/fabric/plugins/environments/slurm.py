@@ -22,15 +22,7 @@ _FIRST_HOST = re.compile(r"([^\[,\s]*)(?:\[([^\],-]+)[^\]]*\]([^,\s]*))?")
 
 
 class SLURMEnvironment(ExternalEnvironment):
-    """The variables that SLURM sets.
-
-    Args:
-        auto_requeue: Taken for Lightning's sake: a batch file that `drivetrain launch` writes asks for a new start.
-        requeue_signal: The same.
-
-    Raises:
-        LaunchError: The job has `--ntasks`, and not `--ntasks-per-node`.
-    """
+    """The variables that SLURM sets."""
 
     is_found_by_itself = True
     variables: ClassVar[Mapping[str, str]] = {
@@ -83,11 +75,7 @@ class SLURMEnvironment(ExternalEnvironment):
 
     @staticmethod
     def resolve_root_node_address(nodes: str) -> str:
-        """The first machine of a list.
-
-        Args:
-            nodes: As SLURM writes it, such as `"alpha,node[03-05,9]"`.
-        """
+        """The first machine of a list."""
         found = _FIRST_HOST.match(nodes.strip())
         return "".join(part for part in found.groups() if part) if found else nodes
 

@@ -31,11 +31,7 @@ class ProgressBar(Callback, metaclass=StandsFor, original=CoreProgressBar):
 
     @property
     def trainer(self) -> Any:
-        """The Trainer that runs.
-
-        Raises:
-            TypeError: None has run yet.
-        """
+        """The Trainer that runs."""
         if self._trainer is None:
             raise TypeError(f"{type(self).__name__} has no trainer before a run begins.")
         return self._trainer
@@ -121,11 +117,7 @@ class ProgressBar(Callback, metaclass=StandsFor, original=CoreProgressBar):
         return sizes[self._loader or 0]
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Return whether a batch is the first of its loader, and remember the loader.
-
-        Args:
-            dataloader_idx: The loader's number.
-        """
+        """Return whether a batch is the first of its loader, and remember the loader."""
         changed = self._loader != dataloader_idx
         self._loader = dataloader_idx
         return changed
@@ -137,25 +129,13 @@ class ProgressBar(Callback, metaclass=StandsFor, original=CoreProgressBar):
     # values
 
     def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
-        """Return what is shown beside the progress; override it to show something else.
-
-        Args:
-            trainer: The Trainer that runs.
-            pl_module: The module that it runs.
-
-        Returns:
-            The values logged with `prog_bar=True`, and the logger's version as `v_num`.
-        """
+        """Return what is shown beside the progress; override it to show something else."""
         shown = dict(trainer.progress_bar_metrics)
         return {**_version_of(trainer), **shown}
 
 
 class SwitchedBar(ProgressBar):
-    """A progress bar that is on or off, and draws after so many batches.
-
-    Args:
-        refresh_rate: After how many batches it draws; 0 turns it off.
-    """
+    """A progress bar that is on or off, and draws after so many batches."""
 
     def __init__(self, refresh_rate: int) -> None:
         super().__init__()

@@ -19,30 +19,18 @@ class CustomBarColumn(BarColumn):
 
 
 class StyledColumn(ProgressColumn):
-    """Text in one style.
-
-    Args:
-        style: The style, in rich's words.
-    """
+    """Text in one style."""
 
     def __init__(self, style: Any) -> None:
         self.style = style
         super().__init__()
 
     def words(self, task: Task) -> str:
-        """Return the text.
-
-        Args:
-            task: The row.
-        """
+        """Return the text."""
         raise NotImplementedError
 
     def render(self, task: Task) -> Text:
-        """Return the text in its style.
-
-        Args:
-            task: The row.
-        """
+        """Return the text in its style."""
         return Text(self.words(task), style=self.style)
 
 
@@ -71,11 +59,6 @@ class ProcessingSpeedColumn(StyledColumn):
 class MetricsTextColumn(StyledColumn):
     """The values of the row that shows training.
 
-    Args:
-        style: The style.
-        delimiter: What stands between two values.
-        number_format: The format of each number.
-
     Attributes:
         task_id: The row.
         values: What it shows.
@@ -88,11 +71,7 @@ class MetricsTextColumn(StyledColumn):
         self._delimiter, self._format = delimiter, number_format
 
     def update(self, metrics: Mapping[str, Any]) -> None:
-        """Show other values.
-
-        Args:
-            metrics: Names and values.
-        """
+        """Show other values."""
         self.values = metrics
 
     def words(self, task: Task) -> str:

@@ -44,12 +44,6 @@ SECONDS_BETWEEN = 0.1
 class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar):
     """Shows each pass over batches by a bar of rich.
 
-    Args:
-        refresh_rate: Count after so many batches, and after the last one; 0 turns it off.
-        leave: Leave the bar of each epoch on the screen and begin a new one.
-        theme: The styles of its parts.
-        console_kwargs: Arguments of `rich.console.Console`.
-
     Attributes:
         progress: Rich's progress of the run, or of the last one; None before.
         theme: The styles.
@@ -59,9 +53,6 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
         val_progress_bar_id: The same of a validation.
         test_progress_bar_id: The same of a test.
         predict_progress_bar_id: The same of a prediction.
-
-    Raises:
-        ConfigurationError: Rich is not installed.
     """
 
     summary_type: ClassVar[type[Callback]] = RichModelSummary
@@ -122,11 +113,7 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
         return self.progress.tasks[number]
 
     def configure_columns(self, trainer: Any) -> list[Any]:
-        """Return the columns, without the values, which are always the last; override it for others.
-
-        Args:
-            trainer: The Trainer that runs.
-        """
+        """Return the columns, without the values, which are always the last; override it for others."""
         theme = self.theme
         return [
             TextColumn("[progress.description]{task.description}", style=theme.description or "none"),
@@ -141,11 +128,7 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
         ]
 
     def refresh(self, hard: bool = False) -> None:
-        """Draw.
-
-        Args:
-            hard: Draw even if rich has drawn just now.
-        """
+        """Draw."""
         now = time.monotonic()
         if self.progress is not None and self._is_live and (hard or now - self._drawn_at >= SECONDS_BETWEEN):
             self._drawn_at = now

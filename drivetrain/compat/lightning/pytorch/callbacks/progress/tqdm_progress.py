@@ -31,11 +31,7 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
     @staticmethod
     def format_num(n: float | str) -> str:
-        """Write a number; one with a point gets zeros up to five characters.
-
-        Args:
-            n: The number, or text, which stays.
-        """
+        """Write a number; one with a point gets zeros up to five characters."""
         shown = n if isinstance(n, str) else str(tqdm.format_num(n))
         if isinstance(n, float) and "." not in shown and "e" not in shown and math.isfinite(n):
             shown += "."
@@ -44,12 +40,6 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
 class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar):
     """Shows each pass over batches by a bar of tqdm.
-
-    Args:
-        refresh_rate: Draw after so many batches, and after the last one; 0 turns it off. `TQDM_MINITERS` in the
-            environment raises it, and in Colab it is 20 unless it was given.
-        process_position: Lines to leave free above, for the bars of other processes.
-        leave: Leave the bar of each epoch on the screen and begin a new one.
 
     Attributes:
         seconds_between: The least time between two drawings of a bar; its last one comes in any case. 0 unless set.
@@ -263,13 +253,7 @@ class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
         self._end("predict")
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Print above the bars.
-
-        Args:
-            *args: What to print.
-            sep: What stands between them.
-            **kwargs: `end` and `file`, as for the built-in `print`.
-        """
+        """Print above the bars."""
         if any(not bar.disable for bar in self._bars.values()):
             Tqdm.write(sep.join(map(str, args)), **{**kwargs, "file": Lenient(kwargs.get("file") or sys.stdout)})
         else:

@@ -28,17 +28,7 @@ class HyperparametersMixin(HoldsHyperParameters):
 
     @known_keywords
     def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
-        """Remember the constructor's arguments, as `drivetrain.Task.save_hyperparameters` does.
-
-        Args:
-            *args: Names of the arguments to keep, all if none; or one dict, namespace or object of values.
-            ignore: Names to leave out.
-            frame: The constructor's frame; found if None.
-            logger: Whether loggers get them.
-
-        Raises:
-            ValueError: A number was given, which has no name.
-        """
+        """Remember the constructor's arguments, as `drivetrain.Task.save_hyperparameters` does."""
         numbers = [value for value in args if isinstance(value, bool | int | float)]
         if numbers:
             raise ValueError(

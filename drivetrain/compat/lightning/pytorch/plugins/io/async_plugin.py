@@ -19,9 +19,6 @@ class AsyncCheckpointIO(CheckpointIO):
 
     Checkpoints are removed in the same thread, after those that take their place are written, and not at all once one
     could not be written. That error is raised at the next save, or when the verb is over.
-
-    Args:
-        checkpoint_io: What writes them; `TorchCheckpointIO()` if None.
     """
 
     def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
@@ -46,44 +43,22 @@ class AsyncCheckpointIO(CheckpointIO):
         self._inner = checkpoint_io
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Copy a checkpoint, and let it be written.
-
-        Args:
-            *args: As for `CheckpointIO.save_checkpoint`.
-            **kwargs: The same.
-
-        Raises:
-            Exception: One before could not be written.
-        """
+        """Copy a checkpoint, and let it be written."""
         self._raise_error()
         copied_args, copied_kwargs = _copied((args, kwargs))
         self._then(lambda: self.checkpoint_io.save_checkpoint(*copied_args, **copied_kwargs))
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a checkpoint, once all are written.
-
-        Args:
-            *args: As for `CheckpointIO.load_checkpoint`.
-            **kwargs: The same.
-        """
+        """Read a checkpoint, once all are written."""
         self._wait()
         return self.checkpoint_io.load_checkpoint(*args, **kwargs)
 
     def remove_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Let a checkpoint be removed, once all before are written.
-
-        Args:
-            *args: As for `CheckpointIO.remove_checkpoint`.
-            **kwargs: The same.
-        """
+        """Let a checkpoint be removed, once all before are written."""
         self._then(lambda: self._error or self.checkpoint_io.remove_checkpoint(*args, **kwargs))
 
     def teardown(self) -> None:
-        """Wait until all checkpoints are written, and end the thread.
-
-        Raises:
-            Exception: One could not be written.
-        """
+        """Wait until all checkpoints are written, and end the thread."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
         self._thread = self._newest = None

@@ -15,11 +15,7 @@ DoublePrecisionPlugin = under_old_name("DoublePrecisionPlugin", DoublePrecision)
 
 
 class LightningDoublePrecisionModule(nn.Module):
-    """A module that computes in double precision.
-
-    Args:
-        pl_module: The module.
-    """
+    """A module that computes in double precision."""
 
     def __init__(self, pl_module: nn.Module) -> None:
         rank_zero_deprecation(

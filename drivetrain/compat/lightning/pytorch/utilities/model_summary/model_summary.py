@@ -16,15 +16,7 @@ __all__ = ["LEFTOVER_PARAMS_NAME", "NOT_APPLICABLE", "UNKNOWN_SIZE", "LayerSumma
 
 
 class ModelSummary:
-    """A table of a module's modules, whose columns can be read.
-
-    Args:
-        model: The module; one with an `example_input_array` is run with it once, for sizes and operations.
-        max_depth: 1 for its own modules, 2 for those within them, and so on; -1 for all, 0 for none.
-
-    Raises:
-        ConfigurationError: If `max_depth` is no whole number of at least -1.
-    """
+    """A table of a module's modules, whose columns can be read."""
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
         if not isinstance(max_depth, int) or max_depth < -1:
@@ -40,11 +32,7 @@ class ModelSummary:
         return ModuleTable(self._model, self._max_depth, strategy, precision)
 
     def summarize(self) -> dict[str, LayerSummary]:
-        """Read the module again.
-
-        Returns:
-            Its modules by name.
-        """
+        """Read the module again."""
         self._table = self._make()
         return {layer.name: layer for layer in self._table.layers}
 
@@ -140,10 +128,5 @@ def _trainer_of(model: nn.Module) -> Any:
 
 
 def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
-    """Read what a module is made of.
-
-    Args:
-        lightning_module: The module.
-        max_depth: How deep to look; -1 for all modules.
-    """
+    """Read what a module is made of."""
     return ModelSummary(lightning_module, max_depth)
