@@ -13,6 +13,7 @@ from torch import nn
 from drivetrain import (
     DDP,
     Accelerator,
+    ConfigurationError,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
@@ -20,7 +21,6 @@ from drivetrain import (
 )
 from drivetrain.accelerator.accelerate_names import Launched
 from drivetrain.accelerator.compilation import Compilation
-from drivetrain.runtime.errors import ConfigurationError
 from tests.pool import run_in_processes
 
 FSDP = {"DRIVETRAIN_USE_FSDP": "1", "DRIVETRAIN_FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "Linear"}

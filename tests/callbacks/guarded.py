@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain.trainer.task import Task
-from drivetrain.trainer.trainer import Trainer
+from drivetrain import Task, Trainer
 
 
 def rows(batches: int, world: int = 1, size: int = 4) -> DataLoader[Any]:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from drivetrain import Task, Trainer
 from drivetrain.callbacks import ModelCheckpoint
-from drivetrain.trainer.task import Task
-from drivetrain.trainer.trainer import Trainer
 
 
 def numbers(count: int, batch_size: int) -> DataLoader[Any]:

@@ -4,10 +4,9 @@ import itertools
 
 import pytest
 
+from drivetrain import ConfigurationError, DrivetrainError, PartialState
 from drivetrain.callbacks import step_schedule
 from drivetrain.callbacks.step_schedule import StepTimer, decide_on_main_process
-from drivetrain.runtime.errors import ConfigurationError, DrivetrainError
-from drivetrain.runtime.state import PartialState
 from tests.pool import run_in_processes
 
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
+from drivetrain import ConfigurationError, Trainer
 from drivetrain.callbacks import Callback, ModelCheckpoint
 from drivetrain.checkpoint import Checkpoint, list_checkpoints
-from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import CSVLogger
-from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.tasks import Scripted, fit
 from tests.pool import run_in_processes
 

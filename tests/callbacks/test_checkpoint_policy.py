@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from drivetrain import ConfigurationError
 from drivetrain.callbacks.checkpoint_files import BestK, CheckpointName
-from drivetrain.runtime.errors import ConfigurationError
 
 
 def kept_after(scores: list[float | None], k: int, mode: str = "min", by_score: bool = True) -> BestK:

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
+from drivetrain import CheckpointError, ConfigurationError, Trainer
 from drivetrain.callbacks import Callback, ModelCheckpoint
 from drivetrain.checkpoint import Checkpoint
 from drivetrain.checkpoint.safetensors_file import FileDigest
 from drivetrain.checkpoint.storage import LocalStorage
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
-from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.guarded import Regression, train
 from tests.pool import ProcessesFailed, run_in_processes
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from drivetrain import Callback, Task, Trainer
+from drivetrain import Callback, ConfigurationError, Task, Trainer
 from drivetrain.callbacks import EarlyStopping, ModelCheckpoint
 from drivetrain.callbacks.early_stopping import EarlyStoppingReason
-from drivetrain.runtime.errors import ConfigurationError
 from tests.callbacks.tasks import Scripted, fit
 from tests.pool import run_in_processes
 
@@ -112,7 +111,7 @@ def test_its_state_carries_over() -> None:
 
 
 def stop_on_processes(root: str, unequal: bool) -> tuple[int, float, str | None]:
-    from drivetrain.runtime.state import PartialState
+    from drivetrain import PartialState
 
     offset = PartialState().process_index if unequal else 0
     stopping = EarlyStopping("val_loss", patience=1)

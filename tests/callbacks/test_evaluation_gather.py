@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanAbsoluteError, MetricCollection
 from torchmetrics.classification import BinaryAUROC
 
+from drivetrain import ConfigurationError, DataError, Trainer
 from drivetrain.callbacks import Callback, EvaluationGather, ModelCheckpoint
-from drivetrain.runtime.errors import ConfigurationError, DataError
-from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.tasks import Scripted, fit, numbers
 from tests.pool import ProcessesFailed, run_in_processes
 

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from drivetrain import callbacks
+from drivetrain import ConfigurationError, callbacks
 from drivetrain.callbacks import Callback, EvaluationGather, ModelCheckpoint, PredictionWriter
-from drivetrain.runtime.errors import ConfigurationError
 from tests.conformance.language_model import LanguageTask, Run, Texts
 from tests.conformance.strategies import ROWS
 from tests.pool import ROOT, run_in_processes

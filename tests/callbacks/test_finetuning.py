@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as lrs
 
+from drivetrain import ConfigurationError
 from drivetrain.callbacks import BackboneFinetuning, BaseFinetuning, Callback, ModelCheckpoint
-from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.base import Gradients
 from drivetrain.trainer import Task
 from tests.callbacks.guarded import Regression, rows, train

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain import ConfigurationError, Trainer
 from drivetrain.callbacks import GradientAccumulationScheduler, LambdaCallback, ModelCheckpoint
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.guarded import Regression, rows
 
 QUIET: dict[str, Any] = {

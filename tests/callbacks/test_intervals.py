@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Callback, Task, Tracker, Trainer
+from drivetrain import Callback, ConfigurationError, Duration, Task, Tracker, Trainer
 from drivetrain.callbacks import (
     BackboneFinetuning,
     DeviceStatsMonitor,
@@ -30,8 +30,6 @@ from drivetrain.callbacks import (
     WeightHistograms,
     step_schedule,
 )
-from drivetrain.runtime.durations import Duration
-from drivetrain.runtime.errors import ConfigurationError
 from tests.pool import run_in_processes
 
 # 24 samples in batches of 2: 12 steps an epoch, 24 in two; a batch has 6 tokens.

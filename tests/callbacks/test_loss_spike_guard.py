@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain import ConfigurationError, DrivetrainError
 from drivetrain.callbacks import LossSpikeGuard, ModelCheckpoint, NaNGuard
 from drivetrain.callbacks.guards import modified_z_score
-from drivetrain.runtime.errors import ConfigurationError, DrivetrainError
 from tests.callbacks.guarded import Regression, state_of, train
 from tests.pool import run_in_processes
 

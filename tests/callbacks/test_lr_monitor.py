@@ -9,8 +9,8 @@ import torch
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
+from drivetrain import ConfigurationError
 from drivetrain.callbacks import LearningRateMonitor
-from drivetrain.runtime.errors import ConfigurationError
 from tests.callbacks.tasks import Scripted, fit
 from tests.trackers.test_registry import ListTracker
 

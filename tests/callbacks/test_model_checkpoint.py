@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
+from drivetrain import ConfigurationError, Trainer
 from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import CSVLogger
-from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.tasks import Scripted, fit, numbers
 from tests.pool import run_in_processes
 

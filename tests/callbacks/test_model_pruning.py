@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
+from drivetrain import ConfigurationError
 from drivetrain.callbacks import ModelCheckpoint, ModelPruning
-from drivetrain.runtime.errors import ConfigurationError
 from tests.callbacks.guarded import Regression, rows, train
 from tests.pool import run_in_processes
 

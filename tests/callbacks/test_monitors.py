@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import measure_flops
+from drivetrain import ConfigurationError, Trainer, measure_flops
 from drivetrain.callbacks import DeviceStatsMonitor, GradientNorm, SpeedMonitor, ThroughputMonitor
 from drivetrain.callbacks.throughput_monitor import CHIPS, peak_flops
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.guarded import Regression, rows, train
 from tests.pool import run_in_processes
 from tests.trackers.test_registry import ListTracker

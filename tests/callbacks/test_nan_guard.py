@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drivetrain import ConfigurationError, DrivetrainError, Trainer
 from drivetrain.callbacks import Callback, ModelCheckpoint, NaNGuard
-from drivetrain.runtime.errors import ConfigurationError, DrivetrainError
-from drivetrain.strategies.precision.mixed import Float16Mixed
-from drivetrain.trainer.trainer import Trainer
+from drivetrain.strategies.precision import Float16Mixed
 from tests.callbacks.guarded import Regression, rows, state_of, train
 from tests.pool import run_in_processes
 

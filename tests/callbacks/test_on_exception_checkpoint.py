@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain import ConfigurationError, Trainer
 from drivetrain.callbacks import OnExceptionCheckpoint
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.guarded import Regression, rows
 
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import Accelerator, BitsAndBytes, QLoRA, quantize_model
+from drivetrain import Accelerator, BitsAndBytes, QLoRA, Quantizer, quantize_model
 from drivetrain.callbacks.model_summary import ParameterCount, count_parameters, summarize
-from drivetrain.inference.quantization import Quantizer
 from tests.pool import run_in_processes
 
 # Bytes of an element of a weight of 256 columns, with its scales.

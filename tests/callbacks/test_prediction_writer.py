@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drivetrain import ConfigurationError, DataError, Task, Trainer
 from drivetrain.callbacks import BasePredictionWriter, PredictionWriter
-from drivetrain.runtime.errors import ConfigurationError, DataError
-from drivetrain.trainer.task import Task
-from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.tasks import numbers
 from tests.pool import run_in_processes
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain import ConfigurationError
 from drivetrain.callbacks import ModelCheckpoint, TQDMProgressBar
 from drivetrain.callbacks.progress_bar import LineDisplay, Stage, share_done, to_numbers
-from drivetrain.runtime.errors import ConfigurationError
 from tests.callbacks.tasks import Scripted, fit, numbers
 from tests.pool import run_in_processes
 

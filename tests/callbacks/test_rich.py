@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
+from drivetrain import ConfigurationError, Trainer
 from drivetrain.callbacks import ModelSummary, RichModelSummary, RichProgressBar, rich_progress_bar
 from drivetrain.callbacks.rich_progress_bar import require_rich
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.tasks import Scripted, numbers
 from tests.pool import run_in_processes
 

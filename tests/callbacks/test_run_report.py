@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drivetrain import ConfigurationError, Trainer
 from drivetrain.callbacks import GradientNorm, LearningRateMonitor, ModelCheckpoint, RunReport
 from drivetrain.callbacks.report import run_report
 from drivetrain.callbacks.report.charts import read_lanes
@@ -27,8 +28,6 @@ from drivetrain.callbacks.report.page import list_runs, write_page
 from drivetrain.callbacks.report.record import read_record, read_values
 from drivetrain.callbacks.report.run_facts import commit_of
 from drivetrain.callbacks.report.run_report import Clock, ReportWriter
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.tasks import Scripted, numbers
 from tests.launch.launching import clean_environment
 from tests.pool import ROOT, ProcessesFailed, run_in_processes

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from drivetrain import ConfigurationError, DataError, PartialState
 from drivetrain.callbacks.evaluation_gather import Part, SampleGather, Samples, real_rows, write_samples, writer_for
-from drivetrain.runtime.errors import ConfigurationError, DataError
-from drivetrain.runtime.state import PartialState
 from tests.pool import run_in_processes
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
+from drivetrain import ConfigurationError
 from drivetrain.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
-from drivetrain.runtime.errors import ConfigurationError
 from tests.callbacks.guarded import Regression, rows, train
 from tests.pool import run_in_processes
 

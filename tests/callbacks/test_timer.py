@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
+from drivetrain import ConfigurationError, Trainer
 from drivetrain.callbacks import Callback, ModelCheckpoint, Timer
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.guarded import Regression, train
 from tests.callbacks.tasks import Scripted, fit
 from tests.pool import run_in_processes

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from drivetrain import ConfigurationError, Trainer
 from drivetrain.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.guarded import Regression, rows, train
 from tests.pool import run_in_processes
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain import PartialState
 from drivetrain.checkpoint import load_run_state, save_run_state
 from drivetrain.checkpoint.storage import MANIFEST, LocalStorage
-from drivetrain.runtime.state import PartialState
 
 DTYPES = [
     torch.float64,

@@ -17,11 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from drivetrain import Accelerator, CheckpointError, ConfigurationError, consolidate
+from drivetrain import Accelerator, CheckpointError, ConfigurationError, PartialState, consolidate
 from drivetrain.checkpoint import save_run_state, save_safetensors
 from drivetrain.checkpoint.export import shard_limit
 from drivetrain.cli.main import cli
-from drivetrain.runtime.state import PartialState
 from tests.checkpoint.states import alone, assert_same, run_state, write
 from tests.pool import ROOT, run_in_processes
 

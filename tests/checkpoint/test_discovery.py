@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain import newest_checkpoint
+from drivetrain import PartialState, newest_checkpoint
 from drivetrain.checkpoint import (
     Checkpoint,
     clean_stale,
@@ -23,7 +23,6 @@ from drivetrain.checkpoint import (
     save_run_state,
 )
 from drivetrain.checkpoint.manifest import OTHER_HOST_PATIENCE, UNRECORDED_PATIENCE, writer_of, writer_token
-from drivetrain.runtime.state import PartialState
 from tests.checkpoint.states import alone, leftovers, own_state, reseal_manifest, run_state, seed_of, write
 from tests.pool import run_in_processes
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain import CheckpointError
+from drivetrain import CheckpointError, PartialState
 from drivetrain.checkpoint import clean_stale, newest_checkpoint, save_run_state
-from drivetrain.runtime.state import PartialState
 from tests.checkpoint.states import CountingStorage, alone, leftovers, own_state, run_state, seed_of, write
 from tests.pool import ProcessesFailed, run_in_processes
 

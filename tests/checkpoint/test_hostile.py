@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drivetrain import CheckpointError
+from drivetrain import CheckpointError, DrivetrainError
 from drivetrain.checkpoint import (
     Checkpoint,
     consolidate,
@@ -30,7 +30,6 @@ from drivetrain.checkpoint import (
     save_run_state,
 )
 from drivetrain.checkpoint.storage import MANIFEST
-from drivetrain.runtime.errors import DrivetrainError
 from tests.checkpoint.states import alone, digest, own_state, reseal, reseal_manifest, run_state, write
 
 INDEX = "tensors/index.json"

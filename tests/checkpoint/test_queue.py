@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain import Accelerator, Callback, CheckpointError, ModelCheckpoint, Task, Trainer
+from drivetrain import Accelerator, Callback, CheckpointError, ModelCheckpoint, PartialState, Task, Trainer
 from drivetrain.checkpoint import load_run_state, save_queue, save_run_state
 from drivetrain.runtime.errors import DrivetrainDeprecationWarning
-from drivetrain.runtime.state import PartialState
 from tests.checkpoint.states import (
     CountingStorage,
     alone,

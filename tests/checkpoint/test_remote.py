@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from drivetrain import CheckpointError
+from drivetrain import CheckpointError, PartialState
 from drivetrain.checkpoint import (
     consolidate,
     list_checkpoints,
@@ -21,7 +21,6 @@ from drivetrain.checkpoint import (
     save_run_state,
 )
 from drivetrain.checkpoint.storage import FsspecStorage, LocalStorage, storage_of
-from drivetrain.runtime.state import PartialState
 from tests.checkpoint.states import alone, assert_same, own_state, run_state, seed_of, write
 from tests.pool import run_in_processes
 

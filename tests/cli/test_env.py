@@ -8,8 +8,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from drivetrain import ConfigurationError
 from drivetrain.cli.env import env
-from drivetrain.runtime.errors import ConfigurationError
 
 
 @pytest.fixture(autouse=True)

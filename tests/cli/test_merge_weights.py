@@ -9,9 +9,8 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from drivetrain import Accelerator
+from drivetrain import Accelerator, ConfigurationError
 from drivetrain.cli.merge_weights import merge_weights
-from drivetrain.runtime.errors import ConfigurationError
 
 
 class Tied(torch.nn.Module):

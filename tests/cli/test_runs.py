@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from drivetrain import ConfigurationError
 from drivetrain.callbacks.report.record import write_record
 from drivetrain.cli.report import report
 from drivetrain.cli.runs import runs
-from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers.index import record_run
 from tests.trackers.test_report_page import run_in
 

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain import Accelerator
+from drivetrain import DDP, Accelerator, Single
 from drivetrain.cli import trial
-from drivetrain.strategies.ddp import DDP
-from drivetrain.strategies.registry import Single
 from tests.launch.launching import run
 from tests.pool import run_in_processes
 

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from drivetrain import ConfigurationError
 from drivetrain.cli.to_fsdp2 import convert, to_fsdp2
-from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.fsdp.accelerate_config import options_from
 
 OLD = {

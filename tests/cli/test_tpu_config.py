@@ -9,8 +9,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from drivetrain import ConfigurationError
 from drivetrain.cli.tpu_config import tpu_config
-from drivetrain.runtime.errors import ConfigurationError
 
 TPU = ("--tpu_name", "pod", "--tpu-zone", "us-central1-a")
 

@@ -32,10 +32,10 @@ from typing import Any
 import pytest
 
 import drivetrain.compat
+from drivetrain import LaunchError
 from drivetrain.compat.aliases import STAND_INS
 from drivetrain.compat.lightning.pytorch.trainer import arguments
 from drivetrain.compat.lightning.pytorch.trainer.views import EpochLoopView, FitLoopView
-from drivetrain.runtime.errors import LaunchError
 from drivetrain.trainer import Trainer as CoreTrainer
 
 MACHINERY = (

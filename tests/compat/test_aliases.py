@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import drivetrain.compat.accelerate as accelerate
+from drivetrain import ConfigurationError
 from drivetrain.compat import install
 from drivetrain.compat.aliases import STAND_INS
+from drivetrain.launch import LaunchOptions
 from drivetrain.launch.launcher import LaunchPlan
 from drivetrain.launch.options import STAND_INS as LAUNCHED
-from drivetrain.launch.options import LaunchOptions
-from drivetrain.runtime.errors import ConfigurationError
 from tests.pool import ROOT
 
 OURS = Path(accelerate.__file__).parent

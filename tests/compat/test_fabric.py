@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from drivetrain import ConfigurationError
 from drivetrain.compat.lightning import Fabric
 from drivetrain.compat.lightning.fabric import is_wrapped
 from drivetrain.compat.lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed, seed_everything
@@ -21,7 +22,6 @@ from drivetrain.compat.lightning.fabric.utilities.throughput import Throughput
 from drivetrain.compat.lightning.fabric.wrappers import FabricModule
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
 from drivetrain.compat.lightning.pytorch.loggers import CSVLogger
-from drivetrain.runtime.errors import ConfigurationError
 
 
 def trained(fabric: Any, path: Path) -> nn.Module:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import drivetrain
+from drivetrain import ConfigurationError as MisconfigurationException
 from drivetrain.compat import lightning
 from drivetrain.compat.handed_on import AbsentNameError
 from drivetrain.compat.lightning import pytorch as pl
@@ -36,7 +37,6 @@ from drivetrain.compat.lightning.pytorch.utilities.parsing import (
     lightning_setattr,
     parse_class_init_keys,
 )
-from drivetrain.runtime.errors import ConfigurationError as MisconfigurationException
 from tests.compat.test_aliases import python
 
 OURS = Path(str(lightning.__file__)).parent

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain import ConfigurationError
 from drivetrain.compat.lightning.pytorch import Trainer
 from drivetrain.compat.lightning.pytorch.callbacks import ModelCheckpoint
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
 from drivetrain.compat.lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from drivetrain.compat.lightning.pytorch.plugins.environments import LightningEnvironment
 from drivetrain.compat.lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from drivetrain.runtime.errors import ConfigurationError
 from tests.pool import run_in_processes
 
 KEY = 0x5A

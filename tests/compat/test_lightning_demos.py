@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from drivetrain import ConfigurationError
 from drivetrain.compat.lightning.pytorch.demos import LightningTransformer, WikiText2
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import Net
 from drivetrain.compat.lightning.pytorch.demos.mnist_datamodule import MNIST
 from drivetrain.compat.lightning.pytorch.utilities.model_helpers import get_torchvision_model
-from drivetrain.runtime.errors import ConfigurationError
 
 
 def test_a_text_is_read_in_blocks_and_the_words_after_each(tmp_path: Path) -> None:

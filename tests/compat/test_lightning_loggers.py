@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain import ConfigurationError
 from drivetrain.compat.lightning.pytorch import Trainer
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
 from drivetrain.compat.lightning.pytorch.loggers import (
@@ -23,7 +24,6 @@ from drivetrain.compat.lightning.pytorch.loggers import (
     WandbLogger,
 )
 from drivetrain.compat.lightning.pytorch.loggers.checkpoint_uploads import CheckpointUploads
-from drivetrain.runtime.errors import ConfigurationError
 from tests.pool import run_in_processes
 from tests.trackers.test_wandb import items, records
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain import ConfigurationError, LaunchError, ProcessEnvironment
 from drivetrain.compat.lightning import Fabric
 from drivetrain.compat.lightning.fabric.accelerators import ACCELERATOR_REGISTRY, CPUAccelerator, CUDAAccelerator
 from drivetrain.compat.lightning.fabric.loggers import CSVLogger, TensorBoardLogger
@@ -38,8 +39,6 @@ from drivetrain.compat.lightning.pytorch.strategies import (
     SingleDeviceStrategy,
     StrategyRegistry,
 )
-from drivetrain.runtime.environment import ProcessEnvironment
-from drivetrain.runtime.errors import ConfigurationError, LaunchError
 from tests.pool import run_in_processes
 
 STATED = (

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from drivetrain import ConfigurationError as MisconfigurationException
 from drivetrain.callbacks import RichModelSummary
 from drivetrain.callbacks.base import Stage
 from drivetrain.compat.lightning.fabric.utilities import data, registry
@@ -26,7 +27,6 @@ from drivetrain.compat.lightning.pytorch.loggers.logger import Logger
 from drivetrain.compat.lightning.pytorch.strategies import DDPStrategy
 from drivetrain.compat.lightning.pytorch.utilities.rank_zero import rank_zero_only
 from drivetrain.compat.lightning.signals import SIGTERMException
-from drivetrain.runtime.errors import ConfigurationError as MisconfigurationException
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from tests.pool import run_in_processes
 from tests.simulated.devices import simulated as simulated

@@ -13,6 +13,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, SequentialSampler
 
+from drivetrain import ConfigurationError as MisconfigurationException
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning
 from drivetrain.compat.lightning.pytorch import LightningDataModule, Trainer
 from drivetrain.compat.lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
@@ -30,7 +31,6 @@ from drivetrain.compat.lightning.pytorch.plugins import DoublePrecision, MixedPr
 from drivetrain.compat.lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from drivetrain.compat.lightning.pytorch.utilities import CombinedLoader
-from drivetrain.runtime.errors import ConfigurationError as MisconfigurationException
 
 
 def quiet(**options: Any) -> Any:

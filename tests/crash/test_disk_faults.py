@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import Accelerator, Callback, CheckpointError, ModelCheckpoint, Trainer
-from drivetrain.checkpoint import Checkpoint, CheckpointFormat, find_format
-from drivetrain.checkpoint.discovery import checkpoint_at
-from drivetrain.runtime.collectives import gather_object
+from drivetrain import Accelerator, Callback, CheckpointError, ModelCheckpoint, Trainer, gather_object
+from drivetrain.checkpoint import Checkpoint, CheckpointFormat, checkpoint_at, find_format
 from tests.callbacks.guarded import Regression, train
 from tests.crash.disk_faults import DiskFaults, Site, sites_in
 from tests.pool import run_in_processes

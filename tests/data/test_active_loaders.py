@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
+from drivetrain import DataError
 from drivetrain.data import ActiveLoaders, DataShard, PreparedLoader, prepare_loader
-from drivetrain.runtime.errors import DataError
 from tests.data.kinds import Numbers
 
 

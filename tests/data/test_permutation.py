@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from drivetrain import ConfigurationError
 from drivetrain.data import PermutationSampler
-from drivetrain.runtime.errors import ConfigurationError
 
 AWKWARD = [0, 1, 2, 3, 5, 7, 255, 256, 257, 997, 1023, 1024, 1025, 4095, 4096, 4097, 65537, 100_003]
 

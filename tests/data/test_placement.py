@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from drivetrain import DeviceKind
 from drivetrain.data import DataShard, prepare_loader
-from drivetrain.runtime.devices import DeviceKind, get_device_kind
+from drivetrain.runtime.devices import get_device_kind
 from tests.data.kinds import Numbers
 
 

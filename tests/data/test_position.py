@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, TensorDataset
 
+from drivetrain import CheckpointError, ConfigurationError, PartialState
 from drivetrain.data import (
     DataLoaderConfiguration,
     DataShard,
@@ -18,9 +19,7 @@ from drivetrain.data import (
     prepare_loader,
     skip_first_batches,
 )
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.seeds import RandomState
-from drivetrain.runtime.state import PartialState
 from tests.data.kinds import (
     ITERABLE,
     KINDS,

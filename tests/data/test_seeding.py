@@ -22,11 +22,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from drivetrain import ConfigurationError, PartialState, set_seed
 from drivetrain.data import DataLoaderConfiguration, DataShard, PreparedLoader, prepare_loader
 from drivetrain.data.seeding import is_deterministic, key_of
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.seeds import sample_seed, seed_all_generators, set_seed
-from drivetrain.runtime.state import PartialState
+from drivetrain.runtime.seeds import sample_seed, seed_all_generators
 from tests.data.kinds import Numbers, random_state, seed_everything
 from tests.pool import run_in_processes
 

@@ -21,10 +21,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from drivetrain import Accelerator
+from drivetrain import Accelerator, ConfigurationError, DataError, PartialState
 from drivetrain.data import DataLoaderConfiguration, DataShard, TailPolicy, prepare_loader
-from drivetrain.runtime.errors import ConfigurationError, DataError
-from drivetrain.runtime.state import PartialState
 from tests.data.kinds import (
     ITERABLE,
     ITERABLE_WITH_WORKERS,

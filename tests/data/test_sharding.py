@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drivetrain import ConfigurationError, DataError
 from drivetrain.data import BatchInfo, DataShard, TailPolicy
 from drivetrain.data.sharding import Layout, shard_batches, with_last
-from drivetrain.runtime.errors import ConfigurationError, DataError
 
 Shares = list[list[tuple[Sequence[int], BatchInfo]]]
 

@@ -23,9 +23,9 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from drivetrain import PartialState
 from drivetrain.data import DataShard, TailPolicy, prepare_loader
 from drivetrain.data.map_style import WholeBatches, read_at_once
-from drivetrain.runtime.state import PartialState
 from tests.pool import run_in_processes
 from tests.shared_runs import SharedRuns
 from tests.simulated.devices import simulated as simulated

@@ -22,7 +22,7 @@ from drivetrain import (
     Trainer,
     merge_adapters,
 )
-from drivetrain.checkpoint.export import open_weights
+from drivetrain.checkpoint import open_weights
 from drivetrain.cli.merge_weights import merge_weights
 from drivetrain.inference.merging import adapters_in
 from tests.pool import run_in_processes

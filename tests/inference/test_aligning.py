@@ -13,8 +13,11 @@ from torch import nn
 
 from drivetrain import (
     AlignDevicesHook,
+    CheckpointError,
+    ConfigurationError,
     ModelHook,
     SequentialHook,
+    StreamedModelError,
     add_hook_to_module,
     align_module_device,
     attach_align_device_hook,
@@ -25,8 +28,6 @@ from drivetrain import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from drivetrain.inference.hooks import StreamedModelError
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 

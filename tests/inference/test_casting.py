@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from drivetrain import (
+    ConfigurationError,
     LayerwiseCastingHook,
     add_hook_to_module,
     attach_align_device_hook,
     attach_layerwise_casting_hooks,
     remove_hook_from_submodules,
 )
-from drivetrain.runtime.errors import ConfigurationError
 
 STORED, COMPUTED = torch.float8_e4m3fn, torch.bfloat16
 

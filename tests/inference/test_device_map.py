@@ -18,6 +18,7 @@ from torch import nn
 
 from drivetrain import (
     ConfigurationError,
+    DeviceNotAvailableError,
     check_device_map,
     clean_device_map,
     find_tied_parameters,
@@ -28,7 +29,6 @@ from drivetrain import (
     resolve_device_map,
 )
 from drivetrain.inference import DeviceMap, check_tied_parameters_on_same_device
-from drivetrain.runtime.errors import DeviceNotAvailableError
 
 
 class Small(nn.Module):

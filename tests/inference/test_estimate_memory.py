@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
+from drivetrain import ConfigurationError
 from drivetrain.inference.estimate_memory import estimate_memory
 from drivetrain.inference.model_size import ModelSize, estimate_training, read_model, size_of_module
-from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.host import as_bytes
 from tests.cli import models
 from tests.pool import run_in_processes

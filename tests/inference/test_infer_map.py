@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
+from drivetrain import ConfigurationError
 from drivetrain.inference.estimate_memory import infer_map
-from drivetrain.runtime.errors import ConfigurationError
 from tests.cli import models
 
 MODEL = ("tests.cli.models:Tagger", "--kwargs", '{"width": 64, "layers": 6}')

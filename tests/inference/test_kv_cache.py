@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from drivetrain import ConfigurationError
 from drivetrain.inference.model_size import kv_cache_values, read_config
-from drivetrain.runtime.errors import ConfigurationError
 
 GPT2 = {"n_layer": 3, "n_head": 4, "n_embd": 64}
 LLAMA = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}

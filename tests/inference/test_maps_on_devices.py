@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import dispatch_model, get_max_memory, infer_auto_device_map, resolve_device_map
-from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError
+from drivetrain import (
+    ConfigurationError,
+    DeviceNotAvailableError,
+    dispatch_model,
+    get_max_memory,
+    infer_auto_device_map,
+    resolve_device_map,
+)
 from tests.shared_runs import SharedRuns
 from tests.simulated.devices import Simulated, start
 from tests.simulated.devices import simulated as simulated

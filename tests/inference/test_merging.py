@@ -15,8 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from drivetrain import CheckpointError, ConfigurationError, merge_adapters
-from drivetrain.checkpoint import save_safetensors
-from drivetrain.checkpoint.export import open_weights
+from drivetrain.checkpoint import open_weights, save_safetensors
 from drivetrain.cli.merge_weights import merge_weights
 from tests.pool import ROOT
 

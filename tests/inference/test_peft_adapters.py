@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from drivetrain import CheckpointError, ConfigurationError, QLoRA, merge_adapters
-from drivetrain.checkpoint.export import open_weights
+from drivetrain.checkpoint import open_weights
 from drivetrain.inference.adapters import HASH
 from drivetrain.inference.merging import adapters_in
 from tests.inference.test_adapters import difference, made, samples

@@ -13,8 +13,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from drivetrain import PartialState, PipelineInference, init_empty_weights, prepare_pippy
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain import (
+    CheckpointError,
+    ConfigurationError,
+    PartialState,
+    PipelineInference,
+    init_empty_weights,
+    prepare_pippy,
+)
 from tests.pool import ProcessesFailed, run_in_processes
 from tests.shared_runs import SharedRuns
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain import dispatch_model, infer_auto_device_map
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain import ConfigurationError, dispatch_model, infer_auto_device_map
 from tests.pool import run_in_processes
 from tests.simulated.devices import simulated as simulated
 from tests.simulated.devices import start

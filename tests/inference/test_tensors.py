@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import set_module_tensor_to_device
+from drivetrain import ConfigurationError, set_module_tensor_to_device
 from drivetrain.inference.tensors import tied_tensors
-from drivetrain.runtime.errors import ConfigurationError
 
 
 class Own(nn.Parameter):

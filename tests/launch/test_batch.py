@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain import ConfigurationError
 from drivetrain.launch.slurm import JobSetManifest, SbatchFile
-from drivetrain.runtime.errors import ConfigurationError
 from tests.launch.launching import clean_environment
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain import LaunchError
 from drivetrain.launch import LaunchOptions
 from drivetrain.launch.launcher import mpi_command
-from drivetrain.runtime.errors import LaunchError
 from tests.launch.launching import run, write_script
 
 # A program in the place of mpirun: it starts the ranks of one machine one after the other, as Open MPI would name them.

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drivetrain import ConfigurationError, LaunchError, PartialState
 from drivetrain.launch import notebook_launcher
-from drivetrain.runtime.errors import ConfigurationError, LaunchError
-from drivetrain.runtime.state import PartialState
 from tests.launch.launching import run, write_script
 
 

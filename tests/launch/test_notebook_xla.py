@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from drivetrain.launch import notebook_launcher
+from drivetrain.launch import LaunchOptions, notebook_launcher
 from drivetrain.launch.launcher import LaunchPlan
-from drivetrain.launch.options import LaunchOptions
 from drivetrain.runtime import xla
 from tests.pool import run_in_processes
 

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
+from drivetrain import ConfigurationError, DeviceNotAvailableError
 from drivetrain.launch import LaunchOptions
 from drivetrain.launch.launcher import LaunchPlan
 from drivetrain.launch.options import MIXED_PRECISIONS
 from drivetrain.runtime.devices import detect_device_kind
-from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, DrivetrainDeprecationWarning
+from drivetrain.runtime.errors import DrivetrainDeprecationWarning
 
 # what is given; what the message must say: the value, what is allowed, what to do
 MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
@@ -151,6 +152,6 @@ def test_one_process_on_the_cpu_is_the_default_and_keeps_torchs_own_threads(monk
 
 
 def test_every_precision_that_can_be_resolved_can_be_given_to_the_launcher() -> None:
-    from drivetrain.strategies.precision.registry import available_precisions
+    from drivetrain import available_precisions
 
     assert set(available_precisions()) <= set(MIXED_PRECISIONS)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from drivetrain import DeviceNotAvailableError, LaunchError
 from drivetrain.launch import LaunchOptions
 from drivetrain.launch.ray_launcher import connected, count_of_ranks
-from drivetrain.runtime.errors import DeviceNotAvailableError, LaunchError
 
 
 def test_without_ray_the_message_has_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain import LaunchError
 from drivetrain.launch.ray_launcher import (
     Place,
     RayWorker,
@@ -20,7 +21,6 @@ from drivetrain.launch.ray_launcher import (
     places_of_ranks,
     variables_to_pass_on,
 )
-from drivetrain.runtime.errors import LaunchError
 from tests.launch.launching import write_script
 
 VARIABLES = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}

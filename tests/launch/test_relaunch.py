@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain import LaunchError
 from drivetrain.launch import already_launched, relaunch_script
-from drivetrain.runtime.errors import LaunchError
 from tests.launch.launching import run, write_script
 
 RELAUNCHES = """

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain import ConfigurationError
 from drivetrain.launch.slurm import slurm_options
-from drivetrain.runtime.errors import ConfigurationError
 from tests.launch.launching import run, write_script
 
 TWO_MACHINES = {

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from drivetrain.runtime.devices import DeviceKind, register_device, unregister_device
+from drivetrain import DeviceKind, register_device
+from drivetrain.runtime.devices import unregister_device
 
 
 class PretendModule:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from drivetrain.runtime.state import PartialState
+from drivetrain import PartialState
 from drivetrain.runtime.store_agreement import all_arrive
 from tests.pool import run_in_processes
 

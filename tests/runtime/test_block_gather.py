@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain import CollectiveError, PartialState
 from drivetrain.runtime.collectives import BlockGather
-from drivetrain.runtime.errors import CollectiveError
 from drivetrain.runtime.memory import HostBlocks
-from drivetrain.runtime.state import PartialState
 from tests.pool import ProcessesFailed, run_in_processes
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from drivetrain import ConfigurationError
 from drivetrain.runtime.devices import available_device_kinds
-from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.host import as_bytes, host_memory, parse_bytes
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain import PartialState
+from drivetrain import CollectiveError, PartialState
 from drivetrain.runtime import collectives
-from drivetrain.runtime.errors import CollectiveError
 from tests.pool import run_in_processes
 
 DEBUG = {"DRIVETRAIN_DEBUG": "1"}

@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain import CollectiveError, ConfigurationError, DataError, PartialState, recursively_apply
 from drivetrain.runtime import collectives
-from drivetrain.runtime.errors import CollectiveError, ConfigurationError, DataError
-from drivetrain.runtime.nested import recursively_apply
-from drivetrain.runtime.state import PartialState
 from tests.pool import ProcessesFailed, run_in_processes
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain import ConfigurationError, DeviceKind, DeviceNotAvailableError, PartialState, register_device
 from drivetrain.runtime import devices
-from drivetrain.runtime.devices import DeviceKind, get_device_kind, register_device, unregister_device
-from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError
-from drivetrain.runtime.state import PartialState
+from drivetrain.runtime.devices import get_device_kind, unregister_device
 from tests.runtime.pretend import Pretend, pretend_device
 
 BACKENDS = {

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from drivetrain.runtime.durations import Duration, Unit, clock_time
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain import ConfigurationError, Duration
+from drivetrain.runtime.durations import Unit, clock_time
 
 WRITTEN: list[tuple[Any, float, Unit]] = [
     ("500 steps", 500, Unit.STEPS),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from drivetrain.runtime.environment import DEFAULT_MAIN_PORT, ProcessEnvironment
-from drivetrain.runtime.errors import ConfigurationError, DrivetrainError
+from drivetrain import ConfigurationError, DrivetrainError, ProcessEnvironment
+from drivetrain.runtime.environment import DEFAULT_MAIN_PORT
 
 TORCHRUN = {
     "RANK": "5",

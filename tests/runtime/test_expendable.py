@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
+from drivetrain import WorkQueue
 from drivetrain.runtime.heartbeat import ERROR_FILE_VARIABLE, has_left_queue, is_expendable, set_expendable
-from drivetrain.runtime.work_queue import WorkQueue
 
 
 def raised_in_a_queue() -> BaseException:

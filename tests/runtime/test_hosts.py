@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from drivetrain import ConfigurationError
 from drivetrain.runtime.environment import expand_hosts
-from drivetrain.runtime.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from drivetrain import (
     DDP,
     Accelerator,
     Callback,
+    ConfigurationError,
     EarlyStopping,
     ModelCheckpoint,
     NaNGuard,
@@ -20,7 +21,7 @@ from drivetrain import (
     TQDMProgressBar,
     Trainer,
 )
-from drivetrain.runtime.errors import ConfigurationError, UnknownArgumentError
+from drivetrain.runtime.errors import UnknownArgumentError
 from tests.trainer.tasks import Weight, fitted, ones, quiet
 
 CASES: list[tuple[str, Callable[[], Any], str]] = [

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.logging import get_logger
+from drivetrain import ConfigurationError, PartialState, get_logger
 from drivetrain.runtime.process_group import destroy_process_group
-from drivetrain.runtime.state import PartialState
 from tests.pool import run_in_processes
 
 

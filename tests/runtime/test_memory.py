@@ -12,10 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain import ConfigurationError, PartialState, find_executable_batch_size, release_memory
-from drivetrain.runtime.collectives import gather_object
-from drivetrain.runtime.devices import DeviceKind, get_device_kind
-from drivetrain.runtime.errors import CollectiveError
+from drivetrain import (
+    CollectiveError,
+    ConfigurationError,
+    DeviceKind,
+    PartialState,
+    find_executable_batch_size,
+    gather_object,
+    release_memory,
+)
+from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.memory import MemoryHistory, MemoryUse
 from tests.pool import run_in_processes
 from tests.runtime.pretend import Pretend

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+from drivetrain import DataError
 from drivetrain.runtime import nested
-from drivetrain.runtime.errors import DataError
 
 
 class Point(NamedTuple):

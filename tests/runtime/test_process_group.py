@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drivetrain import PartialState, ProcessEnvironment
 from drivetrain.runtime.devices import get_device_kind
-from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.process_group import barrier, destroy_process_group, init_process_group, leave_process_group
-from drivetrain.runtime.state import PartialState
 from tests.pool import run_in_processes
 from tests.runtime.pretend import Pretend
 

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from drivetrain import CheckpointError, ConfigurationError, PartialState, set_seed
 from drivetrain.runtime import devices, seeds
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
-from drivetrain.runtime.seeds import RandomState, sample_seed, seed_all_generators, set_seed
-from drivetrain.runtime.state import PartialState
+from drivetrain.runtime.seeds import RandomState, sample_seed, seed_all_generators
 from tests.runtime.pretend import Pretend, pretend_device
 
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, LaunchError
-from drivetrain.runtime.state import DistributedType, PartialState
+from drivetrain import ConfigurationError, DeviceNotAvailableError, DistributedType, LaunchError, PartialState
 from tests.pool import run_in_processes
 from tests.runtime.pretend import pretend_device
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.runtime.errors import FULL_VARIABLE, ConfigurationError, short_tracebacks
+from drivetrain import ConfigurationError
+from drivetrain.runtime.errors import FULL_VARIABLE, short_tracebacks
 from tests.house import PACKAGE
 from tests.launch.launching import clean_environment, launch
 
@@ -151,7 +152,7 @@ def test_an_error_under_the_launcher_ends_at_the_users_line(tmp_path: Path) -> N
 
 
 def fail() -> None:
-    from drivetrain.runtime.durations import Duration
+    from drivetrain import Duration
 
     Duration.of("3 parsecs", "max_duration")
 

@@ -15,9 +15,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, Store, TCPStore
 
-from drivetrain import Accelerator, PartialState
-from drivetrain.runtime.errors import CollectiveError, ConfigurationError, DataError
-from drivetrain.runtime.work_queue import WorkQueue
+from drivetrain import Accelerator, CollectiveError, ConfigurationError, DataError, PartialState, WorkQueue
 from tests.pool import run_in_processes
 
 

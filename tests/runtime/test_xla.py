@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain import ConfigurationError, DeviceNotAvailableError
 from drivetrain.runtime import xla
 from drivetrain.runtime.devices import detect_device_kind, get_device_kind
-from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError
 from tests.pool import run_in_processes
 
 ON_CPU = {"PJRT_DEVICE": "CPU", "DRIVETRAIN_USE_CPU": None, "TF_CPP_MIN_LOG_LEVEL": "2"}

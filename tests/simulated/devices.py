@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from drivetrain.runtime.devices import DeviceKind, register_device
+from drivetrain import DeviceKind, register_device
 from tests.simulated.building import CannotBuild, library
 
 LIBRARY = "DRIVETRAIN_TESTS_SIMULATED"

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator, DataLoaderConfiguration, Task, Trainer
-from drivetrain.runtime.collectives import gather_object
+from drivetrain import Accelerator, DataLoaderConfiguration, Task, Trainer, gather_object
 from tests.strategies.quiet import quiet_trainer
 
 NEEDS_DEEPSPEED = [

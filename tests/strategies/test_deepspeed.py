@@ -22,8 +22,8 @@ from drivetrain import (
     DummyScheduler,
     Task,
     Trainer,
+    gather_object,
 )
-from drivetrain.runtime.collectives import gather_object
 from tests.launch.launching import launch, write_script
 from tests.pool import ProcessesFailed, run_in_processes
 from tests.shared_runs import SharedRuns

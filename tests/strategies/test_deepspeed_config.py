@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import ConfigurationError
-from drivetrain.strategies.deepspeed import DeepSpeed, DummyOptim, DummyScheduler, build_ops, ops
+from drivetrain import ConfigurationError, DeepSpeed, DummyOptim, DummyScheduler
+from drivetrain.strategies.deepspeed import build_ops, ops
 from drivetrain.strategies.deepspeed.config import Known, complete, standing_in_for
 from drivetrain.strategies.precision import resolve_precision
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator, DeviceNotAvailableError, PartialState, Task, Trainer, set_seed
-from drivetrain.runtime.devices import register_device, unregister_device
+from drivetrain import Accelerator, DeviceNotAvailableError, PartialState, Task, Trainer, register_device, set_seed
+from drivetrain.runtime.devices import unregister_device
 from tests.pool import run_in_processes
 from tests.runtime.pretend import Pretend, PretendModule
 

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Callback, Colwise, ModelCheckpoint, Parallel, Rowwise, Task, Trainer
-from drivetrain.runtime.collectives import broadcast_object_list
+from drivetrain import Callback, Colwise, ModelCheckpoint, Parallel, Rowwise, Task, Trainer, broadcast_object_list
 from tests.pool import ProcessesFailed, run_in_processes
 from tests.shared_runs import SharedRuns
 from tests.strategies.fsdp_models import EXACT, ROWS, NetTask, adamw, gap, loader, plain_task, whole

@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from drivetrain import ConfigurationError, Parallel
+from drivetrain import ConfigurationError, Parallel, ProcessEnvironment
 from drivetrain.data import DataShard
-from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.strategies import resolve_strategy
 from drivetrain.strategies.parallel.mesh import DIMENSIONS, MeshPlace, MeshSizes
 

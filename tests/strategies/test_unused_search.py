@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import DDP, Accelerator, ConfigurationError, Task
-from drivetrain.runtime.state import PartialState
+from drivetrain import DDP, Accelerator, ConfigurationError, PartialState, Task
 from drivetrain.strategies.ddp.wrapper import WATCHED_STEPS
 from tests.pool import ProcessesFailed, run_in_processes
 from tests.strategies.quiet import quiet_trainer

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain.runtime.errors import CheckpointError
+from drivetrain import CheckpointError
 from tests.pool import run_in_processes
 from tests.trackers.runs import (
     HERE,

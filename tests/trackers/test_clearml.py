@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain import ClearMLLogger
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain import CheckpointError, ClearMLLogger, ConfigurationError
 from drivetrain.trackers.clearml import plot_of
 from tests.pool import run_in_processes
 from tests.trackers.runs import (

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain import CometLogger
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain import CheckpointError, CometLogger, ConfigurationError
 from tests.pool import run_in_processes
 from tests.trackers.runs import (
     HERE,

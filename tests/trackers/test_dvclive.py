@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from drivetrain import DVCLiveLogger
-from drivetrain.runtime.errors import CheckpointError
+from drivetrain import CheckpointError, DVCLiveLogger
 from tests.pool import run_in_processes
 from tests.trackers.package_contract import Found, Kit, PackageContract
 from tests.trackers.runs import PICTURE, SCRIPT, TEXT, complaint, pretend

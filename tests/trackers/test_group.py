@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain import CheckpointError, ConfigurationError
 from drivetrain.trackers import (
     CSVLogger,
     GeneralTracker,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain import ConfigurationError
 from drivetrain.trackers import (
     ClearMLLogger,
     CometLogger,

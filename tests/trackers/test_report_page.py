@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from drivetrain import ConfigurationError
 from drivetrain.callbacks.report.charts import (
     COLUMNS,
     Lane,
@@ -26,7 +27,6 @@ from drivetrain.callbacks.report.charts import (
 )
 from drivetrain.callbacks.report.page import RunPage, comparison_of, distinct_names, page_of, write_page
 from drivetrain.callbacks.report.record import Curve, read_record, read_values, write_record, write_whole
-from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.timing import PARTS
 from drivetrain.trackers import CSVLogger, TensorBoardLogger
 from tests.pool import ROOT

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain import WandbLogger
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain import ConfigurationError, WandbLogger
 from tests.pool import run_in_processes
 from tests.trackers.package_contract import Found, Kit, PackageContract
 from tests.trackers.runs import PICTURE, PLANTED, SCRIPT, TEXT, complaint, pretend

@@ -12,8 +12,18 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from drivetrain import Accelerator, Callback, DataModule, EarlyStopping, ModelCheckpoint, Task
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError, DeviceNotAvailableError
+from drivetrain import (
+    Accelerator,
+    Callback,
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    DataModule,
+    DeviceNotAvailableError,
+    EarlyStopping,
+    ModelCheckpoint,
+    Task,
+)
 from tests.pool import ProcessesFailed, run_in_processes
 from tests.trainer.tasks import Weight, fitted, ones, quiet, stream
 

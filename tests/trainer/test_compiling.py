@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator, Task
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain import Accelerator, ConfigurationError, Task
 from drivetrain.trainer.compiling import CACHE, compile_plugin, describe
 from tests.pool import run_in_processes
 from tests.trainer.tasks import quiet

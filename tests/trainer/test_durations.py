@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from drivetrain import ModelCheckpoint, Task
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain import ConfigurationError, ModelCheckpoint, Task
 from tests.pool import run_in_processes
 from tests.trainer.tasks import Count, Weight, fitted, ones, quiet, rows
 from tests.trainer.test_limits import Clock, clock  # noqa: F401  (a fixture)

@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
 from drivetrain import Accelerator, Task
-from drivetrain.strategies.precision.mixed import Float16Mixed
+from drivetrain.strategies.precision import Float16Mixed
 from tests.pool import run_in_processes
 from tests.trainer.tasks import fitted, ones, rows
 

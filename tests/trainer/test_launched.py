@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain import Accelerator, Trainer
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain import Accelerator, ConfigurationError, Trainer
 from drivetrain.trainer.setup import logger
 from tests.trainer.tasks import Weight, fitted, ones
 

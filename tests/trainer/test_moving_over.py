@@ -12,8 +12,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Callback, DataModule, LearningRateMonitor, ModelCheckpoint, Task, Trainer
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain import (
+    Callback,
+    CheckpointError,
+    ConfigurationError,
+    DataModule,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    Task,
+    Trainer,
+)
 from drivetrain.trackers import CSVLogger
 from drivetrain.trainer.setup import _chosen_devices
 from tests.pool import run_in_processes

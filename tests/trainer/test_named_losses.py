@@ -12,9 +12,8 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Task
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.precision.mixed import Float16Mixed
+from drivetrain import ConfigurationError, Task
+from drivetrain.strategies.precision import Float16Mixed
 from tests.pool import run_in_processes
 from tests.trainer.tasks import quiet
 

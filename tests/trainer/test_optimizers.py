@@ -12,7 +12,7 @@ from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from drivetrain import Task
-from drivetrain.strategies.precision.mixed import Float16Mixed
+from drivetrain.strategies.precision import Float16Mixed
 from tests.pool import run_in_processes
 from tests.trainer.tasks import Weight, fitted, ones, quiet, rows
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain import Callback, Task, Trainer
-from drivetrain.runtime.errors import DataError
+from drivetrain import Callback, DataError, Task, Trainer
 from drivetrain.runtime.memory import HostBlocks
 from drivetrain.trainer.loops import evaluation_loop
 from tests.pool import run_in_processes

@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain import Callback, CSVLogger, DataModule, EarlyStopping, ModelCheckpoint, NaNGuard, Task, Trainer
+from drivetrain import (
+    Callback,
+    ConfigurationError,
+    CSVLogger,
+    DataModule,
+    EarlyStopping,
+    ModelCheckpoint,
+    NaNGuard,
+    Task,
+    Trainer,
+)
 from drivetrain.checkpoint import Checkpoint
-from drivetrain.runtime.errors import ConfigurationError
 from tests.pool import run_in_processes
 from tests.trainer.tasks import Weight, fitted, ones, quiet, rows
 

@@ -15,9 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from drivetrain import ModelCheckpoint, Trainer
+from drivetrain import CheckpointError, ConfigurationError, ModelCheckpoint, Trainer
 from drivetrain.launch.notebook import ScriptMain, ScriptReached, stop_at_start_of_processes, what_cannot_be_sent
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.trainer import setup
 from tests.launch.launching import end, run, started, wait_for_lines, write_script
 from tests.trainer.tasks import Weight, ones

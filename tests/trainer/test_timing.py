@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from drivetrain import Task, Timing, Trainer
 from drivetrain.callbacks import Callback, ModelCheckpoint
 from drivetrain.runtime import timing as timing_module
-from drivetrain.runtime.timing import BACKWARD, CALLBACKS, DATA, EVALUATION, FORWARD, IDLE, PARTS, Timing
-from drivetrain.trainer.task import Task
-from drivetrain.trainer.trainer import Trainer
+from drivetrain.runtime.timing import BACKWARD, CALLBACKS, DATA, EVALUATION, FORWARD, IDLE, PARTS
 from tests.pool import run_in_processes
 from tests.trackers.test_registry import ListTracker
 

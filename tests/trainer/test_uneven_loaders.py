@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain import Accelerator, CombinedLoader, DataLoaderConfiguration, PartialState, Task
-from drivetrain.runtime.errors import DataError
+from drivetrain import Accelerator, CombinedLoader, DataError, DataLoaderConfiguration, PartialState, Task
 from tests.pool import run_in_processes
 from tests.trainer.tasks import Weight, fitted, ones, quiet, stream
 

@@ -12,9 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from drivetrain import init_empty_weights, quantize_model
-from drivetrain.inference.quantization import BitsAndBytes, TorchAO
-from drivetrain.inference.quantization.base import Quantizer, weight_parts
+from drivetrain import BitsAndBytes, Quantizer, TorchAO, init_empty_weights, quantize_model
+from drivetrain.inference.quantization.base import weight_parts
 
 WIDTH = 1024
 QUANTIZERS: dict[str, Quantizer] = {

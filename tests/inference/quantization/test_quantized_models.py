@@ -14,13 +14,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 import drivetrain
-from drivetrain import init_empty_weights
-from drivetrain.inference.quantization import (
+from drivetrain import (
     BitsAndBytes,
     BnbQuantizationConfig,
+    CheckpointError,
+    ConfigurationError,
     Quantizer,
     TorchAO,
     get_quantizer,
+    init_empty_weights,
     load_and_quantize_model,
     load_quantized,
     quantize_model,
@@ -28,7 +30,7 @@ from drivetrain.inference.quantization import (
     save_quantized,
 )
 from drivetrain.inference.quantization.base import linear_like
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError, PackageMissingError
+from drivetrain.runtime.errors import PackageMissingError
 
 NAMES = ["nf4", "fp4", "int8", "int8wo", "int8dq", "float8wo"]
 

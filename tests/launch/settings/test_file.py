@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from drivetrain import ConfigurationError
 from drivetrain.launch import LaunchOptions
 from drivetrain.launch.options import Given
 from drivetrain.launch.settings.sources import (
@@ -18,7 +19,6 @@ from drivetrain.launch.settings.sources import (
     settings_of,
     write_config,
 )
-from drivetrain.runtime.errors import ConfigurationError
 
 # What stands at the top of every file that the questionnaire writes.
 TOP = """

@@ -15,11 +15,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from drivetrain import ConfigurationError
 from drivetrain.cli.launch import launch
 from drivetrain.launch import LaunchOptions
 from drivetrain.launch.options import GROUPS, SETTINGS
 from drivetrain.launch.settings.sources import collect, settings_in_environment, settings_of
-from drivetrain.runtime.errors import ConfigurationError
 from tests.launch.settings.test_file import FILES, TOP
 
 FILE = "fuzzed.yaml"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from drivetrain import ConfigurationError
 from drivetrain.launch import LaunchOptions
 from drivetrain.launch.options import SETTINGS, variables_of
 from drivetrain.launch.settings.sources import collect, settings_in_environment
-from drivetrain.runtime.errors import ConfigurationError
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from drivetrain import ConfigurationError
+from drivetrain import ConfigurationError, available_strategies
 from drivetrain.strategies.megatron.configuration import MegatronOptions, check_fits
-from drivetrain.strategies.registry import available_strategies
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def raw_loop(plugin: MegatronLMPlugin, initial: dict[str, torch.Tensor] | None) 
 @runs
 def raw_loops() -> list[dict[str, Any]]:
     cpu_shim.install()
-    from drivetrain.runtime.collectives import broadcast_object_list
+    from drivetrain import broadcast_object_list
 
     tensor = raw_loop(MegatronLMPlugin(tp_degree=2), None)
     begun = broadcast_object_list([tensor["begun"]])[0]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import FP8, Accelerator, ConfigurationError, Trainer
-from drivetrain.runtime.devices import CPU, DeviceKind
+from drivetrain import FP8, Accelerator, ConfigurationError, DeviceKind, Trainer
+from drivetrain.runtime.devices import CPU
 from drivetrain.strategies.precision import resolve_precision
 from drivetrain.strategies.precision.fp8 import TorchAO
 from drivetrain.strategies.precision.fp8 import precision as fp8_precision

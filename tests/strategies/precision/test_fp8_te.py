@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from drivetrain import FP8, Accelerator, CheckpointError, ConfigurationError
-from drivetrain.runtime.devices import CPU, DeviceKind
+from drivetrain import FP8, Accelerator, CheckpointError, ConfigurationError, DeviceKind
+from drivetrain.runtime.devices import CPU
 from tests.strategies.precision import te_contract
 from tests.strategies.precision.fp8_models import FLOAT8, adamw, loader, net
 

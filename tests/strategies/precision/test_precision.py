@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import Accelerator, AutocastKwargs, ConfigurationError, Precision, register_precision
-from drivetrain.runtime.devices import CPU, DeviceKind
+from drivetrain import Accelerator, AutocastKwargs, ConfigurationError, DeviceKind, Precision, register_precision
+from drivetrain.runtime.devices import CPU
 from drivetrain.strategies.precision import (
     BFloat16Mixed,
     BFloat16True,

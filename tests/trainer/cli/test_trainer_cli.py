@@ -8,8 +8,7 @@ import pytest
 import torch
 import yaml
 
-from drivetrain import Callback, CSVLogger, EarlyStopping, SaveConfigCallback, Trainer, TrainerCLI
-from drivetrain.runtime.seeds import set_seed
+from drivetrain import Callback, CSVLogger, EarlyStopping, SaveConfigCallback, Trainer, TrainerCLI, set_seed
 from drivetrain.trainer.cli import TrainerArgumentParser
 from tests.trainer.cli.made import QUIET, Deep, Line, Ones, command
 
