@@ -161,6 +161,7 @@ _EXPORTS: dict[str, str] = {
     "DeviceNotAvailableError": "drivetrain.runtime.errors",
     "CollectiveError": "drivetrain.runtime.errors",
     "CheckpointError": "drivetrain.runtime.errors",
+    "DrivetrainDeprecationWarning": "drivetrain.runtime.errors",
     "DataError": "drivetrain.runtime.errors",
     "LaunchError": "drivetrain.runtime.errors",
     **dict.fromkeys(public_names("drivetrain.inference"), "drivetrain.inference"),
@@ -258,6 +259,7 @@ if TYPE_CHECKING:
     from drivetrain.runtime.durations import Duration as Duration
     from drivetrain.runtime.environment import ProcessEnvironment as ProcessEnvironment
     from drivetrain.runtime.errors import CheckpointError as CheckpointError
+    from drivetrain.runtime.errors import DrivetrainDeprecationWarning as DrivetrainDeprecationWarning
     from drivetrain.runtime.errors import CollectiveError as CollectiveError
     from drivetrain.runtime.errors import ConfigurationError as ConfigurationError
     from drivetrain.runtime.errors import DataError as DataError

@@ -294,7 +294,7 @@ def do_an_accelerator_with(**options: Any) -> Any:
 )
 @pytest.mark.parametrize("value", [True, False])
 def test_the_option_that_chose_an_implementation_warns_and_has_no_effect(make: Callable[..., Any], value: bool) -> None:
-    from drivetrain.runtime.errors import DrivetrainDeprecationWarning
+    from drivetrain import DrivetrainDeprecationWarning
 
     with pytest.warns(DrivetrainDeprecationWarning, match="give fused=True to the optimizer itself") as caught:
         accelerator = make(fused_optimizer=value)

@@ -14,9 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain import Accelerator, Callback, CheckpointError, ModelCheckpoint, PartialState, Task, Trainer
+from drivetrain import (
+    Accelerator,
+    Callback,
+    CheckpointError,
+    DrivetrainDeprecationWarning,
+    ModelCheckpoint,
+    PartialState,
+    Task,
+    Trainer,
+)
 from drivetrain.checkpoint import load_run_state, save_queue, save_run_state
-from drivetrain.runtime.errors import DrivetrainDeprecationWarning
 from tests.checkpoint.states import (
     CountingStorage,
     alone,

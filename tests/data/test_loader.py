@@ -14,9 +14,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, IterDataPipe, RandomSampler
 
-from drivetrain import ConfigurationError
+from drivetrain import ConfigurationError, DrivetrainDeprecationWarning
 from drivetrain.data import DataLoaderConfiguration, DataShard, PreparedLoader, TailPolicy, prepare_loader
-from drivetrain.runtime.errors import DrivetrainDeprecationWarning
 from tests.data.kinds import KINDS, MAP_STYLE, Buckets, Numbers, Stream, rows_of
 
 

@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 
-from drivetrain import ConfigurationError, DeviceNotAvailableError
+from drivetrain import ConfigurationError, DeviceNotAvailableError, DrivetrainDeprecationWarning
 from drivetrain.launch import LaunchOptions
 from drivetrain.launch.launcher import LaunchPlan
 from drivetrain.launch.options import MIXED_PRECISIONS
 from drivetrain.runtime.devices import detect_device_kind
-from drivetrain.runtime.errors import DrivetrainDeprecationWarning
 
 # what is given; what the message must say: the value, what is allowed, what to do
 MISTAKES: list[tuple[dict[str, Any], list[str]]] = [

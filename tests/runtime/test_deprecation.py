@@ -8,7 +8,8 @@ import warnings
 import pytest
 
 import drivetrain
-from drivetrain.runtime.errors import DrivetrainDeprecationWarning, deprecated, warn_ignored
+from drivetrain import DrivetrainDeprecationWarning
+from drivetrain.runtime.errors import deprecated, warn_ignored
 from tests.house import PACKAGE
 
 HELPERS = ("deprecated", "warn_ignored")

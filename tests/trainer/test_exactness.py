@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 from torchmetrics.classification import BinaryAUROC
 
-from drivetrain import ConfigurationError, PartialState, Task
-from drivetrain.runtime.errors import DrivetrainDeprecationWarning
+from drivetrain import ConfigurationError, DrivetrainDeprecationWarning, PartialState, Task
 from tests.pool import run_in_processes
 from tests.trainer.tasks import Kept, Shuffled, Weight, fitted, ones, quiet, rows, stream
 
