@@ -302,7 +302,7 @@ def _entries(
         "hyper_parameters": plain(task.hparams, not keeps_objects),
         "hparams_name": task.__dict__.get("_hparams_name"),
         "hparams_constructor": constructor_of(task),
-        LOSS_IS_FINITE: trainer.finiteness.is_finite,  # marks the manifest, too: the last choice for a resume
+        LOSS_IS_FINITE: trainer.is_finite,  # marks the manifest, too: the last choice for a resume
     }
     if weights_only:
         return entries

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping, Sequence, Sized
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -28,6 +28,11 @@ class LightningDataModule(UnpicklesWhereAsked, HyperparametersMixin, DataModule)
     CHECKPOINT_HYPER_PARAMS_TYPE: ClassVar[str] = "datamodule_hparams_type"
 
     name: str | None = None
+
+    @classmethod
+    @wraps(DataModule.load_from_checkpoint.__func__)  # type: ignore[attr-defined]
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
