@@ -8,6 +8,8 @@ import pytest
 
 from tests.house import (
     FIGURES,
+    PACKAGE,
+    ROOMS,
     Figure,
     House,
     circles,
@@ -15,6 +17,7 @@ from tests.house import (
     foreign_private_names,
     lengths,
     public_members,
+    sizes_of,
     written_from_outside,
 )
 
@@ -28,6 +31,16 @@ def house() -> House:
 def test_a_figure_of_the_house_is_within_its_bound(house: House, figure: Figure) -> None:
     value, places = figure.measure(house)
     assert value <= figure.bound, "\n".join([f"{figure.name}: {value}, at most {figure.bound}", *places])
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_does_not_grow(room: str) -> None:
+    files, lines = sizes_of(room)
+    assert (files <= ROOMS[room][0], lines <= ROOMS[room][1]) == (True, True), (files, lines, ROOMS[room])
+
+
+def test_every_room_has_a_size() -> None:
+    assert sorted(ROOMS) == sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
 
 
 # The measures see what they should
