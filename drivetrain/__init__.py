@@ -259,11 +259,11 @@ if TYPE_CHECKING:
     from drivetrain.runtime.durations import Duration as Duration
     from drivetrain.runtime.environment import ProcessEnvironment as ProcessEnvironment
     from drivetrain.runtime.errors import CheckpointError as CheckpointError
-    from drivetrain.runtime.errors import DrivetrainDeprecationWarning as DrivetrainDeprecationWarning
     from drivetrain.runtime.errors import CollectiveError as CollectiveError
     from drivetrain.runtime.errors import ConfigurationError as ConfigurationError
     from drivetrain.runtime.errors import DataError as DataError
     from drivetrain.runtime.errors import DeviceNotAvailableError as DeviceNotAvailableError
+    from drivetrain.runtime.errors import DrivetrainDeprecationWarning as DrivetrainDeprecationWarning
     from drivetrain.runtime.errors import DrivetrainError as DrivetrainError
     from drivetrain.runtime.errors import LaunchError as LaunchError
     from drivetrain.runtime.logging import get_logger as get_logger

@@ -129,17 +129,16 @@ def _try(change: Change, result: Path) -> None:
                 f"drivetrain tune cannot see into the processes that strategy={made.strategy.name!r} starts. Give "
                 "strategy='ddp', and the number of processes as a flag: drivetrain tune --num_processes 2 script.py.",
             )
-        kind = type(made)
 
-        def adapt_for_trial(trainer: Trainer, loader: Any, stage: Stage) -> Any:
-            loader = kind.adapt_loader(trainer, loader, stage)
-            if stage is Stage.TRAIN:
+    def adapt_for_trial(trainer: Trainer, loader: Any, stage: Stage) -> Any:
+        loader = adapt(trainer, loader, stage)
+        for pace in trainer.callbacks if stage is Stage.TRAIN else ():
+            if isinstance(pace, Pace):
                 pace.adapt(loader)
-            return loader
-
-        made.__class__ = type(kind.__name__, (kind,), {adapt.__name__: adapt_for_trial})
+        return loader
 
     Trainer.__init__ = make_for_trial  # type: ignore[assignment, method-assign]
+    Trainer.adapt_loader = adapt_for_trial  # type: ignore[assignment, method-assign]
 
 
 def _main(trial: str, script: str) -> None:
