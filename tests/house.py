@@ -446,26 +446,34 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 
 ROOMS = {
-    "accelerator": (12, 5167),
-    "callbacks": (33, 10820),
-    "checkpoint": (13, 4973),
-    "cli": (18, 2100),
-    "compat": (182, 16065),
-    "data": (14, 4659),
-    "inference": (24, 8658),
-    "launch": (15, 5583),
-    "runtime": (24, 5609),
-    "strategies": (59, 15837),
-    "trackers": (18, 4534),
-    "trainer": (46, 14124),
+    "accelerator": (12, 3272),
+    "callbacks": (33, 7045),
+    "checkpoint": (13, 3248),
+    "cli": (18, 1575),
+    "compat": (182, 10951),
+    "data": (14, 3147),
+    "inference": (24, 5755),
+    "launch": (15, 4264),
+    "runtime": (24, 3462),
+    "strategies": (59, 10897),
+    "trackers": (18, 2959),
+    "trainer": (46, 9640),
 }
-"""Files and lines of each room. They may only fall; a commit that raises one says why."""
+"""Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 
 
 def sizes_of(room: str) -> tuple[int, int]:
-    """How many files and lines a room has."""
-    files = list((PACKAGE / room).rglob("*.py"))
-    return len(files), sum(len(file.read_text().splitlines()) for file in files)
+    """How many files a room has, and lines without docstrings, comments and blank lines."""
+    modules = [Module(path, PACKAGE) for path in (PACKAGE / room).rglob("*.py")]
+    return len(modules), sum(lines_of_code(module) for module in modules)
+
+
+def lines_of_code(module: Module) -> int:
+    numbered = enumerate(module.source.splitlines(), 1)
+    return sum(
+        bool(line.strip()) and not line.lstrip().startswith("#") and number not in module.docstring_lines
+        for number, line in numbered
+    )
 
 
 FIGURES = [

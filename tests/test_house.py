@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import io
+import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from tests.house import (
     ROOMS,
     Figure,
     House,
+    Module,
     circles,
     duplicates,
     foreign_private_names,
@@ -41,6 +46,22 @@ def test_a_room_does_not_grow(room: str) -> None:
 
 def test_every_room_has_a_size() -> None:
     assert sorted(ROOMS) == sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
+
+
+def test_the_core_does_not_name_the_frameworks_whose_scripts_it_runs(house: House) -> None:
+    """They are named in compat/, among the names that the engine keeps for Accelerate's users, and in error hints."""
+    core = [each for each in house.modules if each.room != "compat" and each.path.name != "accelerate_names.py"]
+    prose = [(each.place, text) for each in core for text in (*docstrings(each), *comments(each))]
+    assert [each for each in prose if re.search(r"\b(Lightning|Accelerate)\b", each[1])] == []
+
+
+def docstrings(module: Module) -> list[str]:
+    return [ast.get_docstring(node) or "" for node in (module.tree, *module.definitions)]
+
+
+def comments(module: Module) -> list[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(module.source).readline)
+    return [token.string for token in tokens if token.type == tokenize.COMMENT]
 
 
 # The measures see what they should

@@ -56,6 +56,13 @@ def test_every_public_name_has_an_entry(entries: set[str]) -> None:
     assert [name for name in PUBLIC if name not in OF_TORCH and not has_entry(name, entries)] == []
 
 
+def test_every_public_name_has_a_docstring() -> None:
+    named = {name: getattr(drivetrain, name) for name in PUBLIC if name not in OF_TORCH}
+    classes = [name for name, value in named.items() if inspect.isclass(value) and not vars(value).get("__doc__")]
+    functions = [name for name, value in named.items() if inspect.isfunction(value) and not value.__doc__]
+    assert classes + functions == []
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_member_has_an_entry(name: str, entries: set[str]) -> None:
     missing = [each for each in members(getattr(drivetrain, name)) if f"drivetrain.{name}.{each}" not in entries]
