@@ -457,7 +457,7 @@ ROOMS = {
     "runtime": (24, 3462),
     "strategies": (59, 10897),
     "trackers": (18, 2959),
-    "trainer": (46, 9640),
+    "trainer": (46, 9645),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 

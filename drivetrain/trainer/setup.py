@@ -76,6 +76,11 @@ def make_accelerator(
         return accelerator
     kind = None if accelerator == "auto" else get_device_kind(accelerator)
     count, numbers = _chosen_devices(devices)
+    if numbers and (kind or detect_device_kind()).name == "cpu" and sorted(numbers) != list(range(len(numbers))):
+        raise ConfigurationError(
+            f"devices={devices!r}: the CPU is one device and has no numbers. Give the number of processes: "
+            f"devices={len(numbers)}."
+        )
     environment = ProcessEnvironment.detect()
     spawned = started_by_verbs(strategy)
     if spawned is not None:

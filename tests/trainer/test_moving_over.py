@@ -286,6 +286,12 @@ def test_a_named_device_is_one_process() -> None:
     assert quiet(accelerator="cpu", devices=[0]).num_devices == 1
 
 
+@pytest.mark.parametrize("given", [[3], "1,", [0, 2]])
+def test_numbers_that_the_cpu_does_not_have_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="the CPU is one device"):
+        Trainer(accelerator="cpu", devices=given)
+
+
 def run_on_the_second_device() -> tuple[str, str]:
     start(2)
     before = dict(os.environ)
