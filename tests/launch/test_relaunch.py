@@ -12,11 +12,13 @@ from tests.launch.launching import run, write_script
 
 RELAUNCHES = """
     import os, sys
+    from drivetrain import PartialState
     from drivetrain.launch import already_launched, relaunch_script
 
     if not already_launched():
         relaunch_script(2, cpu=True)
-    print(os.environ["RANK"], sys.argv[1:], sys.warnoptions, sys.flags.no_user_site, __name__, __package__)
+    print(os.environ["RANK"], sys.argv[1:], sys.warnoptions, sys.flags.no_user_site, __name__, __package__, flush=True)
+    PartialState(cpu=True).wait_for_everyone()  # the first rank that fails ends the other
     sys.exit(7)
 """
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import traceback
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,6 @@ def trainer(**options):
     return Trainer(**{**quiet, "accelerator": "cpu", **options})
 """
 
-RANK = ("-m", "drivetrain.launch.worker", "script")
-
 # What goes wrong, the last line of the user's code that the traceback has.
 SCRIPTS = {
     "an argument of the Trainer": ("trainer(max_epochs='ten')", "return Trainer("),
@@ -77,21 +76,10 @@ SCRIPTS = {
 }
 
 
-def run(tmp_path: Path, lines: str, *options: str, **variables: str) -> str:
-    """What a script that fails writes to the terminal, run as the launcher's processes run it, or with `options`."""
+def script(tmp_path: Path, lines: str) -> Path:
     path = tmp_path / "script.py"
     path.write_text(f"{HEAD}\n{textwrap.dedent(lines)}\n")
-    environment = {**clean_environment(CUDA_VISIBLE_DEVICES=""), "PYTHONPATH": str(PACKAGE.parent), **variables}
-    ended = subprocess.run(
-        [sys.executable, *(options or RANK), str(path)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-        timeout=100,
-    )
-    assert ended.returncode == 1, ended.stderr
-    return ended.stderr
+    return path
 
 
 def frames(text: str) -> list[str]:
@@ -103,46 +91,59 @@ def ours(text: str) -> list[str]:
     return [file for file in frames(text) if file.startswith(f"{PACKAGE}/")]
 
 
-@pytest.mark.parametrize(("lines", "last"), SCRIPTS.values(), ids=SCRIPTS)
-def test_an_error_of_drivetrain_ends_at_the_users_line(lines: str, last: str, tmp_path: Path) -> None:
-    shown = run(tmp_path, lines)
-    of_user = [file for file in frames(shown) if file.endswith("script.py")]
-    assert 1 <= len(ours(shown)) <= 3
-    assert len(frames(shown)) == len(of_user) + len(ours(shown))
-    assert last in shown
-    assert re.search(r"^drivetrain\.[\w.]+Error: ", shown, re.MULTILINE)
+def shown(path: Path) -> str:
+    """The traceback of what a script raises, as the launcher's processes shorten it."""
+    try:
+        exec(compile(path.read_text(), path, "exec"), {"__name__": "__main__"})
+    except Exception as error:
+        assert error.__traceback__ is not None
+        with short_tracebacks(error, error.__traceback__.tb_next):  # without the frame of this function
+            return "".join(traceback.format_exception(error))
+    raise AssertionError("the script raises nothing")
+
+
+@pytest.mark.parametrize("case", SCRIPTS)
+def test_an_error_of_drivetrain_ends_at_the_users_line(case: str, tmp_path: Path) -> None:
+    text = shown(script(tmp_path, SCRIPTS[case][0]))
+    of_user = [file for file in frames(text) if file.endswith("script.py")]
+    assert of_user
+    assert 1 <= len(ours(text)) <= 3
+    assert len(frames(text)) == len(of_user) + len(ours(text))
+    assert SCRIPTS[case][1] in text
+    assert re.search(r"^drivetrain\.[\w.]+Error: ", text, re.MULTILINE)
 
 
 def test_plain_python_shows_all_frames_for_its_hook_is_left_alone(tmp_path: Path) -> None:
-    shown = run(tmp_path, SCRIPTS["what a step returned"][0], "-u")
-    assert len(ours(shown)) > 5
-    assert re.search(r"^drivetrain\.[\w.]+Error: ", shown, re.MULTILINE)
+    path = script(tmp_path, SCRIPTS["what a step returned"][0])
+    environment = {**clean_environment(CUDA_VISIBLE_DEVICES=""), "PYTHONPATH": str(PACKAGE.parent)}
+    ended = subprocess.run([sys.executable, path], capture_output=True, text=True, env=environment, timeout=100)
+    assert ended.returncode == 1
+    assert len(ours(ended.stderr)) > 5
+    assert re.search(r"^drivetrain\.[\w.]+Error: ", ended.stderr, re.MULTILINE)
 
 
-def test_all_frames_are_shown_where_the_variable_asks_for_them(tmp_path: Path) -> None:
-    lines = SCRIPTS["what a step returned"][0]
-    assert len(ours(run(tmp_path, lines, **{FULL_VARIABLE: "1"}))) > 5
+def test_all_frames_are_shown_if_the_variable_asks_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FULL_VARIABLE, "1")
+    assert len(ours(shown(script(tmp_path, SCRIPTS["what a step returned"][0])))) > 5
 
 
 def test_an_error_in_a_step_of_the_user_keeps_the_users_frames(tmp_path: Path) -> None:
-    shown = run(
-        tmp_path,
-        """
+    lines = """
         def loss(self, batch):
             return self.layer(batch[:, :1]).mean()
 
         Net.loss = loss
         trainer().fit(Net(), loader())
-        """,
-    )
+        """
+    text = shown(script(tmp_path, lines))
     for line in ("trainer().fit(Net(), loader())", "return self.loss(batch)", "self.layer(batch[:, :1])"):
-        assert line in shown
-    assert "torch/nn/modules/linear.py" in shown
-    assert shown.rstrip().splitlines()[-1].startswith("RuntimeError: ")
+        assert line in text
+    assert "torch/nn/modules/linear.py" in text
+    assert text.rstrip().splitlines()[-1].startswith("RuntimeError: ")
 
 
 def test_an_error_under_the_launcher_ends_at_the_users_line(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(f"{HEAD}\n{SCRIPTS['what a step returned'][0]}\n")
+    script(tmp_path, SCRIPTS["what a step returned"][0])
     short = launch("--num_processes", "1", "--cpu", "script.py", cwd=tmp_path, timeout=100)
     assert (short.code, 1 <= len(ours(short.err)) <= 3) == (1, True), short.err
     assert "trainer().fit(Net(), loader())" in short.err
