@@ -112,7 +112,7 @@ class LearningRateMonitor(Callback):
         self._rates = self._find(trainer.optimizers, trainer.lr_scheduler_configs)
         if self.log_momentum and any(not each.has_momentum for each in self._rates):
             warnings.warn(
-                "LearningRateMonitor(log_momentum=True): some optimizers do not have momentum. It is logged as 0 for them.",
+                "LearningRateMonitor(log_momentum=True): some optimizers do not have momentum. Theirs is logged as 0.",
                 RuntimeWarning,
                 stacklevel=2,
             )
