@@ -116,8 +116,6 @@ class CheckpointName:
         return [match[1] for match in _FIELD.finditer(self.template)]
 
     def format(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> str:
-        """Return the template with epoch, step and metric values filled in."""
-
         def fill(match: re.Match[str]) -> str:
             name, style = match[1], (match[2] or ":")[1:]
             value: Any = {"epoch": epoch, "step": step}.get(name)
@@ -190,7 +188,6 @@ class SavedAccount:
         return cls(saved_in, below_root, scores, names, lists)
 
     def without(self, names: set[str]) -> SavedAccount:
-        """Return a copy without the given checkpoint names."""
         return SavedAccount(
             self.saved_in,
             self.below_root,
@@ -436,7 +433,6 @@ class CheckpointAccount:
         self.doomed = [old for old in dict.fromkeys(self.doomed) if old != path]
 
     def forget(self, path: str) -> None:
-        """Delete the record of a checkpoint that was removed."""
         self.best.scores.pop(path, None)
         self.doomed = [old for old in self.doomed if old != path]
 
@@ -449,7 +445,6 @@ class CheckpointAccount:
         return copy.deepcopy(self)
 
     def state_dict(self, directory: str) -> dict[str, Any]:
-        """Return the record as a dict, with names relative to the checkpoint directory."""
         inside = directory.rstrip("/") + "/"
 
         def name(path: str) -> str:
@@ -466,8 +461,6 @@ class CheckpointAccount:
         }
 
     def restore(self, state: SavedAccount, directory: str) -> None:
-        """Restore the record from a validated state."""
-
         def here(name: str) -> str:
             return f"{directory.rstrip('/')}/{name}" if name else ""
 
@@ -581,7 +574,6 @@ class CheckpointWriter:
         self._protected: set[str] = set()
 
     def protect(self, path: str) -> None:
-        """Exclude a checkpoint from removal."""
         self._protected.add(path)
 
     @property
@@ -729,7 +721,6 @@ class CheckpointWriter:
 
 
 def _with_advice(error: CheckpointError) -> CheckpointError:
-    """Return the error of a failed save with advice added to its message."""
     return type(error)(
         f"{error} Earlier checkpoints are intact. With ModelCheckpoint(on_save_error='warn') a run continues "
         "if a checkpoint cannot be written."

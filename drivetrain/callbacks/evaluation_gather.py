@@ -93,7 +93,6 @@ def real_rows(values: Any, rows: int | None, keep: int | None, what: str) -> Any
 
 
 def has_rows(values: Any, rows: int) -> bool:
-    """Return True if `values` is a tensor, array or list with `rows` entries."""
     if hasattr(values, "__array__") or isinstance(values, Tensor):
         return len(values.shape) > 0 and len(values) == rows
     return isinstance(values, (list, tuple)) and len(values) == rows
@@ -109,7 +108,6 @@ class SampleGather:
         self._leaving, self._gather = HostBlocks(state), BlockGather(state)
 
     def add(self, part: Part) -> None:
-        """Add one batch's predictions and targets."""
         block = self._leaving.add(part)
         if block:
             self._gather.add(block)
@@ -237,7 +235,6 @@ _WRITERS: dict[str, Callable[[Samples, Path], None]] = {
 
 
 def _rows(values: Any) -> Iterable[Any]:
-    """Return the rows of a tensor or list as Python values."""
     if isinstance(values, Tensor):
         return list(values.tolist())
     return [row.tolist() if isinstance(row, Tensor) else row for row in values]
@@ -420,7 +417,6 @@ class EvaluationGather(Callback):
         return others
 
     def _pick(self, outputs: Any, batch: Any, stage: str) -> tuple[Any, Any]:
-        """Return predictions and targets from a step's outputs. Targets are None if they are missing."""
         if self.select is not None:
             predictions, targets = self.select(outputs, batch)
             return predictions, targets
@@ -441,7 +437,6 @@ class EvaluationGather(Callback):
         return outputs, None
 
     def _finish(self, trainer: Trainer, task: Task, stage: str) -> None:
-        """Collect the samples of all processes, log the metrics and write the file."""
         if self._gather is None:
             return
         loaders = self._gather.finish()
@@ -481,7 +476,6 @@ def _is_metric(metric: Any) -> bool:
 
 
 def _compute(metrics: Mapping[str, Callable[..., Any]] | Callable[..., Any], samples: Samples) -> dict[str, float]:
-    """Compute all metrics over all samples. Returns a dict from metric name to value."""
     if samples.targets is None:
         raise DataError(
             "EvaluationGather has metrics to compute, but the outputs hold no targets. Return them with the "

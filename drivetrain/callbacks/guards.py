@@ -432,7 +432,6 @@ def _have_nan(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a tensor as a dense tensor."""
     local = local_part(tensor.detach())
     return local.coalesce().values() if local.is_sparse else local
 

@@ -76,7 +76,6 @@ class LearningRateMonitor(Callback):
 
     @staticmethod
     def _read(interval: Any) -> int | Duration:
-        """Read a `logging_interval` that is a number of steps or a duration."""
         try:
             every = checked_every(interval, "LearningRateMonitor")
             assert every is not None

@@ -50,7 +50,6 @@ ON_SAVE_ERROR = ("raise", "warn")
 def check_options(
     mode: str, save_last: Any, save_top_k: Any, monitor: str | None, total_limit: Any, on_save_error: str
 ) -> None:
-    """Check the arguments of `ModelCheckpoint`. Raises `ConfigurationError`."""
     check_mode(mode, "ModelCheckpoint")
     if not isinstance(save_top_k, int) or save_top_k < -1:
         raise ConfigurationError(
@@ -114,7 +113,6 @@ class SaveInterval(NamedTuple):
 
 
 def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int | None, every: Duration | None) -> None:
-    """Raise `ConfigurationError` if more than one interval is given, or a negative one."""
     given: dict[str, Any] = {"every_n_train_steps": steps, "train_time_interval": interval, "every_n_epochs": epochs}
     given = {name: value for name, value in given.items() if value}
     if every is not None:
@@ -559,7 +557,6 @@ class ModelCheckpoint(Callback):
             logger.warning("ModelCheckpoint: not all processes raised an exception, so no checkpoint is saved.")
 
     def _is_saved(self, step: int) -> bool:
-        """Return True if this run has saved a resumable checkpoint of this step."""
         return bool(self.newest_model_path) and self._last_saved == step and not self.save_weights_only
 
     def _formatted_filename(self, trainer: Trainer) -> str | None:
@@ -635,7 +632,6 @@ class ModelCheckpoint(Callback):
                 logger.info(f"Saved {path}.")
 
     def _save(self, trainer: Trainer, task: Task, only_last: bool = False) -> None:
-        """Decide what to save, and save it. Called by all processes."""
         assert self.dirpath is not None
         for callback in trainer.checkpoint_callbacks:
             callback.settle()  # one save at a time, and each callback raises its own errors
@@ -661,7 +657,6 @@ def _interval_timer(options: ModelCheckpoint, trainer: Trainer, elapsed: float) 
 
 
 def _is_sound(trainer: Trainer, task: Task) -> bool:
-    """Return True if all callbacks consider the current state worth saving."""
     # No short circuit: `is_state_sound` may use collectives, so every callback must be called.
     answers = [callback.is_state_sound(trainer, task) for callback in trainer.callbacks]
     return all(answers)

@@ -119,7 +119,6 @@ class ModelPruning(Callback):
 
     @staticmethod
     def _is_pruning_method(method: Any) -> bool:
-        """Return True if `method` is a subclass of `torch.nn.utils.prune.BasePruningMethod`."""
         return isinstance(method, type) and issubclass(method, prune.BasePruningMethod)
 
     # state

@@ -230,7 +230,6 @@ class ModuleTable:
 
 
 def check_depth(max_depth: Any) -> None:
-    """Raise `ConfigurationError` for an invalid `max_depth`."""
     if not isinstance(max_depth, int) or max_depth < -1:
         raise ConfigurationError(f"ModelSummary(max_depth={max_depth}): give 0 or more, or -1 for all modules.")
 
@@ -353,7 +352,6 @@ def summarize(model: nn.Module, max_depth: int = 1, strategy: Strategy | None = 
 
 
 def table_lines(columns: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """Format the columns as lines of text. Returns an empty list for a table without rows."""
     if not columns[0][1]:
         return []
     columns = shown_columns(columns)
@@ -381,7 +379,6 @@ def shown_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[st
 def total_lines(
     parameters: int, trainable: int, megabytes: float, modes: Mapping[str, int], flops: int = 0
 ) -> list[str]:
-    """Format the totals as lines of text."""
     counted = f", {short(flops)} floating-point operations in a forward" if flops else ""
     training, evaluating = modes["train"], modes["eval"]
     switched = f"; {training} modules train, {evaluating} are in evaluation mode" if evaluating else ""

@@ -335,7 +335,6 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def _columns(prediction: Any, indices: Sequence[int] | None) -> dict[str, Tensor]:
-    """Return the columns of one batch, with the sample positions as `index`."""
     if indices is None:
         raise DataError(
             "PredictionWriter: the position of a batch in the dataset is unknown, because its loader does not provide "

@@ -269,7 +269,6 @@ def _duration(seconds: float) -> str:
 
 
 def in_notebook() -> bool:
-    """Return True if the output goes to a notebook."""
     return "ipykernel" in sys.modules
 
 

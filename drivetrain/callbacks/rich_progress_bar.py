@@ -187,8 +187,6 @@ class _Row:
 
 
 class RichDisplay:
-    """Display with bars drawn by rich."""
-
     def __init__(self, console: Console, theme: RichProgressBarTheme, refresh_seconds: float) -> None:
         self.refresh_seconds = refresh_seconds
         self._console, self._theme = console, theme

@@ -256,7 +256,6 @@ MODES = ("min", "max")
 
 
 def check_mode(mode: str, owner: str) -> None:
-    """Raise `ConfigurationError` unless `mode` is `"min"` or `"max"`."""
     if mode not in MODES:
         raise ConfigurationError(
             f"{owner}: `mode` can be 'min' if lower values are better, as for a loss, or 'max' if higher values "

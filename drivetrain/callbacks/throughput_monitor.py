@@ -361,7 +361,6 @@ class SpeedMonitor(Callback):
                 trainer.print(sentence)
 
     def _begin(self, trainer: Trainer) -> None:
-        """Start to measure the values of the next log."""
         self._spent = trainer.timing.seconds
         self._samples, self._step = 0, trainer.global_step
 

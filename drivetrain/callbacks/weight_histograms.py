@@ -102,7 +102,6 @@ class WeightHistograms(Callback):
 
 
 def _together(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Concatenate the samples of all processes. Called by all processes."""
     found: dict[str, list[Tensor]] = {}
     for each in gather_object([values]):
         for name, sample in each.items():

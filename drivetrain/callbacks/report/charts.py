@@ -82,11 +82,9 @@ class Lane:
 
     @property
     def is_open(self) -> bool:
-        """True once a sample was written."""
         return self._file is not None
 
     def write(self, sample: Sample) -> None:
-        """Append a sample to the file, without buffering."""
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             is_new = not self._path.exists()
@@ -96,7 +94,6 @@ class Lane:
         self._file.write(",".join(f"{getattr(sample, name):.15g}" for name in COLUMNS) + "\n")
 
     def close(self) -> None:
-        """Close the file. Errors are ignored."""
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):
@@ -191,7 +188,6 @@ class Chart:
 
     @property
     def section(self) -> str:
-        """The heading under which the chart stands on the page."""
         return _PARTS.get(self.kind, "Speed and memory")
 
     def as_data(self) -> dict[str, Any]:
@@ -231,7 +227,6 @@ def kind_of(name: str) -> str:
 
 
 def in_order(charts: Sequence[Chart]) -> list[Chart]:
-    """Return charts sorted in the order of the page."""
     return sorted(charts, key=lambda chart: _KINDS.index(chart.kind))
 
 
@@ -319,7 +314,6 @@ SPENT = (
 
 
 def times_of(samples: Sequence[Sample]) -> list[float]:
-    """Return the elapsed seconds of a process at the end of each of its samples."""
     seconds, found = 0.0, []
     for sample in samples:
         seconds += sample.seconds

@@ -92,7 +92,6 @@ class PageParts:
 
 
 def render(parts: PageParts, charts: Sequence[Chart] = ()) -> bytes:
-    """Return a complete page as HTML."""
     before, after = _shell()
     title = joined([element("title", parts.title), Markup('<link rel="icon" href="data:,">\n</head>\n<body>')], "\n")
     main = element("main", "\n", joined(_main(parts, charts), "\n"), "\n")
@@ -205,7 +204,6 @@ def _footer() -> Markup:
 
 
 def _data(charts: Sequence[Chart]) -> Markup:
-    """Return the values of the charts as a JSON script element."""
     values = json.dumps([chart.as_data() for chart in charts], separators=(",", ":"))
     return element("script", json_within_script(values), type="application/json", id="charts")
 
@@ -231,7 +229,6 @@ class RunPage:
 
     @classmethod
     def read(cls, place: str | os.PathLike[str], record: Mapping[str, Any] | None = None) -> RunPage:
-        """Read a run from its folder or from a single file of values."""
         path = Path(place)
         known = dict(record) if record is not None else read_record(path) if path.is_dir() else {}
         values = RunValues() if known and not has_values(path) else read_values(path)
@@ -251,7 +248,6 @@ class RunPage:
         return found
 
     def charts(self) -> list[Chart]:
-        """Return all charts of the run, in the order of the page."""
         logged = charts_of([self.values])
         has_rate = any(chart.kind == "Learning rate" for chart in logged)
         found = [*logged, *sampled_charts(self.lanes, has_rate)]
@@ -269,7 +265,6 @@ def write_page(
 
 
 def page_of(run: RunPage) -> bytes:
-    """Return the page of a run as HTML."""
     record = run.record
     reason = str(record.get("reason", ""))
     state = str(record.get("state", ""))
@@ -309,7 +304,6 @@ def _lines(run: RunPage) -> list[str]:
 
 
 def _figures(run: RunPage) -> Rows:
-    """Return the key figures at the top of the page."""
     record, found = run.record, []
     if record.get("started"):
         found.append(("took" if record.get("state") != RUNNING else "so far", duration(seconds_of(record))))
@@ -349,7 +343,6 @@ def _spent(samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
 
 
 def _tables(run: RunPage) -> list[dict[str, Any]]:
-    """Return the tables of validations and of test results."""
     tables = []
     curves = run.values.curves
     names = [name for name in curves if stage_of(name) == "val"]
@@ -420,7 +413,6 @@ def _warnings(recorded: Iterable[Sequence[Any]]) -> Rows:
 
 
 def _facts(record: Mapping[str, Any]) -> list[tuple[str, Rows]]:
-    """Return the facts about the run, grouped under headings."""
     run = {"command": record.get("command"), "folder": record.get("cwd")}
     commit = record.get("commit") or {}
     if commit:
@@ -483,7 +475,6 @@ def distinct_names(places: Sequence[Path]) -> list[str]:
 
 
 def _runs(runs: Sequence[RunPage], names: Sequence[str]) -> dict[str, Any]:
-    """Return the table of runs with their start, state, duration, steps and command."""
     rows = []
     for run, name in zip(runs, names, strict=True):
         record = run.record
@@ -615,7 +606,6 @@ def find_run(name: str, directory: str | os.PathLike[str] = ".") -> Path:
 
 
 def as_table(runs: Sequence[KnownRun], width: int) -> list[str]:
-    """Format runs as the lines of a table."""
     rows: list[tuple[str, ...]] = [("began", "run", "state", "metric", "command")]
     rows += [tuple(map(shown, (run.when, run.name, run.state or "-", run.metric or "-", run.command))) for run in runs]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]

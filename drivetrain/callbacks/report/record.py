@@ -49,7 +49,6 @@ _LATE_SECONDS = 600.0
 
 
 def write_record(folder: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
-    """Write the record of a run into its folder."""
     text = json.dumps({"version": VERSION, **record}, ensure_ascii=False, default=str)
     write_whole(Path(folder, NAME), text)
 
@@ -207,7 +206,6 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """The last value."""
         return self.values[-1]
 
     def best(self, highest: bool) -> tuple[float, float]:
@@ -315,7 +313,6 @@ def read_table(path: str | os.PathLike[str]) -> RunValues:
 
 
 def _curve(steps: Sequence[float | None], values: Sequence[float | None]) -> Curve:
-    """Return a curve of the values that have both a step and a value."""
     pairs = zip(steps, values, strict=True)
     kept = [(step, value) for step, value in pairs if step is not None and value is not None]
     return Curve([step for step, _ in kept], [value for _, value in kept])
@@ -337,7 +334,6 @@ def _number(cell: str) -> float | None:
 
 
 def read_events(place: str | os.PathLike[str]) -> RunValues:
-    """Read the scalars in TensorBoard event files."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
     except ImportError as error:
@@ -391,7 +387,6 @@ def moment(seconds: float) -> str:
 
 
 def plain_text(value: Any) -> str:
-    """Format a configuration value as text."""
     if isinstance(value, float):
         return number(value)
     if isinstance(value, list | tuple):
@@ -417,7 +412,6 @@ class Resumption:
     checkpoint: str
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables for the command."""
         kept = {name: value for name, value in os.environ.items() if name != COMMAND_VARIABLE}
         return {**kept, RESUME_VARIABLE: self.checkpoint}
 
@@ -456,7 +450,6 @@ def resumption_of(place: Path) -> Resumption:
 
 
 def summary_of(place: Path, record: Mapping[str, Any]) -> list[str]:
-    """Return lines of text that describe a run."""
     if not record:
         return [shown(str(place)), f"There is no {NAME}: the run was recorded by its trackers only."]
     rows: dict[str, str] = {"state": str(record.get("state", "-"))}

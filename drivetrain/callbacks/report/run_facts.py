@@ -74,7 +74,6 @@ def _can_start_again(trainer: Trainer) -> bool:
 
 @cache
 def _shown_command(words: tuple[str, ...]) -> str:
-    """Return the command without secrets. The result is cached by the words of the command."""
     return command()
 
 
@@ -131,7 +130,6 @@ def _model(trainer: Trainer, task: Task) -> dict[str, str]:
 
 
 def _data(trainer: Trainer) -> dict[str, str]:
-    """Return the size of the training and the validation data."""
     found = {}
     validation = trainer.num_val_batches
     for name, loaders, batches in (

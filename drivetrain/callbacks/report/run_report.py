@@ -108,13 +108,11 @@ class ReportWriter:
         return time.monotonic() - began
 
     def record_error(self, error: BaseException) -> None:
-        """Store the exception that ended the run, for the last page."""
         self._error = first_line(error)
         lines = "".join(traceback.format_exception(error)).splitlines()
         self._traceback = "\n".join(lines[-_MOST_LINES:])
 
     def finish(self) -> None:
-        """Write the record and the page of the ended run."""
         reason = self._trainer.stop_reason
         state = FINISHED if reason is None else _STATES.get(str(reason), FINISHED)
         has_failed = state == FAILED and bool(self._error)
@@ -149,7 +147,6 @@ class ReportWriter:
         return record
 
     def _best(self) -> dict[str, Any]:
-        """Return the paths and the score of the best and of the newest checkpoint."""
         found: dict[str, Any] = {"task": type(self._task).__name__, "module": type(self._task).__module__}
         for callback in self._trainer.checkpoint_callbacks[:1]:
             score = callback.best_model_score
@@ -195,7 +192,6 @@ class RunSampler:
 
     @property
     def seconds(self) -> float:
-        """The seconds since the sampler was created."""
         return time.monotonic() - self._begun
 
     def observe(self) -> None:
@@ -293,12 +289,10 @@ class WarningLog(logging.Handler):
         self._known: dict[str, list[Any]] = {}
 
     def open(self) -> None:
-        """Start to record warnings."""
         self._logger.addHandler(self)
         self._before, warnings.showwarning = warnings.showwarning, self._show
 
     def close(self) -> None:
-        """Stop recording warnings."""
         self._logger.removeHandler(self)
         if self._before is not None and warnings.showwarning == self._show:
             warnings.showwarning = self._before
@@ -477,7 +471,6 @@ class RunReport(Callback):
         return min(sampler.due_in, _NOTHING_TO_DO if writer is None else writer.due_in)
 
     def _finish(self, trainer: Trainer) -> None:
-        """Write the last sample and the last page, in the training thread."""
         if self._clock is not None:
             self._clock.stop()
         tracker, sampler, writer = _tracker_of(trainer), self._sampler, self._writer
@@ -530,7 +523,6 @@ def _tracker_of(trainer: Trainer) -> DirectoryTracker | None:
 
 
 def _writing_files(trainer: Trainer) -> list[DirectoryTracker]:
-    """Return the Trainer's trackers that write files."""
     return [each for each in trainer.loggers if isinstance(each, DirectoryTracker)]
 
 
