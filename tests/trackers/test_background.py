@@ -219,7 +219,7 @@ def test_a_checkpoint_waits_for_one_that_is_behind_once(
     assert time.monotonic() - started < 5
     inner.gate.set()
     tracker.finish()
-    assert "may begin a new one" in warnings_in(caplog)[0]
+    assert "may start a new tracker run" in warnings_in(caplog)[0]
 
 
 def test_the_raw_object_is_given_once_the_run_is_open() -> None:
