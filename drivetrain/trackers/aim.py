@@ -86,7 +86,6 @@ class _AimRun(PackageRun):
         self._repo, self._is_remote, self._experiment, self._options = repo, is_remote, experiment, dict(options)
 
     def load(self) -> None:
-        """Import Aim and create a new local repository, so that the first checkpoint need not wait for that."""
         from aim import Repo
 
         if self._is_remote or Repo.exists(self._repo):

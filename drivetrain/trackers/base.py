@@ -431,8 +431,7 @@ class GeneralTracker(Tracker):
         made: Any = cls
         return made(project, *places, **options)  # type: ignore[no-any-return]
 
-    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the hyper-parameters of the run."""
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None: ...
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Write the values of one step.
@@ -497,7 +496,6 @@ def as_array(value: Any) -> NDArray[Any]:
 
 
 def as_rows(columns: Sequence[str] | None, data: Any) -> tuple[list[str], list[list[Any]]]:
-    """Return the column names and the rows of a table."""
     if hasattr(data, "columns") and hasattr(data, "values"):
         names = data.columns if columns is None else columns
         return [str(name) for name in names], [list(row) for row in data.values.tolist()]
@@ -548,7 +546,6 @@ class Losses:
             logger.warning(f"{self.owner}: {cause}{advice or ' The run continues without these values.'}")
 
     def report(self) -> None:
-        """Log the number of values lost since the last report."""
         with self._lock:
             causes, given = [each for each in self._by_cause.most_common() if each[1]], self._given
             self._by_cause.clear()
@@ -560,7 +557,6 @@ class Losses:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 

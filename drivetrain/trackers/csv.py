@@ -115,7 +115,6 @@ class CSVLogger(DirectoryTracker):
             csv.writer(file, lineterminator="\n").writerows([titles, *rows])
 
     def save(self) -> None:
-        """Write all rows to disk. The last row can still receive values of its step."""
         if self._table is not None and self._rows:
             self._table.write(self._rows, replace_last=self._last_is_written)
             self._rows, self._last_is_written, self._last_has_grown = self._rows[-1:], True, False
@@ -220,7 +219,6 @@ class _Table:
         self._file.close()
 
     def _widen(self, columns: list[str]) -> None:
-        """Rewrite the file with more columns, atomically."""
         self._file.close()
         _rewrite(self.path, columns)
         self.columns = columns

@@ -43,12 +43,10 @@ class RunDirectory:
 
     @property
     def root(self) -> Path:
-        """The directory that contains the versions."""
         return Path(self.save_dir, self.name)
 
     @property
     def is_decided(self) -> bool:
-        """True if the version was given or has been chosen."""
         return self._version is not None
 
     @property
@@ -184,12 +182,10 @@ class DirectoryTracker(Tracker):
 
     @property
     def save_dir(self) -> str:
-        """The root directory of all runs."""
         return self.run_directory.save_dir
 
     @property
     def version(self) -> int | str:
-        """The version of this run."""
         return self.run_directory.version
 
     @property
@@ -247,11 +243,6 @@ class DirectoryTracker(Tracker):
             self.finish()
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Add hyper-parameters to `hparams.yaml`, without secrets.
-
-        Args:
-            values: A dict from name to value. Nested dicts and lists are allowed.
-        """
         self._hyperparameters.update(Secrets().hide(plain(values)))
         import yaml
 

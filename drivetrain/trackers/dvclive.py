@@ -113,7 +113,6 @@ class _DVCLiveRun(PackageRun):
         return {path.relative_to(self._directory).as_posix(): path for path in found}
 
     def _cut(self, sizes: Mapping[str, int]) -> None:
-        """Truncate the files to their sizes at the checkpoint."""
         for name, path in self._files().items():
             if name not in sizes:
                 path.unlink()

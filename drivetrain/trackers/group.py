@@ -56,7 +56,6 @@ class CallQueue:
 
     @property
     def pending(self) -> int:
-        """The number of calls that are waiting or running."""
         return self._pending
 
     @property
@@ -162,7 +161,6 @@ class AbsentTracker(Tracker):
 
     @property
     def tracker(self) -> Any:
-        """An object that ignores every call."""
         return Absent()
 
     def __getattr__(self, name: str) -> Any:
@@ -216,7 +214,6 @@ class BackgroundTracker(Tracker):
 
     @property
     def lost(self) -> int:
-        """The number of values that could not be written."""
         return self._losses.total
 
     @property
@@ -230,7 +227,6 @@ class BackgroundTracker(Tracker):
     # calls
 
     def load(self) -> None:
-        """Import the packages that the tracker needs. A failed import becomes a warning."""
         if _is_main():
             try:
                 self._inner.load()
@@ -238,26 +234,13 @@ class BackgroundTracker(Tracker):
                 self._refuse(error)
 
     def start(self) -> None:
-        """Open the run on the background thread."""
         self._submit(lambda: None, 0)
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the hyper-parameters of the run, without secrets.
-
-        Args:
-            values: A dict from name to value, a dataclass instance or a namespace.
-        """
         kept = self._clean.hide(plain(hyperparameters_of(values)))
         self._submit(lambda: write_hyper_parameters(self._inner, kept), len(kept))
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write the values of one step.
-
-        Args:
-            values: A dict from name to value.
-            step: The optimizer step of the values.
-            **options: Options of the tracker's own `log`.
-        """
         if not _is_main():
             return  # return before tensors are read from the device
         kept = as_numbers(values, self._clean)
@@ -296,7 +279,6 @@ class BackgroundTracker(Tracker):
         self._submit(lambda: self._inner.after_save_checkpoint(checkpoint_callback))
 
     def save(self) -> None:
-        """Write all logged values on the background thread, without waiting for it."""
         if self._is_open:
             self._submit(self._inner.save, 0)
 
@@ -344,12 +326,6 @@ class BackgroundTracker(Tracker):
         self.finalize()
 
     def finalize(self, status: str = COMPLETED, message: str = "") -> None:
-        """Record how the run ended, wait for unwritten values, close the run and report lost values.
-
-        Args:
-            status: The status of the run, as for `Tracker.finalize`.
-            message: The first line of the error that ended the run.
-        """
         if not self._was_used:
             return
         self._was_used = False
@@ -375,7 +351,6 @@ class BackgroundTracker(Tracker):
                 self._is_open = False
 
     def _at_exit(self) -> None:
-        """Close a run that the script has left open."""
         self.finalize(*outcome_of(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)))
 
     # background thread
@@ -505,11 +480,7 @@ class TrackerGroup:
         return self.trackers if self.recorder is None else [*self.trackers, self.recorder]
 
     def record_with(self, recorder: Tracker | None) -> None:
-        """Set the tracker that stores values for the run report.
-
-        Args:
-            recorder: The tracker, or None.
-        """
+        """Set the tracker that stores values for the run report, or None."""
         self.recorder = recorder
 
     @property
@@ -535,27 +506,16 @@ class TrackerGroup:
             directory.version = version
 
     def open(self) -> None:
-        """Open the runs of all trackers."""
         self._clean = None
         self._each(lambda target: target.load())
         self._each(lambda target: target.start())
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write hyper-parameters to all trackers, without secrets.
-
-        Args:
-            values: A dict from name to value.
-        """
         if self.writes_here:
             shown = self.secrets.hide(dict(values))
             self._each(lambda target: write_hyper_parameters(target, shown), len(shown))
 
     def log_graph(self, model: Any) -> None:
-        """Write the structure of a model to all trackers that support it.
-
-        Args:
-            model: The module.
-        """
         self._each_given(lambda target: target.log_graph(model))
 
     # during the run
@@ -568,10 +528,7 @@ class TrackerGroup:
     ) -> None:
         """Write the values of one step to all trackers.
 
-        Args:
-            values: A dict from name to value.
-            step: The optimizer step of the values.
-            options: A dict from tracker name to further arguments of its `log`.
+        `options` is a dict from tracker name to arguments of its `log`.
         """
         if not self.writes_here:
             return
@@ -582,47 +539,22 @@ class TrackerGroup:
             self._call(tracker, partial(_log, values=kept, step=step, options=given), len(kept))
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Write images to all trackers that support them.
-
-        Args:
-            values: A dict from name to images, as for `Tracker.log_images`.
-            step: The optimizer step of the images.
-        """
         self._each_given(lambda target: target.log_images(values, step), len(values))
 
     def log_histogram(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Write histograms to all trackers that support them.
-
-        Args:
-            values: A dict from name to values, as for `Tracker.log_histogram`.
-            step: The optimizer step of the histograms.
-        """
         self._each_given(lambda target: target.log_histogram(values, step), len(values))
 
     def log_table(self, name: str, columns: Sequence[str] | None, data: Any, step: int | None = None) -> None:
-        """Write a table to all trackers that support it.
-
-        Args:
-            name: The name of the table.
-            columns: The column names, as for `Tracker.log_table`.
-            data: The rows, or a pandas DataFrame.
-            step: The optimizer step of the table.
-        """
         if self.writes_here:
             titles, rows = as_rows(columns, data)
             kept = self.secrets.hide(rows)
             self._each_given(lambda target: target.log_table(name, titles, kept, step=step), 1)
 
     def save(self) -> None:
-        """Write all logged values to disk, or send them to the servers."""
         self._each(lambda target: target.save())
 
     def checkpoint_saved(self, callback: Any) -> None:
-        """Call `after_save_checkpoint` of all trackers that override it.
-
-        Args:
-            callback: The callback that saved the checkpoint.
-        """
+        """Call `after_save_checkpoint` of all trackers that override it."""
         for tracker in self.trackers:
             if type(tracker).after_save_checkpoint is not Tracker.after_save_checkpoint:
                 self._call(tracker, lambda target: target.after_save_checkpoint(callback))
@@ -630,22 +562,12 @@ class TrackerGroup:
     # end of the run
 
     def log_best_model(self, path: str | os.PathLike[str]) -> None:
-        """Send the best checkpoint to all trackers with `log_model`.
-
-        Args:
-            path: The path of the checkpoint.
-        """
+        """Send the best checkpoint to all trackers with `log_model`."""
         for tracker in self.trackers:
             if tracker.log_model:
                 self._call(tracker, lambda target: target.log_artifact(path, "best"))
 
     def finalize(self, status: str = COMPLETED, message: str = "") -> None:
-        """Record how the run ended, write all remaining values, close the runs and report lost values.
-
-        Args:
-            status: The status of the run, as for `Tracker.finalize`.
-            message: The first line of the error that ended the run.
-        """
         text = self.secrets.in_text(message) if message else ""
         self._each(lambda target: target.record_end(STATUS_WORDS.get(status, status), text))
         for _, _, losses in self._targets.values():
@@ -668,14 +590,7 @@ class TrackerGroup:
         return states
 
     def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue the runs of all trackers from their state dicts.
-
-        Args:
-            states: The list that `state` returned.
-
-        Raises:
-            CheckpointError: If a state is invalid.
-        """
+        """Continue the runs of all trackers from their states. Raises `CheckpointError` for an invalid state."""
         if self.is_main:
             given = [state for state in states if _RECORDED not in state]
             for tracker, state in zip(self.trackers, given, strict=False):
@@ -687,13 +602,9 @@ class TrackerGroup:
     # single trackers
 
     def get(self, name: str) -> Tracker:
-        """Return the tracker with the given name. On processes that must not call it, an object that does nothing.
+        """Return the tracker with the given name or alias, or an `AbsentTracker` on processes that must not call it.
 
-        Args:
-            name: The name of the tracker, such as `"csv"`, or an alias.
-
-        Raises:
-            ConfigurationError: If the run has no tracker with this name.
+        Raises `ConfigurationError` if the run has no tracker with this name.
         """
         wanted = ALIASES.get(name, name)
         for tracker in self.trackers:

@@ -53,7 +53,7 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 def _unlock(file: IO[str]) -> None:
-    """Unlock a file before it is closed: a fork may still hold it open, and Windows delays the release."""
+    # Needed even though the file is closed next: a fork may hold it open, and Windows unlocks late.
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_UN)
     else:

@@ -155,7 +155,6 @@ def _make(
 
 
 def _share_version(trackers: Iterable[Tracker]) -> None:
-    """Give the same run directory to all trackers with the same root and no version."""
     shared: dict[str, RunDirectory] = {}
     for tracker in trackers:
         if isinstance(tracker, DirectoryTracker) and not tracker.run_directory.is_decided:

@@ -185,11 +185,9 @@ class PackageLogger(BackgroundTracker):
 
     @property
     def save_dir(self) -> str:
-        """The root directory of all runs."""
         return self._package_run.save_dir
 
 
 def file_name(name: str, step: int | None = None, suffix: str = "") -> str:
-    """Convert a name with an optional step to a valid relative path. A `/` separates directories."""
     parts = [re.sub(r"[^\w.-]", "_", part).strip(".") or "_" for part in name.split("/")]
     return "/".join(parts) + ("" if step is None else f"-{step}") + suffix

@@ -109,7 +109,6 @@ class _SwanLabRun(PackageRun):
         return str(self._run.dir) if self._run.mode != "online" else str(self._run.url)
 
     def _settings(self, swanlab: Any) -> Any:
-        """Return the settings of the run. Source code with secrets is excluded."""
         from swanlab.sdk.internal.settings import create_settings
 
         settings = create_settings()

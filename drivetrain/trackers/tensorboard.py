@@ -104,11 +104,6 @@ class TensorBoardLogger(DirectoryTracker):
         return self.tracker
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the hyper-parameters to `hparams.yaml` and to the HParams page of TensorBoard.
-
-        Args:
-            values: A dict from name to value. Nested dicts and lists are allowed.
-        """
         super().store_init_configuration(values)
         from torch.utils.tensorboard.summary import hparams
 

@@ -187,5 +187,4 @@ class _TrackioRun(PackageRun):
 
 
 def _shown(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without names that start with `_`, which Trackio reserves."""
     return {key: value for key, value in values.items() if not key.startswith("_")}

@@ -134,7 +134,6 @@ class _WandbRun(PackageRun):
         return str(Path(self._run.dir).parent) if self._run.offline else str(self._run.url)
 
     def _settings(self, wandb: Any) -> Any:
-        """Return the settings of the run. Source code with secrets is excluded."""
         given = self._options.get("settings") or {}
         settings = wandb.Settings(**given) if isinstance(given, Mapping) else given
         if not source_is_clean("WandbLogger", self.secrets):
