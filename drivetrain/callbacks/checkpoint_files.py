@@ -112,7 +112,7 @@ class CheckpointName:
 
     @property
     def fields(self) -> list[str]:
-        """The names in braces in the template."""
+        """The names in braces in the template, such as `epoch`."""
         return [match[1] for match in _FIELD.finditer(self.template)]
 
     def format(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> str:
@@ -157,10 +157,7 @@ class SavedAccount:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedAccount:
-        """Validate the state dict of a `ModelCheckpoint`.
-
-        Raises `CheckpointError` if it holds other paths than names.
-        """
+        """Validate the state dict of a `ModelCheckpoint`. Raises `CheckpointError` if it holds invalid names."""
         saved_in = state.get("dirpath") or ""
         if not isinstance(saved_in, str):
             raise _invalid_state("dirpath", saved_in)
@@ -276,7 +273,7 @@ def free_path(
 
 
 def relative(path: str | None, root: str) -> str | None:
-    """Return a directory relative to `root`, or None if it is not below `root`."""
+    """Return the path of a directory relative to `root`, or None if it is not below `root`."""
     if path is None or not root or not path.startswith(root.rstrip("/") + "/"):
         return None
     return os.path.relpath(path, root)
@@ -477,7 +474,7 @@ class CheckpointAccount:
 
 @dataclass
 class Decision:
-    """Decision about one save. The main process makes it, and all processes follow it.
+    """Decision about saving a checkpoint, made by the main process and followed by all processes.
 
     Attributes:
         score: The value of the monitored metric, or None.
@@ -515,7 +512,7 @@ def decide(
     was_validated: bool,
     only_last: bool = False,
 ) -> Decision:
-    """Decide what to save now, without changing anything. Called by the main process alone."""
+    """Decide which checkpoint to save now, without changing any state. Called by the main process alone."""
     metrics = trainer.callback_metrics
     decision = Decision(score=None if only_last else options.score_of(trainer, was_validated))
     decision.among_best = not only_last and kept.best.wants(decision.score)
@@ -578,7 +575,6 @@ class CheckpointWriter:
 
     @property
     def is_idle(self) -> bool:
-        """True if no save is in progress and no error is waiting to be raised."""
         return self._in_flight is None
 
     def save(self, trainer: Trainer, directory: str, decision: Decision, weights_only: bool) -> None:
@@ -644,7 +640,7 @@ class CheckpointWriter:
         return True
 
     def poll(self, trainer: Trainer) -> None:
-        """Check the background save for errors. An error ends the run once all processes can raise it together."""
+        """Check the background save for errors, without waiting. An error ends the run on all processes together."""
         flight = self._in_flight
         if flight is None or not flight.pending.failed():
             return
@@ -657,7 +653,7 @@ class CheckpointWriter:
             )
 
     def settle(self, forgive: bool = False) -> None:
-        """Wait for the background save, and remove the checkpoints that it replaces."""
+        """Wait for the background save of a checkpoint, and remove the checkpoints that it replaces."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return
@@ -736,9 +732,10 @@ def _log_failure(pending: PendingSave) -> None:
 
 @dataclass
 class _InFlight:
-    """Background save in progress.
+    """Checkpoint save that runs in the background.
 
-    `before` is the record to restore if the save fails. `removed` and `error` are the results of the follow-up work.
+    `before` is the record of checkpoints to restore if the save fails. `removed` and `error` are the results of the
+    follow-up work.
     """
 
     pending: PendingSave
@@ -747,14 +744,13 @@ class _InFlight:
     error: Exception | None = None
 
     def do(self, follow_up: Callable[[], list[str]]) -> None:
-        """Run the follow-up work in the writer thread. Waiting for the save waits for this work too."""
+        """Run the follow-up work in the thread that writes the checkpoint. Waiting for the save waits for it too."""
         try:
             self.removed = follow_up()
         except Exception as error:
             self.error = error
 
     def outcome(self) -> list[str]:
-        """Return the removed paths, or raise the error of the follow-up work."""
         if self.error is not None:
             raise self.error
         return self.removed

@@ -213,10 +213,7 @@ class EarlyStopping(Callback):
         return value
 
     def _evaluate_stopping_criteria(self, value: float) -> tuple[bool, str | None]:
-        """Update the best value and the wait count with a new value.
-
-        Returns True if the run must stop, and a message or None.
-        """
+        """Update the best value and the wait count. Returns True if the run must stop, and a message or None."""
         reason, message = self._reason_to_stop(value)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             self.stopping_reason = reason
@@ -234,10 +231,7 @@ class EarlyStopping(Callback):
         return True, f"{self.monitor} did not improve in {self.wait_count} checks. The best value was {self._best:.6g}."
 
     def _reason_to_stop(self, value: float) -> tuple[EarlyStoppingReason, str | None]:
-        """Check a value against the thresholds alone.
-
-        Returns the reason to stop and a message, or `NOT_STOPPED` and None.
-        """
+        """Check a metric value against the thresholds. Returns the reason to stop, or `NOT_STOPPED`, and a message."""
         name = self.monitor
         if self.check_finite and not math.isfinite(value):
             return (

@@ -134,7 +134,7 @@ class SampleGather:
 
 
 def _samples_of(parts: Sequence[Part]) -> Samples:
-    """Concatenate the parts of one loader. Outputs that some batches lack are left out, with a warning."""
+    """Concatenate the parts of one loader. Outputs that some batches lack are omitted, with a warning."""
     every = dict.fromkeys(name for part in parts for name in part.others)
     names = [name for name in every if all(name in part.others for part in parts)]
     if missing := [name for name in every if name not in names]:

@@ -236,7 +236,7 @@ class BaseFinetuning(Callback):
         self._announce(trainer, before)
 
     def _record(self, trainer: Trainer, number: int, first: int) -> None:
-        """Record the parameter groups from index `first` on, with parameter names in place of tensors."""
+        """Record an optimizer's parameter groups from index `first` on, with parameter names in place of tensors."""
         names = {id(parameter): name for name, parameter in _all_in_place(trainer).items()}
         optimizer = trainer.optimizers[number]
         for group in optimizer.param_groups[first:]:
@@ -407,7 +407,7 @@ class BackboneFinetuning(BaseFinetuning):
 
 
 def _epoch_or_duration(given: int | str | Duration) -> int | Duration:
-    """Read `unfreeze_backbone_at_epoch`. Returns an int for an epoch, or a `Duration` in another unit."""
+    """Convert `unfreeze_backbone_at_epoch` to an int for an epoch, or to a `Duration` in another unit."""
     if isinstance(given, int):
         return given
     read = interval_of(given, "BackboneFinetuning.unfreeze_backbone_at_epoch")

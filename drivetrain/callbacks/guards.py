@@ -79,7 +79,7 @@ LOSS = "loss"
 
 @dataclass
 class Watched:
-    """Values recorded in one optimizer step, to be judged later.
+    """Loss or metric recorded in one optimizer step, to be judged later.
 
     Attributes:
         step: The number of optimizer steps before this one.
@@ -246,7 +246,7 @@ class Guard(Callback):
         return not self._is_tripped
 
     def _watch(self, trainer: Trainer, task: Task) -> None:
-        """Record the values of the current step without reading them from the device."""
+        """Record the loss or metric of the current step without reading it from the device."""
         value = self._value(trainer)
         watched = Watched(
             trainer.global_step, trainer.current_epoch, tuple(self._batches), self.measure(trainer, value), value

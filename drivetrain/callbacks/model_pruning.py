@@ -308,7 +308,6 @@ class ModelPruning(Callback):
             logger.info(f"{applied} to `{name}`. Pruned: {_share(before[name], size)} -> {_share(after[name], size)}")
 
     def _pruned(self) -> dict[str, Target]:
-        """Return the parameters that have a mask, by name."""
         return {name: each for name, each in self._targets.items() if hasattr(each[0], f"{each[1]}_mask")}
 
     def _zeros(self) -> dict[str, int]:

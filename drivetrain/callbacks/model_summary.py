@@ -82,7 +82,7 @@ _UNITS = ((10**15, "P"), (10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")
 
 @dataclass
 class Layer:
-    """Row of the summary table.
+    """Row of the model summary table, for one module.
 
     Attributes:
         name: The name of the module in the model.
@@ -166,7 +166,6 @@ class ModuleTable:
 
     @property
     def is_lazy(self) -> bool:
-        """True if the model has lazy parameters that are not initialized yet."""
         return any(isinstance(parameter, UninitializedParameter) for parameter in self._model.parameters())
 
     def columns(self) -> list[tuple[str, list[str]]]:
@@ -257,7 +256,6 @@ def _record_sizes(row: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: 
 
 
 def _size(value: Any) -> Any:
-    """Return the shape of a tensor, or the shapes of nested tensors."""
     if hasattr(value, "shape") and not isinstance(value, type):
         return list(value.shape) or UNKNOWN_SIZE
     if isinstance(value, Mapping):
@@ -345,7 +343,13 @@ class ModelSummary(Callback):
 
 
 def summarize(model: nn.Module, max_depth: int = 1, strategy: Strategy | None = None) -> str:
-    """Return a table of a model's modules and their parameters."""
+    """Return a summary table of a model's modules and their parameters as text.
+
+    Args:
+        model: The model.
+        max_depth: The depth of the table: 1 for the direct submodules, -1 for all, or 0 for the totals only.
+        strategy: The strategy that has wrapped the model, to count sharded parameters in full, or None.
+    """
     table = ModuleTable(model, max_depth, strategy)
     lines = table_lines(table.columns())
     return "\n".join([*lines, *total_lines(*table.parameters, table.megabytes, table.modes, table.total_flops)])
@@ -371,7 +375,7 @@ def table_lines(columns: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
 
 
 def shown_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, Sequence[str]]]:
-    """Return the columns to display: without row numbers, and without FLOPs if no forward pass has run."""
+    """Return the columns of the summary table to display: no row numbers, and FLOPs only if they were measured."""
     has_run = any(title == "In sizes" for title, _ in columns)
     return [column for column in columns if column[0] != " " and (has_run or column[0] != "FLOPs")]
 

@@ -91,7 +91,7 @@ class Stage:
 
     @property
     def elapsed(self) -> float:
-        """The seconds spent in this stage, without inner stages."""
+        """The seconds spent in this stage, excluding inner stages such as a validation."""
         return time.perf_counter() - self.started - self.paused
 
     @property
@@ -101,7 +101,7 @@ class Stage:
         return (self.all_done - self.before) / elapsed if elapsed > 0 else 0.0
 
     def pause(self, seconds: float) -> None:
-        """Exclude the seconds that were spent in an inner stage."""
+        """Exclude the seconds that were spent in an inner stage, such as a validation, from the elapsed time."""
         self.paused += seconds
         if self.bar is not None:
             self.bar.start_t += seconds
@@ -109,29 +109,25 @@ class Stage:
 
 
 class Display(Protocol):
-    """Output that shows stages."""
+    """Interface of displays that show the progress of training epochs and evaluations."""
 
     refresh_seconds: float
 
-    def open(self, stage: Stage) -> None:
-        """Start to show a stage."""
+    def open(self, stage: Stage) -> None: ...
 
     def draw(self, stage: Stage, values: Mapping[str, float]) -> None:
-        """Update the progress of a stage."""
+        """Update the displayed progress of a stage."""
 
     def finish(self, stage: Stage, values: Mapping[str, float]) -> None:
         """Show the final progress of a stage. The stage may be opened again with another title."""
 
-    def close(self, stage: Stage) -> None:
-        """Stop showing a stage."""
+    def close(self, stage: Stage) -> None: ...
 
     def write(self, text: str, file: TextIO | None = None) -> None:
         """Print text without breaking the display. The default file is the standard output."""
 
 
 class BarDisplay:
-    """Display with redrawn bars, for terminals and notebooks."""
-
     def __init__(self, refresh_seconds: float, position: int = 0) -> None:
         self.refresh_seconds = refresh_seconds
         self._position = position
@@ -506,7 +502,7 @@ class TQDMProgressBar(Callback):
             self._draw(trainer)
 
     def _draw(self, trainer: Trainer) -> None:
-        """Draw the innermost stage if its number of batches is a multiple of the refresh rate."""
+        """Draw the progress of the innermost stage if its number of batches is a multiple of the refresh rate."""
         stage = self._stage
         if self._display is None or stage.done % self._batches_between:
             return
@@ -534,7 +530,7 @@ class TQDMProgressBar(Callback):
         stage.left = taken / (now - share) * (1 - now) if share < now < 1 else None
 
     def _end(self, trainer: Trainer) -> None:
-        """Finish the innermost stage, and return to the outer one."""
+        """Finish the display of the innermost stage, and return to the outer one."""
         if self._display is None or not self._stages:
             return
         self._display.finish(self._stage, self._values(trainer))

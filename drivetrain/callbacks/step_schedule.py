@@ -73,7 +73,7 @@ class StepTimer:
         return time.monotonic() - self._since
 
     def is_due(self, step: int) -> bool:
-        """Return True if the time is over. Called by all processes with the same step."""
+        """Return True if the time of the timer is over. Called by all processes with the same step."""
         if step < self._ask_at:
             return False
         due, self._ask_at = decide_on_main_process(lambda: self._poll(step))
@@ -182,7 +182,7 @@ class RunPoint:
         return float(self._after.amount) if self._has_come else self._timer.elapsed
 
     def has_come(self) -> bool:
-        """Return True once the point is reached. Called by all processes at the same steps."""
+        """Return True once the point of the run is reached. Called by all processes at the same steps."""
         if self._timer is None:
             return self._progress.count(self._after.unit) >= self._after.amount
         if not self._has_come and self._by_epoch:
@@ -217,7 +217,7 @@ class StepLog:
         self._last = trainer.global_step
 
     def begin(self) -> StepLog:
-        """Start to count units other than steps, when training starts. Returns the object itself."""
+        """Start to count units other than steps, when training starts. Returns this object."""
         trainer = self._trainer
         if not self._is_own:
             self._rhythm = trainer.tracker_log.rhythm
@@ -226,7 +226,7 @@ class StepLog:
         return self
 
     def is_due(self, step: int) -> bool:
-        """Return True if this step is to be logged. A second call for the same step returns False."""
+        """Return True if values are to be logged at this step. A second call for the same step returns False."""
         if not self._steps or step == self._last:
             return False
         if step % self._steps if self._steps > 0 else not (self._rhythm and self._rhythm.is_due(step)):
@@ -302,7 +302,6 @@ def _without_numbers(name: str) -> str:
 
 
 def missing_metric_message(metrics: Mapping[str, Any], monitor: str, owner: str) -> str:
-    """Return the error message for a metric that was not logged."""
     if metrics:
         there = f"Logged so far: {', '.join(map(repr, sorted(metrics)))}.{nearest(monitor, metrics)}"
     else:

@@ -62,7 +62,7 @@ class AveragedTensors:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look up the parameters of the model again. The next forward pass uses values written to them."""
+        """Look up the model's parameters again, so that the next forward pass uses values written to them."""
         found = self._strategy.state.parameters_in_place(self._model).values()
         self._weights = [local_part(each.detach()) for each in found if not each.is_meta]
 
@@ -110,7 +110,7 @@ class AveragedTensors:
 
     @torch.no_grad()
     def load(self, averaged: dict[str, Any], count: int) -> None:
-        """Restore an average from a state dict. Called by all processes."""
+        """Restore the averaged weights from a state dict. Called by all processes."""
         own = self._live()
         kept = [each.clone() for each in own]
         self._strategy.state.load_model(self._model, averaged)
@@ -716,7 +716,7 @@ def _batch_norms(task: nn.Module) -> list[_BatchNorm]:
 
 
 def _start_of(start: Any) -> int | float | Duration:
-    """Read `swa_epoch_start`. Returns an int for an epoch, a float for a fraction of the run, or a `Duration`."""
+    """Convert `swa_epoch_start` to an epoch (int), a fraction of the run (float) or a `Duration`."""
     if isinstance(start, str | Duration):
         read = interval_of(start, "StochasticWeightAveraging.swa_epoch_start")
         if isinstance(read, int):

@@ -73,7 +73,7 @@ COLUMNS = tuple(each.name for each in fields(Sample))
 
 
 class Lane:
-    """Writer of one process's samples."""
+    """Writer of the measurements of one process to a CSV file."""
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, about: Mapping[str, str]) -> None:
         self._path = Path(folder, FOLDER, f"rank_{rank}.csv")
@@ -101,9 +101,9 @@ class Lane:
 
 
 def read_lanes(folder: str | os.PathLike[str]) -> dict[int, tuple[str, list[Sample]]]:
-    """Read the samples of all ranks.
+    """Read the measurements that each rank has written.
 
-    Returns a dict from rank to a description of its machine and its samples in order.
+    Returns a dict from rank to a description of its machine and its samples in order of time.
     """
     found: dict[int, tuple[str, list[Sample]]] = {}
     for path in Path(folder, FOLDER).glob("rank_*.csv"):
@@ -151,7 +151,7 @@ _HIGHER_IS_BETTER = (
 
 @dataclass
 class Series:
-    """Curve of a chart.
+    """Curve of a chart in a run report.
 
     Attributes:
         name: The text in the legend.
@@ -168,7 +168,7 @@ class Series:
 
 @dataclass
 class Chart:
-    """Chart of a report.
+    """Line chart of a run report.
 
     Attributes:
         title: The title.
@@ -352,7 +352,6 @@ def escaped(text: object) -> Markup:
 
 
 def joined(parts: Iterable[object], between: str = "") -> Markup:
-    """Escape and concatenate values."""
     return Markup(between.join(map(escaped, parts)))
 
 
@@ -365,5 +364,4 @@ def element(tag: str, *children: object, **attributes: object) -> Markup:
 
 
 def json_within_script(text: str) -> Markup:
-    """Escape JSON for use in a `<script>` element."""
     return Markup(text.translate(_WITHIN_SCRIPTS))

@@ -62,7 +62,7 @@ _HINT = (
 
 @dataclass
 class PageParts:
-    """Content of a page besides its charts. All of it is text and is escaped. Empty parts have no heading.
+    """Content of a report page besides its charts. All of it is text and is escaped. Empty parts have no heading.
 
     Attributes:
         title: The heading and the window title.
@@ -101,7 +101,7 @@ def render(parts: PageParts, charts: Sequence[Chart] = ()) -> bytes:
 
 @cache
 def _shell() -> tuple[bytes, bytes]:
-    """Return the first and the last part of every page: styles and scripts."""
+    """Return the HTML before and after the content of a report page: styles and scripts."""
 
     def own(*names: str) -> str:
         return "\n".join(_HERE.joinpath(name).read_text(encoding="utf-8").strip() for name in names)
@@ -167,7 +167,7 @@ def _spent_bars(spent: Sequence[tuple[str, str, str]]) -> Iterator[Markup]:
 
 
 def _charts(charts: Sequence[Chart]) -> Iterator[Markup]:
-    """Yield the empty elements of the charts. The page's script draws the charts in them."""
+    """Yield empty HTML elements for the charts. The page's script draws the charts in them."""
     sections: dict[str, list[Markup]] = {}
     for index, chart in enumerate(charts):
         head = element("div", element("h3", chart.title), class_="head")
@@ -213,13 +213,13 @@ _MOST_ROWS = 200
 
 @dataclass
 class RunPage:
-    """Content of a run's folder.
+    """Content of a run's folder, as shown on its report page.
 
     Attributes:
         folder: The folder, or a single file of values.
         record: The content of `run.json`, or an empty dict.
         values: The values that trackers have written.
-        lanes: The samples of each rank.
+        lanes: The measurements of each rank.
     """
 
     folder: Path
@@ -236,12 +236,11 @@ class RunPage:
 
     @property
     def samples(self) -> list[Sample]:
-        """The samples of the first rank."""
+        """The measurements of the lowest rank."""
         return next((samples for _, samples in self.lanes.values()), [])
 
     @property
     def configuration(self) -> dict[str, str]:
-        """The configuration of the run as a dict from name to text."""
         found: dict[str, str] = {}
         for part in ("hyper_parameters", "trainer", "model", "data"):
             found.update({name: plain_text(value) for name, value in self.record.get(part, {}).items()})
@@ -498,7 +497,6 @@ def _runs(runs: Sequence[RunPage], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _results(runs: Sequence[RunPage], names: Sequence[str]) -> dict[str, Any]:
-    """Return the table of the best and the last value of each metric. The best run is marked."""
     metrics = dict.fromkeys(name for run in runs for name in run.values.curves)
     rows = []
     for metric in metrics:
@@ -538,7 +536,7 @@ def _configuration(runs: Sequence[RunPage], names: Sequence[str]) -> dict[str, A
 
 @dataclass(frozen=True)
 class KnownRun:
-    """Run in the index of a directory.
+    """Run that is listed in the index of a log directory.
 
     Attributes:
         when: The start time, as written in the index.
@@ -556,7 +554,7 @@ class KnownRun:
 
     @property
     def state(self) -> str:
-        """The state: `"running"`, `"finished"`, `"failed"`, `"interrupted"`, `"preempted"`, or empty if unknown."""
+        """The run's state: `"running"`, `"finished"`, `"failed"`, `"interrupted"`, `"preempted"`, or empty."""
         return str(self.record.get("state", ""))
 
     @property

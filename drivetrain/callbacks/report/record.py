@@ -84,7 +84,7 @@ def _integer(text: str) -> int:
 
 
 def _wrong_entries(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of entries whose type differs from what a run writes."""
+    """Yield the names of entries of `run.json` whose type differs from what a run writes."""
     kinds = _KINDS | dict.fromkeys(_TIMES, float)
     for name, kind in kinds.items():
         if not _is_a(record.get(name), kind):
@@ -191,7 +191,7 @@ _MOST_POINTS = 1500
 
 @dataclass
 class Curve:
-    """Values of one metric.
+    """Values of one logged metric by step.
 
     Attributes:
         steps: The step of each value.
@@ -243,7 +243,7 @@ class RunValues:
     epochs: dict[float, float] = field(default_factory=dict)
 
     def add(self, name: str, step: float, value: float) -> None:
-        """Add a value. It replaces the last value if that has the same step."""
+        """Add a metric value. It replaces the last value if that has the same step."""
         curve = self.curves.setdefault(name, Curve())
         if curve.steps and curve.steps[-1] == step:
             curve.values[-1] = value
@@ -279,7 +279,6 @@ def read_values(place: str | os.PathLike[str]) -> RunValues:
 
 
 def has_values(folder: str | os.PathLike[str]) -> bool:
-    """Return True if a folder holds a table or event files that `read_values` can read."""
     path = Path(folder)
     return (path / TABLE).is_file() or any(path.glob(EVENTS))
 
@@ -319,7 +318,7 @@ def _curve(steps: Sequence[float | None], values: Sequence[float | None]) -> Cur
 
 
 def _numbers(cells: Sequence[str]) -> list[float | None]:
-    """Parse a column. Cells that are empty or not numbers become None."""
+    """Parse a column of a CSV table. Cells that are empty or not numbers become None."""
     try:
         return [float(cell) if cell else None for cell in cells]
     except ValueError:
@@ -382,7 +381,6 @@ def duration(seconds: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Format a time in seconds since 1970 as local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 

@@ -105,7 +105,6 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
 
 
 def _randomness() -> dict[str, str]:
-    """Return the seed if one was set, and `deterministic` if only deterministic algorithms are allowed."""
     seed = recorded_seed()
     found = {} if seed is None else {"seed": str(seed)}
     return found | ({"deterministic": "True"} if torch.are_deterministic_algorithms_enabled() else {})

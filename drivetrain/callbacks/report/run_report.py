@@ -75,7 +75,7 @@ class ReportWriter:
 
     @property
     def due_in(self) -> float:
-        """The seconds until the next page is due. Negative if it is overdue."""
+        """The seconds until the next report page is due. Negative if it is overdue."""
         return self._due - time.monotonic()
 
     def write(self) -> None:
@@ -195,19 +195,18 @@ class RunSampler:
         return time.monotonic() - self._begun
 
     def observe(self) -> None:
-        """Record the number of rows in the current batch."""
+        """Record the number of samples in the current training batch."""
         info = self._trainer.batch_info
         if self._trainer.stage is Stage.TRAIN and info is not None:
             self._rows = info.real_rows
 
     @property
     def due_in(self) -> float:
-        """The seconds until the next sample is due. Negative if it is overdue."""
+        """The seconds until the next measurement is due. Negative if it is overdue."""
         now = time.monotonic()
         return self._since + max(_SHORTEST, (now - self._begun) / _PER_RUN) - now
 
     def take(self) -> Sample:
-        """Return the measurements since the last sample."""
         now, counters, spent = time.monotonic(), self._counters(), self._trainer.timing.seconds
         seconds = max(now - self._since, 1e-9)
         steps, batches = (after - before for before, after in zip(self._at, counters, strict=True))
@@ -426,7 +425,7 @@ class RunReport(Callback):
             _warn(error)
 
     def _make_writer(self, trainer: Trainer, task: Task) -> ReportWriter | None:
-        """Return the writer of this run, created on first use. None on other processes, or without a folder."""
+        """Return the report writer of this run, created on first use. None on processes that write no report."""
         tracker = _tracker_of(trainer)
         if self._writer is None and trainer.is_global_zero and tracker is not None:
             self._folder = os.path.abspath(tracker.run_directory.path)
