@@ -262,7 +262,7 @@ class WeightAveraging(Callback):
         else:
             logger.warning(f"{type(self).__name__}: the checkpoint contains no average, so averaging starts again.")
 
-    # around the loop
+    # hooks
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         if stage == "fit":
@@ -593,7 +593,7 @@ class StochasticWeightAveraging(Callback):
     def on_load_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
         self._restored = checkpoint.pop(AVERAGE, None)
 
-    # around the loop
+    # hooks
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         if stage != "fit":

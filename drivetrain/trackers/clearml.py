@@ -154,7 +154,7 @@ class _ClearMLRun(Tracker):
         if not Task.is_offline():
             _check_server()
         if not source_is_clean("ClearMLLogger", self.secrets):
-            os.environ["CLEARML_VCS_DIFF"] = ""  # without a diff, ClearML would record the script
+            os.environ["CLEARML_VCS_DIFF"] = ""  # empty: else ClearML would record the script as the diff
         continued = None if self.task_id is None or self.task_id.startswith(_OFFLINE_ID) else self.task_id
         given: dict[str, Any] = {
             # The logger itself records values, and parsed arguments may contain secrets.
