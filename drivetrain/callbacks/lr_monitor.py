@@ -214,7 +214,7 @@ class _Rates:
         self._known = names
 
     def read(self, monitor: LearningRateMonitor) -> dict[str, float]:
-        """Return the values to log, and store them in the monitor."""
+        """Return the current learning rates to log, and store them in the monitor."""
         values: dict[str, float] = {}
         for name, group in zip(self._known, self._optimizer.param_groups, strict=True):
             values[name] = rate = float(group["lr"])

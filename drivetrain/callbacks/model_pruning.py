@@ -205,7 +205,7 @@ class ModelPruning(Callback):
     # pruning
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune the parameters once.
+        """Prune the selected parameters of the model once.
 
         Args:
             amount: The number of elements to prune, or the share of the remaining ones.

@@ -120,7 +120,7 @@ class StepInterval:
         return 0.0 if self._timer is None else self._timer.elapsed
 
     def is_due(self, step: int) -> bool:
-        """Return True if the interval ends at this step.
+        """Return True if an interval ends at this step.
 
         Repeated calls give the same result. Called by all processes.
         """

@@ -233,7 +233,7 @@ class ThroughputMonitor(Callback):
         self._stop_counting()
 
     def compute(self, world_size: int = 1, data_shards: int | None = None) -> dict[str, float]:
-        """Compute the values to log. Returns a dict from name to value.
+        """Compute the rates and totals to log. Returns a dict from name to value.
 
         Args:
             world_size: The number of processes, which are assumed to be as fast as this one.

@@ -94,7 +94,7 @@ class Tracker(ABC):
         """Import the packages that the tracker needs. A run calls it before its first step, on the main thread."""
 
     def start(self) -> None:
-        """Open the run now rather than at the first use. Does nothing if the run is open."""
+        """Open the run of this tracker now rather than at its first use. Does nothing if the run is open."""
 
     @abstractmethod
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
-        """Write the values of one step.
+        """Write metric values of one step to the run.
 
         Args:
             values: A dict from name to a number, or to text if the tracker supports it. `epoch` is the epoch of the
@@ -115,7 +115,7 @@ class Tracker(ABC):
         """
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Write images.
+        """Write images to the run.
 
         Args:
             values: A dict from name to one or several images. An image is a PIL image, or a tensor or array of shape
@@ -128,7 +128,7 @@ class Tracker(ABC):
     def log_table(
         self, name: str, columns: Sequence[str] | None = None, data: Any = None, step: int | None = None
     ) -> None:
-        """Write a table.
+        """Write a table to the run.
 
         Args:
             name: The name of the table.
@@ -139,7 +139,7 @@ class Tracker(ABC):
         self._leave_out("tables")
 
     def log_text(self, values: Mapping[str, str], step: int | None = None) -> None:
-        """Write texts, such as samples of a language model.
+        """Write texts to the run, such as samples of a language model.
 
         Args:
             values: A dict from name to text.
@@ -148,7 +148,7 @@ class Tracker(ABC):
         self.log(dict(values), step)
 
     def log_histogram(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Write histograms.
+        """Write histograms to the run.
 
         Args:
             values: A dict from name to the values of the distribution, as a tensor, an array or a sequence.
@@ -157,7 +157,7 @@ class Tracker(ABC):
         self._leave_out("histograms")
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Write the structure of a model. `fit` calls it with its task.
+        """Write the structure of a model to the run. `fit` calls it with its task.
 
         Args:
             model: The module, or a text that describes it.
@@ -202,10 +202,10 @@ class Tracker(ABC):
         return kept
 
     def save(self) -> None:
-        """Write all logged values to disk, or send them to the server."""
+        """Write all values logged so far to disk, or send them to the server."""
 
     def finish(self) -> None:
-        """Write all remaining values and close the run."""
+        """Write all remaining values and close the run of this tracker."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs to continue this run, as values that JSON can represent.
@@ -237,7 +237,7 @@ class Tracker(ABC):
     # aliases
 
     def log_metrics(self, metrics: Mapping[str, float | int | str], step: int | None = None) -> None:
-        """Write the values of one step. An alias of `log`."""
+        """Write metric values of one step to the run. An alias of `log`."""
         self.log(metrics, step)
 
     def log_hyperparams(self, params: Any) -> None:
@@ -434,7 +434,7 @@ class GeneralTracker(Tracker):
     def store_init_configuration(self, values: Mapping[str, Any]) -> None: ...
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write the values of one step.
+        """Write metric values of one step to the run.
 
         Args:
             values: A dict from name to value.

@@ -183,7 +183,7 @@ class _Table:
         self._last_row = os.fstat(self._file.fileno()).st_size  # file offset of the last row
 
     def write(self, rows: list[Row], *, replace_last: bool = False) -> None:
-        """Append rows. If `replace_last` is True, the first of them replaces the last row of the file.
+        """Append rows to the CSV file. If `replace_last` is True, the first of them replaces the last row of the file.
 
         If writing fails, for example on a full disk, the file is restored, so that the rows can be written again.
         """

@@ -77,12 +77,12 @@ class CallQueue:
         return True
 
     def drain(self, timeout: float) -> bool:
-        """Wait until all calls are done. Returns False on a timeout."""
+        """Wait until all queued calls are done. Returns False on a timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._pending == 0, timeout)
 
     def stop(self) -> int:
-        """Stop the thread after the running call. Returns the number of values in the calls that were discarded."""
+        """Stop the queue's thread after the running call. Returns the number of values in the calls that were discarded."""
         with self._changed:
             items, self._items = self._items, queue.SimpleQueue()
             idle = self._thread if self._pending == 0 else None
@@ -472,7 +472,7 @@ class TrackerGroup:
 
     @property
     def keeps_values(self) -> bool:
-        """True if any process writes values."""
+        """True if any tracker on any process writes values."""
         return bool(self.trackers) or self.recorder is not None
 
     @property

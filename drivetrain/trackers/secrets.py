@@ -24,7 +24,7 @@ _SHORTEST = 8
 
 
 class Secrets:
-    """Finder of secrets, by the names of values and by the text of known secrets.
+    """Filter that finds secrets in values and texts, by the names of values and by known secrets.
 
     A text is secret if its name is like `api_key`, `hf_token`, `password` or `clientSecret`. Known secrets are the
     given values and those of environment variables with such names.

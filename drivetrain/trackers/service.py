@@ -111,7 +111,7 @@ class PackageRun(Tracker):
         self._run: Any = None
 
     def open(self) -> str | None:
-        """Open the run and assign it to `_run`. Returns its directory or address for the index, or None."""
+        """Open the package's run and assign it to `_run`. Returns its directory or address for the index, or None."""
         raise NotImplementedError
 
     def start(self) -> None:

@@ -116,7 +116,7 @@ class TensorBoardLogger(DirectoryTracker):
             file_writer.add_summary(summary)
 
     def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
-        """Write the values of one step: numbers as curves, a dict of numbers as one chart, and strings as text.
+        """Write metric values of one step: numbers as curves, a dict of numbers as one chart, and strings as text.
 
         Args:
             values: A dict from name to value.

@@ -256,7 +256,7 @@ class RunPage:
 def write_page(
     place: str | os.PathLike[str], record: Mapping[str, Any] | None = None, with_values: bool = True
 ) -> Path:
-    """Write the page of a run into its folder atomically. Returns the path of the page."""
+    """Write the report page of a run into its folder atomically. Returns the path of the page."""
     target = Path(place, PAGE)
     run = RunPage.read(place, record) if with_values else RunPage(Path(place), dict(record or {}))
     write_whole(target, page_of(run))
@@ -464,7 +464,7 @@ def comparison_of(runs: Sequence[RunPage]) -> bytes:
 
 
 def distinct_names(places: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the given paths that are all different."""
+    """Return the last parts of each path, as many as make all of them different."""
     paths = [Path(os.path.abspath(place)) for place in places]
     for count in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-count:]) for path in paths]

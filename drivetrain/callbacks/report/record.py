@@ -252,7 +252,7 @@ class RunValues:
             curve.values.append(value)
 
     def put_in_order(self) -> RunValues:
-        """Sort every curve by step, and keep the last value of each step. Returns the object itself."""
+        """Sort every curve by step, and keep the last value of each step. Returns this object."""
         for curve in self.curves.values():
             if any(map(operator.ge, curve.steps, curve.steps[1:])):
                 pairs = sorted(dict(zip(curve.steps, curve.values, strict=True)).items())
