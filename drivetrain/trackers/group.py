@@ -82,7 +82,7 @@ class CallQueue:
             return self._changed.wait_for(lambda: self._pending == 0, timeout)
 
     def stop(self) -> int:
-        """Stop the queue's thread after the running call. Returns the number of values in the calls that were discarded."""
+        """Stop the queue's thread after the running call. Returns the number of values in discarded calls."""
         with self._changed:
             items, self._items = self._items, queue.SimpleQueue()
             idle = self._thread if self._pending == 0 else None
