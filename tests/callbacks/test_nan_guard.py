@@ -258,7 +258,7 @@ def test_the_number_of_rollbacks_survives_them_and_has_an_end(tmp_path: Path) ->
     task = Regression({(0, 3): NAN, (0, 4): NAN, (0, 5): NAN})
     guard = NaNGuard(action="rollback", max_rollbacks=2)
     checkpoint = ModelCheckpoint(tmp_path / "ckpt", "{step}", every_n_train_steps=2)
-    with pytest.raises(DrivetrainError, match=r"gone back to a checkpoint 2 times already, and max_rollbacks=2"):
+    with pytest.raises(DrivetrainError, match=r"rolled back 2 times already, and max_rollbacks=2"):
         train(task, tmp_path, [guard, checkpoint])
     assert guard.skipped == [(0, 3), (0, 4)]
 
