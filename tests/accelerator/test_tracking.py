@@ -111,7 +111,7 @@ def test_a_tracker_is_found_by_its_name_with_the_raw_object_behind_it(tmp_path: 
     ("asked", "message"),
     [
         ("tensorbord", "no tracker 'tensorbord'"),
-        ([3], "given as 3"),
+        ([3], "3 is not a tracker"),
         (Noted, r"holds the class Noted. Give an instance: Noted\(\)"),
     ],
 )
