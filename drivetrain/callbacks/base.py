@@ -48,18 +48,15 @@ class Callback:
 
     runs_last_at_epoch_end: ClassVar[bool] = False
     """True if `on_train_epoch_end` must run after the task and all other callbacks have logged their epoch values. Set
-    it for callbacks that read logged values. Such a hook cannot log values itself.
-    """
+    it for callbacks that read logged values. Such a hook cannot log values itself."""
 
     saves_checkpoints: ClassVar[bool] = False
     """True if the callback writes checkpoints. The Trainer then calls it after all other callbacks, so that their
-    state is saved, and adds no `ModelCheckpoint` of its own.
-    """
+    state is saved, and adds no `ModelCheckpoint` of its own."""
 
     is_progress_bar: ClassVar[bool] = False
     """True if the callback shows the progress of a run. The Trainer then adds no progress bar of its own, and
-    `Trainer.print` calls the callback's `print`.
-    """
+    `Trainer.print` calls the callback's `print`."""
 
     guards_values: ClassVar[bool] = False
     """True if the callback acts on losses that are NaN or infinite. The Trainer then does not warn about them."""
@@ -70,8 +67,7 @@ class Callback:
     rhythm: Duration | tuple[Duration, ...] | None = None
     """The interval at which the callback acts, if it is measured in samples, tokens or fractions of the run, else
     None. The Trainer counts these units if any callback sets an interval, and `trainer.progress.count` returns the
-    counts.
-    """
+    counts."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -92,14 +88,12 @@ class Callback:
     saves_within_steps: bool = True
     """True if a hook within a training step (`on_train_batch_start`, `on_before_backward`, `on_exception`, ...) may
     save a checkpoint. If one of these hooks is overridden, the Trainer then records the state at the start of each
-    step, at a cost of about 50 µs per step.
-    """
+    step, at a cost of about 50 µs per step."""
 
     further_weights: str | None = None
     """The key of a second model state dict that the callback adds to checkpoints, such as averaged weights, or None.
     `Task.on_load_checkpoint` is called for these weights too: it receives a copy of the checkpoint with them as
-    `"state_dict"`.
-    """
+    `"state_dict"`."""
 
     # state
 

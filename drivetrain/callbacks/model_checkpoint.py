@@ -132,8 +132,7 @@ logger = get_logger(__name__)
 
 EXCEPTION_PATIENCE = timedelta(seconds=3)
 """How long a process that raised an exception waits for all others to raise one too. After that, no checkpoint is
-saved.
-"""
+saved."""
 
 
 class ModelCheckpoint(Callback):

@@ -185,8 +185,7 @@ OPEN_SECONDS = 60.0
 
 FINISH_SECONDS, INTERRUPTED_SECONDS, UPLOAD_SECONDS = 60.0, 30.0, 3600.0
 """The seconds that the end of a run waits for unwritten values: after completion, after an interrupt, and with
-uploads.
-"""
+uploads."""
 
 
 class BackgroundTracker(Tracker):
