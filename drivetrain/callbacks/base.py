@@ -65,9 +65,8 @@ class Callback:
     """The identifier of the Trainer whose `fit` produced the callback's state, or None before the first `fit`."""
 
     rhythm: Duration | tuple[Duration, ...] | None = None
-    """The interval at which the callback acts, if it is measured in samples, tokens or fractions of the run, else
-    None. The Trainer counts these units if any callback sets an interval, and `trainer.progress.count` returns the
-    counts."""
+    """The callback's interval if it is measured in samples, tokens or fractions of the run, else None. The Trainer then
+    counts these units, and `trainer.progress.count` returns the counts."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -87,13 +86,11 @@ class Callback:
 
     saves_within_steps: bool = True
     """True if a hook within a training step (`on_train_batch_start`, `on_before_backward`, `on_exception`, ...) may
-    save a checkpoint. If one of these hooks is overridden, the Trainer then records the state at the start of each
-    step, at a cost of about 50 µs per step."""
+    save a checkpoint. If one of them is overridden, the Trainer records each step's start, which takes about 50 µs."""
 
     further_weights: str | None = None
     """The key of a second model state dict that the callback adds to checkpoints, such as averaged weights, or None.
-    `Task.on_load_checkpoint` is called for these weights too: it receives a copy of the checkpoint with them as
-    `"state_dict"`."""
+    `Task.on_load_checkpoint` is called for them too, with a checkpoint copy that has them as `"state_dict"`."""
 
     # state
 

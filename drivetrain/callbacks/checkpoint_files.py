@@ -285,11 +285,11 @@ def directory_to_resume(path: str | None, state: SavedAccount, root: str, own: S
     This is the directory of the earlier run if it is one that this run may use, else `path`.
     """
     moved = [os.path.join(root, state.below_root)] if state.below_root and _leads_below(root, state.below_root) else []
-    candidates = [*moved, *(each for each in own if is_same_directory(each, state))]
+    candidates = [*moved, *(each for each in own if is_directory_of(each, state))]
     return next((candidate for candidate in candidates if is_taken(candidate)), path)
 
 
-def is_same_directory(path: str | None, state: SavedAccount) -> bool:
+def is_directory_of(path: str | None, state: SavedAccount) -> bool:
     """Return True if `path` is the checkpoint directory of the earlier run, in its old place or moved.
 
     The earlier path comes from a checkpoint file, so a URL in it is compared but never opened.
@@ -358,9 +358,7 @@ def _check_replaceable(path: str) -> None:
     if os.path.islink(path) or not os.path.isfile(path):
         check_replaceable(LocalStorage(), path)
     elif not checkpoint.is_checkpoint(path):
-        raise CheckpointError(
-            f"{path} is not a checkpoint, so it is not replaced. Move the file or choose another name."
-        )
+        raise CheckpointError(f"{path} is not a checkpoint, so it is not replaced. Choose another name.")
 
 
 def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
@@ -374,9 +372,7 @@ def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
 def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:
     """Return the checkpoints of a directory that exceed a limit, those with the fewest steps first."""
     needed = {os.path.realpath(path) if os.path.islink(path) else path for path in needed}
-    found = [
-        one.path for one in checkpoint.list_checkpoints(directory, warn=False)
-    ]  # sorted by step, since clocks may jump
+    found = [one.path for one in checkpoint.list_checkpoints(directory, warn=False)]  # by step: clocks may jump
     others = [path for path in found if path not in needed]
     return others[max(0, limit - (len(found) - len(others))) :]
 

@@ -131,8 +131,7 @@ def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int 
 logger = get_logger(__name__)
 
 EXCEPTION_PATIENCE = timedelta(seconds=3)
-"""How long a process that raised an exception waits for all others to raise one too. After that, no checkpoint is
-saved."""
+"""How long a process that raised an exception waits for all others to raise one too, before it ends without a save."""
 
 
 class ModelCheckpoint(Callback):
@@ -422,10 +421,8 @@ class ModelCheckpoint(Callback):
         state_dict = _with_missing_entries(state_dict)
         state = SavedAccount.of(state_dict)
         self._current_score = checked_number(state_dict, "current_score", float, optional=True)
-        self._validations, self._judged = (
-            checked_number(state_dict, "validations", int),
-            checked_number(state_dict, "judged", int),
-        )
+        self._validations = checked_number(state_dict, "validations", int)
+        self._judged = checked_number(state_dict, "judged", int)
         self._last_step = checked_number(state_dict, "last_step", int)
         self._waits_for_validation = checked_number(state_dict, "waits_for_validation", bool)
         self._elapsed = checked_number(state_dict, "elapsed", float, optional=True) or 0.0
@@ -435,9 +432,7 @@ class ModelCheckpoint(Callback):
                 lambda: checkpoint_files.directory_to_resume(self.dirpath, state, self._root, self._default_directories)
             )
         directory = self.dirpath
-        if directory is None or not decide_on_main_process(
-            lambda: checkpoint_files.is_same_directory(directory, state)
-        ):
+        if directory is None or not decide_on_main_process(lambda: checkpoint_files.is_directory_of(directory, state)):
             logger.warning(
                 f"The resumed run saved in {state.saved_in}, but this run saves in {directory}. The earlier "
                 "checkpoints are left unchanged and are not ranked with those of this run."

@@ -180,8 +180,7 @@ class _AimRun(PackageRun):
         if run.artifacts_uri is None:
             if self._is_remote:
                 raise TrackerError(
-                    "AimLogger has no artifact storage for a remote repository. Call set_artifacts_uri on its "
-                    "`tracker` first."
+                    "AimLogger has no artifact storage yet. Call set_artifacts_uri on its `tracker` first."
                 )
             place = Path(self._repo, "artifacts").absolute()
             place.mkdir(exist_ok=True)

@@ -14,7 +14,7 @@ from drivetrain.runtime.errors import CheckpointError, TrackerError
 from drivetrain.trackers.base import COMPLETED, Tracker, flatten
 from drivetrain.trackers.group import BackgroundTracker
 from drivetrain.trackers.index import record_run
-from drivetrain.trackers.service import check_reachable, flat_scalars, package_missing_error, source_is_clean
+from drivetrain.trackers.service import check_reachable, flat_scalars, missing_package, source_is_clean
 
 if TYPE_CHECKING:
     from clearml import Task
@@ -79,7 +79,7 @@ class ClearMLLogger(BackgroundTracker):
         **kwargs: Any,
     ) -> None:
         if not self.is_available():
-            raise package_missing_error("ClearMLLogger", "clearml", "clearml")
+            raise missing_package("ClearMLLogger", "clearml", "clearml")
         project = project_name or os.environ.get("CLEARML_PROJECT") or "drivetrain"
         names = {"project_name": project, "task_name": task_name or os.environ.get("CLEARML_TASK") or project}
         credentials = {"key": access_key, "secret": secret_key, "api_host": api_host}

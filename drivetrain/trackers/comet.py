@@ -12,13 +12,7 @@ from drivetrain.runtime.errors import CheckpointError, ConfigurationError, Track
 from drivetrain.trackers.base import COMPLETED, Tracker
 from drivetrain.trackers.group import BackgroundTracker
 from drivetrain.trackers.index import record_run
-from drivetrain.trackers.service import (
-    check_reachable,
-    flat_scalars,
-    package_missing_error,
-    script_path,
-    source_is_clean,
-)
+from drivetrain.trackers.service import check_reachable, flat_scalars, missing_package, script_path, source_is_clean
 
 if TYPE_CHECKING:
     from comet_ml import CometExperiment
@@ -75,7 +69,7 @@ class CometLogger(BackgroundTracker):
         **kwargs: Any,
     ) -> None:
         if not self.is_available():
-            raise package_missing_error("CometLogger", "comet_ml", "comet")
+            raise missing_package("CometLogger", "comet_ml", "comet")
         if mode is not None and mode not in _MODES:
             raise ConfigurationError(f"CometLogger(mode={mode!r}): allowed are {', '.join(map(repr, _MODES))}.")
         if project is not None and project_name not in (None, project):

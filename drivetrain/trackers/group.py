@@ -184,8 +184,7 @@ OPEN_SECONDS = 60.0
 """The seconds that a caller of `tracker` waits for the underlying object."""
 
 FINISH_SECONDS, INTERRUPTED_SECONDS, UPLOAD_SECONDS = 60.0, 30.0, 3600.0
-"""The seconds that the end of a run waits for unwritten values: after completion, after an interrupt, and with
-uploads."""
+"""The seconds that a run's end waits for unwritten values: after completion, an interrupt, and with uploads."""
 
 
 class BackgroundTracker(Tracker):

@@ -90,9 +90,7 @@ def record_run(save_dir: str | os.PathLike[str], place: str | os.PathLike[str], 
         with locked(directory / f".{NAME}.lock", LOCK_SECONDS):
             _put_first(directory / NAME, " ".join(line.splitlines()))
     except OSError as error:
-        from drivetrain.runtime.logging import (
-            get_logger,  # imported late: it loads torch, which listing runs does not need
-        )
+        from drivetrain.runtime.logging import get_logger  # imported late, because it imports torch
 
         get_logger(__name__).warning_once(f"This run is not listed in {directory / NAME}: {error}.")
 

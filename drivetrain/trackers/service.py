@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 CONNECT_SECONDS = 10.0
 
 
-def package_missing_error(owner: str, package: str, extra: str) -> PackageMissingError:
+def missing_package(owner: str, package: str, extra: str) -> PackageMissingError:
     return PackageMissingError(
         f"{owner} needs {package}, which is not installed. Install it with `pip install 'drivetrain[{extra}]'`, or use "
         "CSVLogger instead."
@@ -160,7 +160,7 @@ class PackageLogger(BackgroundTracker):
 
     def __init__(self, run: PackageRun, log_model: bool | str = False) -> None:
         if not self.is_available():
-            raise package_missing_error(type(self).__name__, self.name, self.name)
+            raise missing_package(type(self).__name__, self.name, self.name)
         super().__init__(run)
         self._package_run = run
         self.log_model = bool(log_model)
