@@ -1,4 +1,4 @@
-"""What happens around the loop: one callback a file."""
+"""Callbacks: code that runs at fixed points around the training loop."""
 
 from __future__ import annotations
 

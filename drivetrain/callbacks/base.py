@@ -1,4 +1,4 @@
-"""The base of all callbacks: what happens around the loop, as named moments."""
+"""The `Callback` base class with its hooks, and the names of the stages of a run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Something that happens around the loop: override the hooks you need, the others cost nothing.
+    """Base class of all callbacks. Override a hook to run code at that point of the training loop.
 
-    The Trainer looks once, when a run starts, which hooks a class overrides, and calls only those. Override
-    them in a class: a function assigned to an instance is not seen. Every process of the run calls every
-    hook, so a hook may use collectives; what should happen once belongs under `if trainer.is_global_zero`.
+    The Trainer checks once, when a run starts, which hooks a class overrides, and calls only those. Hooks that are not
+    overridden cost nothing. Override hooks in a class: a function assigned to an instance is ignored. Every process of
+    the run calls every hook, so hooks may use collectives. Put code that should run once under `if
+    trainer.is_global_zero`.
 
     Example:
         ```python
@@ -43,340 +44,348 @@ class Callback:
         ```
     """
 
-    # What the Trainer asks of a callback, each a class attribute to override.
+    # Class attributes that the Trainer reads. Override them in a subclass.
 
     runs_last_at_epoch_end: ClassVar[bool] = False
-    """Whether `on_train_epoch_end` waits until the task and other callbacks have logged what they log there: for
-    callbacks that read logged values. Nothing can be logged in such a hook."""
+    """True if `on_train_epoch_end` must run after the task and all other callbacks have logged their epoch values. Set
+    it for callbacks that read logged values. Such a hook cannot log values itself."""
 
     saves_checkpoints: ClassVar[bool] = False
-    """Whether this callback writes checkpoints: it then comes after all others, whose state it saves, and the Trainer
-    adds no `ModelCheckpoint` of its own."""
+    """True if the callback writes checkpoints. The Trainer then calls it after all other callbacks, so that their
+    state is saved, and adds no `ModelCheckpoint` of its own."""
 
     is_progress_bar: ClassVar[bool] = False
-    """Whether this callback shows the progress of a run: the Trainer then adds no bar of its own, and `Trainer.print`
-    prints through the callback's `print`."""
+    """True if the callback shows the progress of a run. The Trainer then adds no progress bar of its own, and
+    `Trainer.print` calls the callback's `print`."""
 
     guards_values: ClassVar[bool] = False
-    """Whether this callback acts on losses that are not finite, so that the Trainer need not warn of them."""
+    """True if the callback acts on losses that are NaN or infinite. The Trainer then does not warn about them."""
 
     run_identity: str | None = None
-    """Which Trainer's `fit` the state of this callback belongs to; None before the first one."""
+    """The identifier of the Trainer whose `fit` produced the callback's state, or None before the first `fit`."""
 
     rhythm: Duration | tuple[Duration, ...] | None = None
-    """How often or when this callback acts, where that is measured in samples, tokens or parts of the run: the Trainer
-    then counts these, and `trainer.progress.count` returns how many there were."""
+    """The callback's interval if it is measured in samples, tokens or fractions of the run, else None. The Trainer then
+    counts these units, and `trainer.progress.count` returns the counts."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "__init__" in vars(cls) and cls.__module__.startswith("drivetrain."):  # a user's class stays as it is
+        if "__init__" in vars(cls) and cls.__module__.startswith("drivetrain."):  # users' classes are not changed
             cls.__init__ = known_keywords(cls.__init__)  # type: ignore[method-assign]
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print without breaking what this callback shows; called where `is_progress_bar` is set.
+        """Print a message without breaking the callback's progress display.
+
+        `Trainer.print` calls this method on the callback that sets `is_progress_bar`.
 
         Args:
-            *args: What to print.
-            **kwargs: As for the built-in `print`.
+            *args: Values to print.
+            **kwargs: Keyword arguments of the built-in `print`.
         """
         print_all(*args, **kwargs)
 
     saves_within_steps: bool = True
-    """Whether a hook that runs within a step (`on_train_batch_start`, `on_before_backward`, `on_exception`, ...) may
-    save a checkpoint. If one is overridden, the Trainer remembers where each step began, which takes some 50 µs."""
+    """True if a hook within a training step (`on_train_batch_start`, `on_before_backward`, `on_exception`, ...) may
+    save a checkpoint. If one of them is overridden, the Trainer records each step's start, which takes about 50 µs."""
 
     further_weights: str | None = None
-    """The entry of a checkpoint in which this callback keeps a second state dict of the model, such as an average.
-    `Task.on_load_checkpoint` is called for it too, as the `"state_dict"` of a copy of the checkpoint."""
+    """The key of a second model state dict that the callback adds to checkpoints, such as averaged weights, or None.
+    `Task.on_load_checkpoint` is called for them too, with a checkpoint copy that has them as `"state_dict"`."""
 
-    # the state of a callback
+    # state
 
     @property
     def state_key(self) -> str:
-        """The name of this callback's state in a checkpoint: unique among the callbacks of one Trainer.
+        """The key of the callback's state in a checkpoint, unique among the callbacks of a Trainer.
 
-        The class's name here. A class of which one Trainer may hold several objects adds the arguments that
-        distinguish them, see `build_state_key`.
+        The default is the class name. If a Trainer may hold several callbacks of one class, override the property and
+        return `build_state_key` with the arguments that distinguish them.
         """
         return type(self).__qualname__
 
     def build_state_key(self, **distinguishing: Any) -> str:
-        """Return the class's name, followed by the arguments that distinguish two objects of this class, as a dict.
+        """Return a state key made of the class name and the arguments that distinguish callbacks of one class.
 
         Args:
-            **distinguishing: Arguments and their values, such as `monitor="val_loss"`.
+            **distinguishing: Names and values of the arguments, such as `monitor="val_loss"`.
         """
         name = type(self).__qualname__
         return f"{name}{distinguishing!r}" if distinguishing else name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs of this callback: tensors, and values that JSON can hold."""
+        """Return the callback's state for a checkpoint: tensors, and values that JSON can represent."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+        """Restore the callback's state from a checkpoint.
 
         Args:
-            state_dict: The state that the checkpoint holds under `state_key`.
+            state_dict: The dict that `state_dict` returned when the checkpoint was saved.
         """
 
     def forget_run(self) -> None:
-        """Forget what earlier runs left, such as a best value; called at the start of a `fit` of another Trainer.
+        """Reset the results of earlier runs, such as a best score. Called when `fit` of another Trainer starts.
 
-        A `fit` that resumes a checkpoint gives the state of its run back with `load_state_dict` afterwards.
+        If that `fit` resumes from a checkpoint, `load_state_dict` then restores the state of the resumed run.
         """
 
     def is_state_sound(self, trainer: Trainer, task: Task) -> bool:
-        """Return whether what would be saved now is worth going back to; asked before `ModelCheckpoint` saves.
+        """Return True if the current state of the run is worth saving. Called before `ModelCheckpoint` saves.
 
-        All processes are asked, and must answer alike. Where any callback returns False nothing is saved.
+        Called on all processes, which must return the same value. If any callback returns False, no checkpoint is
+        saved.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
         """
         return True
 
-    # around everything
+    # all stages
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
-        """Called when fit, validate, test or predict begins, before any model or optimizer is placed.
+        """Run code when `fit`, `validate`, `test` or `predict` begins, before the model is moved to its device.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
         """
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
-        """Called when fit, validate, test or predict is over, as the last hook.
+        """Run code at the very end of `fit`, `validate`, `test` or `predict`, after all other hooks.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
         """
 
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
-        """Called when an exception or an interrupt ends the run, before it is raised on.
+        """Run code when an exception or an interrupt ends the run, before the exception is raised again.
+
+        Other processes may still be running without an error, so the hook must not use collectives.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
-            exception: What ended the run. Other processes may not have raised: no collectives here.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
+            exception: The exception that ended the run.
         """
 
     def on_save_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
-        """Called when a checkpoint is about to be written, to add to it or change it.
+        """Run code before a checkpoint is written, for example to add entries to it or change them.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
-            checkpoint: The state that will be written.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
+            checkpoint: The checkpoint dict that will be written.
         """
 
     def on_load_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
-        """Called when a checkpoint was read, before the state is taken over.
+        """Run code after a checkpoint has been read, before the run's state is restored from it.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
-            checkpoint: The state that was read.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
+            checkpoint: The checkpoint dict that was read.
         """
 
     # fit
 
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
-        """Called when fit begins, with the model and its optimizers in place."""
+        """Run code when `fit` begins, after the model and the optimizers have been prepared."""
 
     def on_fit_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when fit ends."""
+        """Run code when `fit` ends."""
 
     def on_sanity_check_start(self, trainer: Trainer, task: Task) -> None:
-        """Called before the few validation batches that try the validation code before training."""
+        """Run code before the sanity check, which runs a few validation batches before training."""
 
     def on_sanity_check_end(self, trainer: Trainer, task: Task) -> None:
-        """Called after the few validation batches that try the validation code before training."""
+        """Run code after the sanity check, which runs a few validation batches before training."""
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
-        """Called when training begins, after the sanity check."""
+        """Run code when training begins, after the sanity check."""
 
     def on_train_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when training ends."""
+        """Run code when training ends."""
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        """Called when a training epoch begins."""
+        """Run code when a training epoch begins."""
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when a training epoch ends, after a validation at its end; the epoch's metrics are there."""
+        """Run code when a training epoch ends, after any validation at its end. The epoch's metrics are available."""
 
     def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
-        """Called before each training batch.
+        """Run code before each training batch.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
-            batch: This process's batch, on the device.
-            batch_idx: The number of the batch in the epoch, from 0.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
+            batch: The batch of this process, on the device.
+            batch_idx: The index of the batch in the epoch, from 0.
         """
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after each training batch and, at the end of an accumulation window, its optimizer step.
+        """Run code after each training batch, including its optimizer step if it completes an accumulation window.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
-            outputs: What training_step returned.
-            batch: This process's batch, on the device.
-            batch_idx: The number of the batch in the epoch, from 0.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
+            outputs: The value that `training_step` returned.
+            batch: The batch of this process, on the device.
+            batch_idx: The index of the batch in the epoch, from 0.
         """
 
     def on_before_zero_grad(self, trainer: Trainer, task: Task, optimizer: Optimizer) -> None:
-        """Called before the gradients are cleared.
+        """Run code before the gradients are set to zero.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
-            optimizer: The optimizer whose parameters' gradients will be cleared.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
+            optimizer: The optimizer whose gradients will be cleared.
         """
 
     def on_before_backward(self, trainer: Trainer, task: Task, loss: Tensor) -> None:
-        """Called before backward.
+        """Run code before the backward pass.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
-            loss: The loss, a scalar, weighed for accumulation.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
+            loss: The scalar loss, already scaled for gradient accumulation.
         """
 
     def on_after_backward(self, trainer: Trainer, task: Task) -> None:
-        """Called after backward, before the optimizer steps; gradients may still be scaled."""
+        """Run code after the backward pass, before the optimizer step.
+
+        Gradients may still be scaled for mixed precision.
+        """
 
     def on_gradients_ready(self, trainer: Trainer, task: Task) -> bool | None:
-        """Called once for each optimizer step, after its last backward and before anything is unscaled or clipped.
+        """Run code once per optimizer step, after its last backward pass and before gradients are unscaled or clipped.
 
-        Automatic optimization only.
+        Called in automatic optimization only.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
 
         Returns:
-            False to leave the step out: no optimizer and no scheduler steps, and it does not count. All processes
-            must return the same.
+            False to skip the optimizer step, else None. In a skipped step no optimizer and no scheduler steps, and the
+            step is not counted. All processes must return the same value.
         """
         return None
 
     def on_before_optimizer_step(self, trainer: Trainer, task: Task, optimizer: Optimizer) -> None:
-        """Called before an optimizer steps, with the window's gradients unscaled and not yet clipped.
+        """Run code before an optimizer steps. The accumulated gradients are unscaled, but not yet clipped.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
             optimizer: The optimizer that will step.
         """
 
     # validation
 
     def on_validation_start(self, trainer: Trainer, task: Task) -> None:
-        """Called when a validation begins."""
+        """Run code when a validation begins."""
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when a validation ends; its metrics are in `trainer.callback_metrics`."""
+        """Run code when a validation ends. Its metrics are in `trainer.callback_metrics`."""
 
     def on_validation_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        """Called when the pass over the validation loaders begins."""
+        """Run code before the first validation batch."""
 
     def on_validation_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when the pass over the validation loaders ends; `task.log` still counts for this epoch."""
+        """Run code after the last validation batch. Values logged with `task.log` still count for this validation."""
 
     def on_validation_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called before each validation batch.
+        """Run code before each validation batch.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
-            batch: This process's batch, on the device.
-            batch_idx: The number of the batch in its loader, from 0.
-            dataloader_idx: The number of the loader, from 0.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
+            batch: The batch of this process, on the device.
+            batch_idx: The index of the batch in its loader, from 0.
+            dataloader_idx: The index of the loader, from 0.
         """
 
     def on_validation_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called after each validation batch.
+        """Run code after each validation batch.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
-            outputs: What validation_step returned.
-            batch: This process's batch, on the device.
-            batch_idx: The number of the batch in its loader, from 0.
-            dataloader_idx: The number of the loader, from 0.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
+            outputs: The value that `validation_step` returned.
+            batch: The batch of this process, on the device.
+            batch_idx: The index of the batch in its loader, from 0.
+            dataloader_idx: The index of the loader, from 0.
         """
 
     # test
 
     def on_test_start(self, trainer: Trainer, task: Task) -> None:
-        """Called when a test begins."""
+        """Run code when a test begins."""
 
     def on_test_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when a test ends; its metrics are in `trainer.callback_metrics`."""
+        """Run code when a test ends. Its metrics are in `trainer.callback_metrics`."""
 
     def on_test_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        """Called when the pass over the test loaders begins."""
+        """Run code before the first test batch."""
 
     def on_test_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when the pass over the test loaders ends; `task.log` still counts for this epoch."""
+        """Run code after the last test batch. Values logged with `task.log` still count for this test."""
 
     def on_test_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called before each test batch, with arguments as for `on_validation_batch_start`."""
+        """Run code before each test batch. The arguments are those of `on_validation_batch_start`."""
 
     def on_test_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called after each test batch, with arguments as for `on_validation_batch_end`."""
+        """Run code after each test batch. The arguments are those of `on_validation_batch_end`."""
 
     # predict
 
     def on_predict_start(self, trainer: Trainer, task: Task) -> None:
-        """Called when a prediction run begins."""
+        """Run code when `predict` begins."""
 
     def on_predict_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when a prediction run ends."""
+        """Run code when `predict` ends."""
 
     def on_predict_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        """Called when the pass over the prediction loaders begins."""
+        """Run code before the first prediction batch."""
 
     def on_predict_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when the pass over the prediction loaders ends."""
+        """Run code after the last prediction batch."""
 
     def on_predict_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called before each prediction batch, with arguments as for `on_validation_batch_start`."""
+        """Run code before each prediction batch. The arguments are those of `on_validation_batch_start`."""
 
     def on_predict_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called after each prediction batch, with arguments as for `on_validation_batch_end`."""
+        """Run code after each prediction batch. The arguments are those of `on_validation_batch_end`."""
 
 
-# `Stage`: what a run does now, and the words for it in verbs, hooks and loaders
+# Stages
 
 
 class Verb(str, Enum):
-    """A method of the Trainer that runs a task. Each is equal to its name as text: `stage == "fit"` in `setup`.
+    """Trainer methods that run a task. Each member equals its name as a string, so `setup` may test `stage == "fit"`.
 
     Attributes:
-        FIT: Training, with validation in between.
-        VALIDATE: Validating alone.
+        FIT: Training, with validation during it.
+        VALIDATE: Validation alone.
         TEST: Testing.
-        PREDICT: Predicting.
+        PREDICT: Prediction.
     """
 
     FIT = "fit"
@@ -389,13 +398,13 @@ class Verb(str, Enum):
 
 
 class Stage(str, Enum):
-    """What a run does now. Each is equal to its name as text: `trainer.stage == "validate"`.
+    """Stages of a run. Each member equals its name as a string: `trainer.stage == "validate"`.
 
     Attributes:
         TRAIN: Training, in `fit`.
-        VALIDATE: Validating, in `fit` or in `validate`.
+        VALIDATE: Validation, in `fit` or in `validate`.
         TEST: Testing.
-        PREDICT: Predicting.
+        PREDICT: Prediction.
     """
 
     TRAIN = "train"
@@ -408,34 +417,34 @@ class Stage(str, Enum):
 
     @property
     def verb(self) -> Verb:
-        """The method of the Trainer that begins it: `"fit"`, `"validate"`, `"test"` or `"predict"`."""
+        """The Trainer method that starts this stage: `"fit"`, `"validate"`, `"test"` or `"predict"`."""
         return Verb.FIT if self is Stage.TRAIN else Verb(self.value)
 
     @property
     def hook(self) -> str:
-        """The word in the names of its hooks and its step: `"validation"` in `on_validation_start`."""
+        """The word for this stage in names of hooks and steps, such as `"validation"` in `on_validation_start`."""
         return "validation" if self is Stage.VALIDATE else str(self.value)
 
     @property
     def loader(self) -> str:
-        """The word in the names of its loader and its limit: `"val"` in `val_dataloader`."""
+        """The word for this stage in names of loaders and limits, such as `"val"` in `val_dataloader`."""
         return "val" if self is Stage.VALIDATE else str(self.value)
 
     @property
     def step_name(self) -> str:
-        """The task's method for one batch, such as `"validation_step"`."""
+        """The name of the task method that processes one batch, such as `"validation_step"`."""
         return "training_step" if self is Stage.TRAIN else f"{self.hook}_step"
 
     @property
     def loader_name(self) -> str:
-        """The method that makes its loaders, such as `"val_dataloader"`."""
+        """The name of the method that creates the loaders of this stage, such as `"val_dataloader"`."""
         return f"{self.loader}_dataloader"
 
     @property
     def limit_name(self) -> str:
-        """The Trainer's argument that limits its batches, such as `"limit_val_batches"`."""
+        """The name of the Trainer argument that limits this stage's batches, such as `"limit_val_batches"`."""
         return f"limit_{self.loader}_batches"
 
     def hook_name(self, moment: str) -> str:
-        """Return the name of one of its hooks."""
+        """Return the name of a hook of this stage, such as `"on_test_start"` for `"start"`."""
         return f"on_{self.hook}_{moment}"

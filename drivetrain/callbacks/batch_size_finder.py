@@ -1,4 +1,4 @@
-"""Find the largest batch size that fits when a run begins."""
+"""Callback that finds the largest batch size that fits in memory when a run begins."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# Which batch sizes a search tries
-
-
 MODES = ("power", "binsearch")
-"""How the size is raised."""
+"""The search modes."""
 
 
 @dataclass(frozen=True)
 class BatchSizeRange:
-    """Which batch sizes a search tries, and how; see `BatchSizeFinder`."""
+    """Options of a batch size search. `BatchSizeFinder` documents each of them."""
 
     mode: str = "power"
     steps_per_trial: int = 3
@@ -45,7 +42,10 @@ class BatchSizeRange:
             raise ConfigurationError(f"margin={self.margin!r}: give a share from 0.0 to below 1.0.")
 
     def next_size(self, fitting: int, lacking: int | None, most: int) -> int | None:
-        """The size to try once some have been tried."""
+        """Return the next batch size to try, or None if the search is over.
+
+        `fitting` is the largest size that fits so far (0 if none), `lacking` the smallest that does not (None if none).
+        """
         if lacking is None:
             return min(2 * fitting, most) if fitting < most else None
         if not fitting:
@@ -54,33 +54,34 @@ class BatchSizeRange:
         return middle if self.mode == "binsearch" and fitting < middle < lacking else None
 
     def chosen(self, fitting: int) -> int:
-        """What becomes of the largest size that fits: less by the margin, where the search came close to the limit."""
+        """Return the batch size to use: the largest that fits, reduced by `margin` in mode `"binsearch"`."""
         return max(1, int(fitting * (1 - self.margin))) if self.mode == "binsearch" else fitting
 
 
 class BatchSizeFinder(Callback):
-    """Searches for the largest batch size that memory is enough for when a run begins, and runs with it.
+    """Callback that searches for the largest batch size that fits in memory when a run begins, and uses it for the run.
 
-    A few steps are run with rising sizes, and everything is put back as it was; the task, its hyper-parameters or its
-    data module then have the size, and their method makes the loader again. Several processes search together: a size
-    that lacks memory on one lacks it on all. Override `on_fit_start` and another hook to search at other times.
+    The search runs a few steps with growing batch sizes and then restores the model, the optimizers and the loop. It
+    writes the size to the task, its hyper-parameters or its data module, whose loader method then creates a new
+    loader. With several processes, a size must fit on all of them. To search at other times, override `on_fit_start`
+    and call `scale_batch_size` in another hook.
 
     Args:
-        mode: `"power"` doubles the size until memory lacks, and takes the largest that fits; `"binsearch"` then also
-            tries those in between.
-        steps_per_trial: Steps to run with each size.
-        init_val: The first size.
-        max_trials: How many sizes that fit are tried at most.
-        batch_arg_name: The attribute or hyper-parameter of the task or the data module that holds the size.
-        margin: By what share of the largest that fits the size is less, with `"binsearch"`.
-        max_val: The largest size that is tried.
+        mode: `"power"` doubles the size until memory runs out, and takes the largest that fits. `"binsearch"` then
+            also tries sizes in between.
+        steps_per_trial: The number of steps to run with each size.
+        init_val: The first size to try.
+        max_trials: The maximum number of sizes that fit before the search ends.
+        batch_arg_name: The attribute or hyper-parameter of the task or the data module that holds the batch size.
+        margin: The fraction by which `"binsearch"` reduces the largest size that fits, as a reserve.
+        max_val: The largest size to try.
 
     Attributes:
-        optimal_batch_size: What the last search has found; `init_val` before.
+        optimal_batch_size: The result of the last search, or `init_val` before the first one.
 
     Raises:
-        ConfigurationError: If an argument cannot be, the loaders were given rather than made by a method, or nothing
-            has such an attribute.
+        ConfigurationError: If an argument is out of range, if the loaders were passed in rather than created by a
+            method, or if no object has an attribute named `batch_arg_name`.
 
     Example:
         ```python
@@ -111,11 +112,11 @@ class BatchSizeFinder(Callback):
         trainer.tuning.check_batch_size(task, self.tried)
 
     def scale_batch_size(self, trainer: Trainer, task: Task) -> None:
-        """Search now.
+        """Search for the batch size now, and set `optimal_batch_size`.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
         """
         self.optimal_batch_size = trainer.tuning.find_batch_size(task, self.tried)
 

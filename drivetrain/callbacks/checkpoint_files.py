@@ -1,4 +1,4 @@
-"""What happens to a checkpoint once it is decided on: written, then named, then what it replaces removed."""
+"""Files of `ModelCheckpoint`: which checkpoints to write, how to name them, and which old ones to remove."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# Which checkpoints to keep and what to call them; independent of how they are stored
+# Ranking and names
 
 
 _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
 
 
 class BestK:
-    """The best k checkpoints: paths and scores."""
+    """Paths and scores of the best k checkpoints."""
 
     def __init__(self, k: int, mode: str, by_score: bool) -> None:
         self.k = k
@@ -47,7 +47,7 @@ class BestK:
 
     @property
     def best(self) -> str:
-        """The path of the best checkpoint, or an empty text; where scores do not count, of the newest."""
+        """The path of the best checkpoint, or of the newest if checkpoints have no scores. Empty if there is none."""
         if not self.by_score:
             return self.newest
         best = ""
@@ -58,11 +58,11 @@ class BestK:
 
     @property
     def worst(self) -> str:
-        """The path of the checkpoint that goes first, or an empty text."""
+        """The path of the checkpoint to remove first, or an empty string."""
         return self._worst_of(self.scores)
 
     def wants(self, score: float | None) -> bool:
-        """Whether a checkpoint with this score is to be kept. One whose score is NaN never is."""
+        """Return True if a checkpoint with this score is among the best k. NaN scores never are."""
         if self.k == 0:
             return False
         if not self.by_score:
@@ -74,7 +74,7 @@ class BestK:
         return is_better(score, self.scores[self.worst], self.mode)
 
     def displaced(self) -> list[str]:
-        """Return the paths of the checkpoints that have to go when one more comes."""
+        """Return the paths of the checkpoints to remove when one more is added."""
         left, gone = dict(self.scores), []
         while 0 < self.k <= len(left):
             gone.append(self._worst_of(left))
@@ -82,7 +82,7 @@ class BestK:
         return gone
 
     def add(self, path: str, score: float | None) -> list[str]:
-        """Take a checkpoint in; returns the paths of those that go for it."""
+        """Add a checkpoint to the best k. Returns the paths of the checkpoints that it displaces."""
         gone = [] if path in self.scores else self.displaced()
         for old in (path, *gone):
             self.scores.pop(old, None)
@@ -93,14 +93,14 @@ class BestK:
     def _worst_of(self, scores: Mapping[str, float]) -> str:
         worst = ""
         for path, score in scores.items():
-            # Of equals the one that came later goes first; where scores do not count, the oldest one does.
+            # Of equal scores the later checkpoint goes first. Without scores the oldest goes first.
             if not worst or (self.by_score and not is_better(score, scores[worst], self.mode)):
                 worst = path
         return worst
 
 
 class CheckpointName:
-    """The name of a checkpoint, from a template such as `"{epoch}-{val_loss:.3f}"`."""
+    """Template of a checkpoint name, such as `"{epoch}-{val_loss:.3f}"`."""
 
     def __init__(
         self, template: str, insert_names: bool = True, equals: str = "=", missing: float = float("nan")
@@ -112,12 +112,10 @@ class CheckpointName:
 
     @property
     def fields(self) -> list[str]:
-        """The names in braces."""
+        """The names in braces in the template, such as `epoch`."""
         return [match[1] for match in _FIELD.finditer(self.template)]
 
     def format(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> str:
-        """Return the name."""
-
         def fill(match: re.Match[str]) -> str:
             name, style = match[1], (match[2] or ":")[1:]
             value: Any = {"epoch": epoch, "step": step}.get(name)
@@ -130,25 +128,25 @@ class CheckpointName:
                     f"The checkpoint name {self.template!r} writes {name} = {value!r} as {style!r}: {error}. "
                     "Use a format for numbers, such as {epoch:02d} or {val_loss:.3f}.",
                 ) from None
-            # A metric's name may hold a slash, which would make a directory.
+            # A slash in a metric's name would create a subdirectory.
             return f"{name.replace('/', '_')}{self.equals}{text}" if self.insert_names else text
 
         return _FIELD.sub(fill, self.template)
 
 
-# What a checkpoint holds about the other checkpoints of its run: names within one directory, never paths
+# Saved state: names within one directory, never paths, since a checkpoint may come from an untrusted source
 
 
 @dataclass(frozen=True)
 class SavedAccount:
-    """The state of a `ModelCheckpoint` from a checkpoint, checked.
+    """Validated state of a `ModelCheckpoint`, read from a checkpoint.
 
     Attributes:
-        saved_in: The directory of the checkpoints then; only ever compared with those of this run.
-        below_root: That directory as seen from the run's default directory; None where it was not below it.
-        scores: Names and scores of the checkpoints kept.
-        names: Other names by the field of `CheckpointAccount`.
-        lists: Lists of names by the field of `CheckpointAccount`.
+        saved_in: The checkpoint directory of the earlier run. It is compared with paths of this run, but never opened.
+        below_root: That directory relative to the default root directory, or None if it lay outside.
+        scores: A dict from checkpoint name to score.
+        names: A dict from fields of `CheckpointAccount` to checkpoint names.
+        lists: A dict from fields of `CheckpointAccount` to lists of checkpoint names.
     """
 
     saved_in: str
@@ -159,17 +157,17 @@ class SavedAccount:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedAccount:
-        """Check the state."""
+        """Validate the state dict of a `ModelCheckpoint`. Raises `CheckpointError` if it holds invalid names."""
         saved_in = state.get("dirpath") or ""
         if not isinstance(saved_in, str):
-            raise _refused("dirpath", saved_in)
+            raise _invalid_state("dirpath", saved_in)
         below_root = state.get("below_root")
         if below_root is not None:
             below_root = _checked_name("below_root", below_root, "")
         scores: dict[str, float] = {}
         for pair in _list("best_k_models", state.get("best_k_models")):
             if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[1], int | float):
-                raise _refused("best_k_models", pair)
+                raise _invalid_state("best_k_models", pair)
             scores[_checked_name("best_k_models", pair[0], saved_in)] = float(pair[1])
         names = {
             attribute: _checked_name(key, state.get(key), saved_in)
@@ -187,7 +185,6 @@ class SavedAccount:
         return cls(saved_in, below_root, scores, names, lists)
 
     def without(self, names: set[str]) -> SavedAccount:
-        """The same but for some names."""
         return SavedAccount(
             self.saved_in,
             self.below_root,
@@ -196,67 +193,70 @@ class SavedAccount:
             {key: [name for name in listed if name not in names] for key, listed in self.lists.items()},
         )
 
-    def leading_outside(self, directory: str) -> set[str]:
-        """The names that a link in a local directory makes lead outside of it."""
+    def names_leading_outside(self, directory: str) -> set[str]:
+        """Return the checkpoint names that are symbolic links to a place outside `directory`."""
         every = {*self.scores, *self.names.values(), *(name for listed in self.lists.values() for name in listed)}
         inside = os.path.realpath(directory) + os.sep
         return {name for name in every - {""} if not os.path.realpath(os.path.join(directory, name)).startswith(inside)}
 
 
-def number(state: Mapping[str, Any], key: str, kind: type, optional: bool = False) -> Any:
-    """A number of the state; an int where a float is asked for is one."""
+def checked_number(state: Mapping[str, Any], key: str, kind: type, optional: bool = False) -> Any:
+    """Read a number from a state dict. Raises `CheckpointError` if it is of another type."""
     value = state.get(key)
     if value is None and optional:
         return None
     allowed: tuple[type, ...] = (int, float) if kind is float else (kind,)
     if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-        raise _refused(key, value)
+        raise _invalid_state(key, value)
     return value
 
 
 def _checked_name(key: str, value: Any, saved_in: str) -> str:
-    """A name within the directory of checkpoints, or an empty text."""
+    """Return a checkpoint name relative to its directory, or an empty string.
+
+    Raises `CheckpointError` for other paths.
+    """
     if not isinstance(value, str):
-        raise _refused(key, value)
-    # Before there were names, there were paths within the directory.
+        raise _invalid_state(key, value)
+    # Old checkpoints hold full paths.
     inside = saved_in.rstrip("/") + "/"
     name = value[len(inside) :] if saved_in and value.startswith(inside) else value
     if name and ("\0" in name or any(part in ("", ".", "..") for part in name.split("/"))):
-        raise _refused(key, value)
+        raise _invalid_state(key, value)
     return name
 
 
 def _list(key: str, value: Any) -> list[Any]:
     if not isinstance(value, list | tuple):
-        raise _refused(key, value)
+        raise _invalid_state(key, value)
     return list(value)
 
 
-def _refused(key: str, value: Any) -> CheckpointError:
+def _invalid_state(key: str, value: Any) -> CheckpointError:
     return CheckpointError(
-        f"The state of ModelCheckpoint in this checkpoint has {key}={value!r}, which no run writes: it takes names of "
-        "checkpoints within one directory, and numbers. Do not resume from this checkpoint unless you know who made it."
+        f"The state of ModelCheckpoint in this checkpoint has {key}={value!r}, which no run writes: only names of "
+        "checkpoints within one directory and numbers are allowed. Do not resume from a checkpoint of unknown origin."
     )
 
 
-# The directory that checkpoints are kept in: names, links, copies and removal. For the main process
+# Checkpoint directory; called by the main process
 
 
 logger = get_logger(__name__)
 
 
-def resolved(path: str | os.PathLike[str]) -> str:
-    """A directory as an absolute path, or as the URL that it is."""
+def absolute_directory(path: str | os.PathLike[str]) -> str:
+    """Return a local directory as an absolute path. URLs are returned unchanged."""
     return storage_of(path)[1]
 
 
 def is_local(path: str) -> bool:
-    """Whether a path is on a file system of this machine, which has links."""
+    """Return True if a path is on a local file system, which supports links."""
     return isinstance(storage_of(path)[0], LocalStorage)
 
 
 def is_taken(path: str) -> bool:
-    """Whether there is anything of this name."""
+    """Return True if a file, a link or a directory of this name exists."""
     storage, place = storage_of(path)
     return os.path.lexists(place) if isinstance(storage, LocalStorage) else storage.is_directory(place)
 
@@ -264,7 +264,7 @@ def is_taken(path: str) -> bool:
 def free_path(
     path: str, extension: str, may_replace: Callable[[str], bool] = lambda candidate: False, first: int = 1
 ) -> str:
-    """The path for a name: a free one, with a number where the name is taken, or one that may be replaced."""
+    """Return the first of `path`, `path-v1`, `path-v2`, ... that does not exist or may be replaced."""
     candidate, version = path + extension, first - 1
     while is_taken(candidate) and not may_replace(candidate):
         version += 1
@@ -273,40 +273,46 @@ def free_path(
 
 
 def relative(path: str | None, root: str) -> str | None:
-    """A directory as seen from a root, or None where it is not below it."""
+    """Return the path of a directory relative to `root`, or None if it is not below `root`."""
     if path is None or not root or not path.startswith(root.rstrip("/") + "/"):
         return None
     return os.path.relpath(path, root)
 
 
-def continued(path: str | None, state: SavedAccount, root: str, own: Sequence[str]) -> str | None:
-    """Where a resumed run saves that was given no directory: where the run before it did, if that is one of its own."""
+def directory_to_resume(path: str | None, state: SavedAccount, root: str, own: Sequence[str]) -> str | None:
+    """Return the checkpoint directory for a resumed run that was given none.
+
+    This is the directory of the earlier run if it is one that this run may use, else `path`.
+    """
     moved = [os.path.join(root, state.below_root)] if state.below_root and _leads_below(root, state.below_root) else []
-    candidates = [*moved, *(each for each in own if is_same(each, state))]
+    candidates = [*moved, *(each for each in own if is_directory_of(each, state))]
     return next((candidate for candidate in candidates if is_taken(candidate)), path)
 
 
-def is_same(path: str | None, state: SavedAccount) -> bool:
-    """Whether a directory is the one of an earlier run, there or moved. The earlier one is only compared."""
+def is_directory_of(path: str | None, state: SavedAccount) -> bool:
+    """Return True if `path` is the checkpoint directory of the earlier run, in its old place or moved.
+
+    The earlier path comes from a checkpoint file, so a URL in it is compared but never opened.
+    """
     old, newest = state.saved_in, state.names["newest"]
     if path is None or without_credentials(path) == without_credentials(old or ""):
         return True
     if not old or "://" in old or not is_local(path):
-        return False  # nothing is asked of a storage that only a checkpoint names
+        return False  # never open a URL that only a checkpoint file names
     if os.path.realpath(path) == os.path.realpath(old):
         return True
     return bool(newest) and not is_taken(f"{old}/{newest}") and is_taken(f"{path}/{newest}")
 
 
 def _leads_below(root: str, name: str) -> bool:
-    """Whether a name below a directory leads there once links are followed."""
+    """Return True if `root/name` is still below `root` after links are resolved."""
     return os.path.realpath(os.path.join(root, name)).startswith(os.path.realpath(root) + os.sep)
 
 
-def default_places(trackers: Sequence[Tracker], root: str) -> list[str]:
-    """Where runs save that were given no directory: beside what trackers write, the newest run first."""
+def default_directories(trackers: Sequence[Tracker], root: str) -> list[str]:
+    """Return the default checkpoint directories: those beside the trackers' run directories, newest run first."""
     if not is_local(root):
-        return [f"{resolved(root)}/checkpoints"]
+        return [f"{absolute_directory(root)}/checkpoints"]
     found = [
         str(version / "checkpoints")
         for tracker in trackers
@@ -317,7 +323,7 @@ def default_places(trackers: Sequence[Tracker], root: str) -> list[str]:
 
 
 def link(path: str, target: str) -> None:
-    """Let `path` be a relative symbolic link to a checkpoint beside it, whatever it was before."""
+    """Create `path` as a relative symbolic link to a checkpoint. Replaces an earlier checkpoint or link."""
     _check_replaceable(path)
     beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{writer_token()}.link")
     try:
@@ -332,7 +338,7 @@ def link(path: str, target: str) -> None:
 
 
 def duplicate(path: str, source: str) -> None:
-    """Let `path` be a second name of a checkpoint: its files are linked hard, or copied where that cannot be."""
+    """Create `path` as a second copy of a checkpoint, with hard links if the file system supports them."""
     _check_replaceable(path)
     storage, token = LocalStorage(), writer_token()
     place, _ = storage.place_for(path, token)
@@ -348,25 +354,25 @@ def duplicate(path: str, source: str) -> None:
 
 
 def _check_replaceable(path: str) -> None:
-    """Refuse to let a checkpoint take the place of something that is none."""
+    """Raise `CheckpointError` if `path` holds something that is not a checkpoint."""
     if os.path.islink(path) or not os.path.isfile(path):
         check_replaceable(LocalStorage(), path)
     elif not checkpoint.is_checkpoint(path):
-        raise CheckpointError(f"{path} is not replaced by a checkpoint: it is a file that no run has written.")
+        raise CheckpointError(f"{path} is not a checkpoint, so it is not replaced. Choose another name.")
 
 
 def remove(path: str, kept_in: checkpoint.CheckpointFormat) -> None:
-    """Remove a checkpoint, or a link to one; what cannot be removed stays, with a warning."""
+    """Remove a checkpoint, or a link to one. If that fails, log a warning."""
     try:
         kept_in.remove(path)
     except (OSError, CheckpointError) as error:
-        logger.warning(f"A checkpoint that nobody needs any more stays: {error}")
+        logger.warning(f"A replaced checkpoint could not be removed: {error}")
 
 
 def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:
-    """The checkpoints of a directory that are beyond a limit, those of the fewest steps."""
+    """Return the checkpoints of a directory that exceed a limit, those with the fewest steps first."""
     needed = {os.path.realpath(path) if os.path.islink(path) else path for path in needed}
-    found = [one.path for one in checkpoint.list_checkpoints(directory, warn=False)]  # by step: clocks are set
+    found = [one.path for one in checkpoint.list_checkpoints(directory, warn=False)]  # by step: clocks may jump
     others = [path for path in found if path not in needed]
     return others[max(0, limit - (len(found) - len(others))) :]
 
@@ -374,25 +380,25 @@ def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:
 def _link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # a file system without hard links, or one name too many
+    except OSError:  # no hard links on this file system, or too many for this file
         shutil.copy2(source, target)
         LocalStorage().settle(target)
 
 
-# Which checkpoints of a run there are, and which of them are to go
+# Record of the run's checkpoints
 
 
 @dataclass
 class CheckpointAccount:
-    """The checkpoints that one `ModelCheckpoint` has written and not yet removed.
+    """Record of the checkpoints that a `ModelCheckpoint` has written and not yet removed.
 
     Attributes:
-        best: The best ones, or the newest where scores do not count.
-        last: The path of `last`, or an empty text.
-        newest: The path of the newest one, whatever its score.
-        beside: The newest one where it is not among the best, kept for `last` to link to.
-        passing: Those written for a run that was about to be ended; a newer one makes them superfluous.
-        doomed: Those that a newer one has made superfluous, and that are still to be removed.
+        best: The best checkpoints, or the newest if checkpoints have no scores.
+        last: The path of the checkpoint `last`, or an empty string.
+        newest: The path of the newest checkpoint, whatever its score.
+        beside: The newest checkpoint if it is not among the best. It is kept as the target of the link `last`.
+        passing: Checkpoints written before a preemption. The next complete checkpoint replaces them.
+        doomed: Replaced checkpoints that are still to be removed.
     """
 
     best: BestK
@@ -403,7 +409,7 @@ class CheckpointAccount:
     doomed: list[str] = field(default_factory=list)
 
     def add(self, path: str, score: float | None, among_best: bool, is_whole: bool = True) -> None:
-        """Take in a checkpoint under a name of its own, and record those that go for it."""
+        """Record a new checkpoint, and mark the ones that it replaces for removal."""
         if self.beside and self.beside != path:
             self.doomed.append(self.beside)
         self.beside = "" if among_best else path
@@ -412,7 +418,7 @@ class CheckpointAccount:
         self.record_newest(path, is_whole)
 
     def record_newest(self, path: str, is_whole: bool = True) -> None:
-        """Let a checkpoint be the newest; where a run can resume from it, those for the meantime go."""
+        """Record the newest checkpoint. If a run can resume from it, mark the preemption checkpoints for removal."""
         self.newest = path
         if is_whole:
             self.doomed += self.passing
@@ -420,21 +426,18 @@ class CheckpointAccount:
         self.doomed = [old for old in dict.fromkeys(self.doomed) if old != path]
 
     def forget(self, path: str) -> None:
-        """Take a checkpoint that was removed off the list."""
         self.best.scores.pop(path, None)
         self.doomed = [old for old in self.doomed if old != path]
 
     def indispensable(self) -> set[str]:
-        """Those that no limit removes: the best by score, `last`, and the newest."""
+        """Return the checkpoints that `total_limit` must not remove: the best by score, `last` and the newest."""
         best = self.best.scores if self.best.by_score else ()
         return {path for path in (*best, self.last, self.newest, self.beside) if path}
 
     def copy(self) -> CheckpointAccount:
-        """The same, to return to if a save fails."""
         return copy.deepcopy(self)
 
     def state_dict(self, directory: str) -> dict[str, Any]:
-        """Everything, by names within the directory of the checkpoints."""
         inside = directory.rstrip("/") + "/"
 
         def name(path: str) -> str:
@@ -451,8 +454,6 @@ class CheckpointAccount:
         }
 
     def restore(self, state: SavedAccount, directory: str) -> None:
-        """Take everything back."""
-
         def here(name: str) -> str:
             return f"{directory.rstrip('/')}/{name}" if name else ""
 
@@ -464,19 +465,19 @@ class CheckpointAccount:
         self.doomed = [here(name) for name in state.lists["doomed"]]
 
 
-# What is saved, and under which name
+# Decision about a save
 
 
 @dataclass
 class Decision:
-    """What is to be saved now, the same on all processes.
+    """Decision about saving a checkpoint, made by the main process and followed by all processes.
 
     Attributes:
-        score: The monitored value.
-        path: Save here, under a name of its own.
-        among_best: Whether that one is kept for its score.
-        last: Let this name stand for it too, or save here where there is no `path`.
-        gone: The name that stood for the newest before, where names change as the run goes.
+        score: The value of the monitored metric, or None.
+        path: The path to save under, or None if only `last` is written.
+        among_best: True if the checkpoint is among the best k.
+        last: The path of `last` if it is to be updated, else None.
+        gone: The previous path of `last` if its name has changed, else an empty string.
     """
 
     score: float | None = None
@@ -487,11 +488,10 @@ class Decision:
 
     @property
     def target(self) -> str | None:
-        """Where the state is written."""
+        """The path that the checkpoint is written to, or None if nothing is saved."""
         return self.path or self.last
 
     def report(self, options: ModelCheckpoint, trainer: Trainer) -> None:
-        """Log it."""
         where = f"Epoch {trainer.current_epoch}, step {trainer.global_step}"
         score = "" if self.score is None else f" with {options.monitor} = {self.score:.6g}"
         if self.path is not None:
@@ -508,14 +508,14 @@ def decide(
     was_validated: bool,
     only_last: bool = False,
 ) -> Decision:
-    """Decide what is saved now; called by the main process alone, changes nothing."""
+    """Decide which checkpoint to save now, without changing any state. Called by the main process alone."""
     metrics = trainer.callback_metrics
     decision = Decision(score=None if only_last else options.score_of(trainer, was_validated))
     decision.among_best = not only_last and kept.best.wants(decision.score)
     if decision.among_best or (options.save_last == "link" and not only_last):
         text = name.format(trainer.current_epoch, trainer.global_step, metrics)
         _warn_of_unknown_fields(options, name, metrics)
-        # A name is used again only for a checkpoint that goes anyway.
+        # A name may be reused only if its checkpoint is removed anyway.
         going = [kept.beside, *kept.passing, *kept.doomed, *(kept.best.displaced() if decision.among_best else ())]
         decision.path = _path(options, trainer, text, own=going)
     if options.save_last:
@@ -528,7 +528,7 @@ def decide(
 
 
 def _path(options: ModelCheckpoint, trainer: Trainer, name: str, own: Sequence[str]) -> str:
-    """The path for a name: a free one, or one of this run's own, to be replaced."""
+    """Return the path for a checkpoint name: one that does not exist, or a replaceable one of this run."""
     path = os.path.join(options.dirpath or "", name)
     if not options.enable_version_counter:
         return path + options.FILE_EXTENSION
@@ -550,9 +550,9 @@ def _warn_of_unknown_fields(options: ModelCheckpoint, name: CheckpointName, metr
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one `ModelCheckpoint`, one at a time, and keeps account of them.
+    """Writer for the checkpoints of one `ModelCheckpoint`, which removes those that are replaced.
 
-    All methods are called by all processes.
+    All processes call each of its methods.
     """
 
     def __init__(
@@ -567,23 +567,21 @@ class CheckpointWriter:
         self._protected: set[str] = set()
 
     def protect(self, path: str) -> None:
-        """Never remove a checkpoint, whatever becomes superfluous."""
         self._protected.add(path)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being written, and no error is left to report."""
         return self._in_flight is None
 
     def save(self, trainer: Trainer, directory: str, decision: Decision, weights_only: bool) -> None:
-        """Write a checkpoint, at once or in the background; `settle` came before."""
+        """Write a checkpoint, in the background if configured. Call `settle` first."""
         target = decision.target
         if target is None:
             return
         if trainer.saves is not None:
-            trainer.saves.finish()  # what others save reports its own error, which is not forgiven here
+            trainer.saves.finish()  # an error of another save must raise here, whatever `on_save_error` is
         before = self.kept.copy()
-        # The account is part of the checkpoint, so it is brought up to date first.
+        # The checkpoint contains this record, so update the record before saving.
         if decision.path is not None:
             self.kept.add(decision.path, decision.score, decision.among_best, is_whole=not weights_only)
         else:
@@ -600,7 +598,7 @@ class CheckpointWriter:
 
         targets = [path for path in names if path is not None]
         if named_twice:
-            del targets[1:]  # the other one is a link or a copy
+            del targets[1:]  # `last` becomes a link or a copy
         try:
             if self._in_background:
                 for path in targets:
@@ -613,19 +611,19 @@ class CheckpointWriter:
                 for path in targets:
                     trainer.save_checkpoint(path, weights_only)
         except CheckpointError as error:
-            self._take_back(before, error)
+            self._roll_back(before, error)
         else:
             if not self._in_background:
                 self._finish(follow_up)
 
     def save_now(self, trainer: Trainer, path: str, is_passing: bool) -> bool:
-        """Write a checkpoint with everything in it, at once."""
+        """Write a complete checkpoint synchronously. Returns False if that fails and errors are only logged."""
         self.settle(forgive=True)
         if trainer.saves is not None:
             try:
                 trainer.saves.finish()
             except CheckpointError as error:
-                logger.error(f"{error} Another one is saved now.")
+                logger.error(f"{error} A new checkpoint is saved now.")
         before = self.kept.copy()
         if is_passing:
             self.kept.passing = [*(old for old in self.kept.passing if old != path), path]
@@ -633,37 +631,37 @@ class CheckpointWriter:
         try:
             trainer.save_checkpoint(path)
         except CheckpointError as error:
-            self._take_back(before, error)
+            self._roll_back(before, error)
             return False
         return True
 
     def poll(self, trainer: Trainer) -> None:
-        """Let an error in the background end the run, as soon as it can be raised on all processes."""
+        """Check the background save for errors, without waiting. An error ends the run on all processes together."""
         flight = self._in_flight
         if flight is None or not flight.pending.failed():
             return
         if self._forgives or trainer.world_size == 1:
             self.settle()
         else:
-            # They agree on the step to stop at, and raise when training is over.
+            # Raising on one process alone would leave the others in a collective: all stop at an agreed step.
             trainer.control.request_stop(
                 "ModelCheckpoint: a checkpoint could not be written in the background", for_good=False
             )
 
     def settle(self, forgive: bool = False) -> None:
-        """Wait until what is being written is done."""
+        """Wait for the background save of a checkpoint, and remove the checkpoints that it replaces."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return
         try:
             flight.pending.wait()
         except CheckpointError as error:
-            self._take_back(flight.before, error, forgive)
+            self._roll_back(flight.before, error, forgive)
         else:
             self._finish(flight.outcome, forgive)
 
     def abandon(self, wait: bool) -> None:
-        """Leave what is being written to itself, without an exchange with other processes."""
+        """Stop tracking the background save, without collectives. If `wait` is True, wait until it is written."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return
@@ -681,7 +679,7 @@ class CheckpointWriter:
             removed = decide_on_main_process(follow_up)
         except CheckpointError as error:
             if not (self._forgives or forgive):
-                raise _with_way_out(error) from error
+                raise _with_advice(error) from error
             logger.error(f"ModelCheckpoint: {error} The run continues.")
             return
         for path in removed:
@@ -690,7 +688,7 @@ class CheckpointWriter:
     def _follow_up(
         self, directory: str, decision: Decision, named_twice: bool, kept_in: checkpoint.CheckpointFormat
     ) -> list[str]:
-        """Do what can be done once the checkpoint is durable; returns what was removed."""
+        """Create `last` and remove replaced checkpoints, after a save is durable. Returns the removed paths."""
         if named_twice and decision.path is not None and decision.last is not None:
             if self._links:
                 link(decision.last, decision.path)
@@ -707,18 +705,17 @@ class CheckpointWriter:
             gone += beyond
         return gone
 
-    def _take_back(self, before: CheckpointAccount, error: CheckpointError, forgive: bool = False) -> None:
+    def _roll_back(self, before: CheckpointAccount, error: CheckpointError, forgive: bool = False) -> None:
         self.kept = before
         if not (self._forgives or forgive):
-            raise _with_way_out(error) from error
-        logger.error(f"ModelCheckpoint: {error} The run continues; the checkpoints before this one are intact.")
+            raise _with_advice(error) from error
+        logger.error(f"ModelCheckpoint: {error} The run continues. Earlier checkpoints are intact.")
 
 
-def _with_way_out(error: CheckpointError) -> CheckpointError:
-    """The error of a save, such as a full disk, with what may be done about it."""
+def _with_advice(error: CheckpointError) -> CheckpointError:
     return type(error)(
-        f"{error} The checkpoints before this one are intact. With ModelCheckpoint(on_save_error='warn') a run "
-        "continues where a checkpoint cannot be written."
+        f"{error} Earlier checkpoints are intact. With ModelCheckpoint(on_save_error='warn') a run continues "
+        "if a checkpoint cannot be written."
     )
 
 
@@ -731,7 +728,11 @@ def _log_failure(pending: PendingSave) -> None:
 
 @dataclass
 class _InFlight:
-    """A save in the background, what there was before it, and what came of what follows it on the main process."""
+    """Checkpoint save that runs in the background.
+
+    `before` is the record of checkpoints to restore if the save fails. `removed` and `error` are the results of the
+    follow-up work.
+    """
 
     pending: PendingSave
     before: CheckpointAccount
@@ -739,14 +740,13 @@ class _InFlight:
     error: Exception | None = None
 
     def do(self, follow_up: Callable[[], list[str]]) -> None:
-        """Do what follows the save, in the thread that writes; waiting for the save waits for this, too."""
+        """Run the follow-up work in the thread that writes the checkpoint. Waiting for the save waits for it too."""
         try:
             self.removed = follow_up()
         except Exception as error:
             self.error = error
 
     def outcome(self) -> list[str]:
-        """Return what was removed, or raise what went wrong."""
         if self.error is not None:
             raise self.error
         return self.removed

@@ -1,4 +1,4 @@
-"""Log what the device and the machine are at."""
+"""Callback that logs the device's memory statistics and the machine's CPU load."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ logger = get_logger(__name__)
 
 
 class DeviceStatsMonitor(Callback):
-    """Logs the memory statistics of the main process's device, and the load of its machine.
+    """Callback that logs memory statistics of the main process's device, and the CPU load of its machine.
 
-    Names are `DeviceStatsMonitor.<hook>/<value>`, at the start and the end of every batch that is logged: by
-    `log_every_n_steps` in training, and of as many batches one in validation and testing. Values of a device are those
-    of its `torch.<device>.memory_stats`, in bytes; those of the machine `cpu_percent`, `cpu_vm_percent` and
-    `cpu_swap_percent`. A device without such statistics has none.
+    The values are named `DeviceStatsMonitor.<hook>/<value>`. They are logged at the start and at the end of a batch,
+    every `log_every_n_steps` steps in training, and every `log_every_n_steps` batches in validation and testing.
+    Device values come from `torch.<device>.memory_stats`, in bytes. Machine values are `cpu_percent`, `cpu_vm_percent`
+    and `cpu_swap_percent`. A device without memory statistics logs none.
 
     Args:
-        cpu_stats: Log the load of the machine; where the device is the CPU if None.
-        filter_keys: Log only these values, by their names without the hook, such as `{"cpu_percent"}`; all if None.
-        every: How often, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
-            `"1M samples"`, `"10 min"` or `"10%"`.
-            Validation and testing follow a number of steps only.
+        cpu_stats: Log the load of the machine. If None, it is logged if the device is the CPU.
+        filter_keys: The values to log, by their names without the hook, such as `{"cpu_percent"}`. If None, log all.
+        every: The interval, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
+            `"1M samples"`, `"10 min"` or `"10%"`. Validation and testing follow only a number of steps.
 
     Raises:
         ConfigurationError: If the Trainer has no logger.
@@ -65,7 +64,7 @@ class DeviceStatsMonitor(Callback):
         if stage == "predict":
             return
         self._starts, self._ends = (StepLog("DeviceStatsMonitor", trainer, self.every) for _ in range(2))
-        psutil.cpu_percent()  # the next call returns the load since this one
+        psutil.cpu_percent()  # psutil measures the load since the previous call
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         for log in (self._starts, self._ends):
@@ -128,6 +127,6 @@ class DeviceStatsMonitor(Callback):
         if unknown:
             logger.warning_once(
                 "DeviceStatsMonitor: filter_keys contains keys not found among the values: "
-                f"{', '.join(unknown)}. There are {', '.join(sorted(values)) or 'none'}."
+                f"{', '.join(unknown)}. Available values: {', '.join(sorted(values)) or 'none'}."
             )
         return {name: value for name, value in values.items() if name in self.filter_keys}

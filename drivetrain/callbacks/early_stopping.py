@@ -1,4 +1,4 @@
-"""Stop training when a metric no longer improves."""
+"""Callback that stops training when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ logger = get_logger(__name__)
 
 
 class EarlyStoppingReason(IntEnum):
-    """Why `EarlyStopping` stopped a run; its number is what a checkpoint holds.
+    """Reasons for which `EarlyStopping` stops a run. Checkpoints store the number.
 
     Attributes:
-        NOT_STOPPED: It did not.
+        NOT_STOPPED: The run was not stopped.
         STOPPING_THRESHOLD: The metric is better than `stopping_threshold`.
-        DIVERGENCE_THRESHOLD: It is worse than `divergence_threshold`.
-        PATIENCE_EXHAUSTED: It has not improved in `patience` checks.
-        NON_FINITE_METRIC: It is NaN or infinite.
+        DIVERGENCE_THRESHOLD: The metric is worse than `divergence_threshold`.
+        PATIENCE_EXHAUSTED: The metric has not improved in `patience` checks.
+        NON_FINITE_METRIC: The metric is NaN or infinite.
     """
 
     NOT_STOPPED = 0
@@ -48,36 +48,36 @@ class EarlyStoppingReason(IntEnum):
 
 
 class EarlyStopping(Callback):
-    """Stops training when a monitored metric has not improved for a number of checks.
+    """Callback that stops training when a monitored metric has not improved for a number of checks.
 
-    All processes stop together: the main process's value decides.
+    All processes stop together. The value of the main process decides.
 
     Args:
-        monitor: The name of the metric, as logged.
-        min_delta: An improvement smaller than or equal to this does not count.
-        patience: How many checks in a row may pass without improvement. Counts checks, not epochs: with
-            `Trainer(check_val_every_n_epoch=2)` and a patience of 3, training continues for 6 epochs.
+        monitor: The name of the logged metric.
+        min_delta: The smallest improvement that counts. An improvement of exactly this size does not count.
+        patience: The number of checks in a row without improvement after which training stops. Checks are counted, not
+            epochs: with `Trainer(check_val_every_n_epoch=2)` and a patience of 3, training continues for 6 epochs.
         verbose: Log each improvement.
-        mode: `"min"` where lower is better, `"max"` where higher is.
-        strict: Raise if the metric was not logged. With False the check is left out, with a warning.
+        mode: `"min"` if lower values are better, `"max"` if higher values are better.
+        strict: Raise an error if the metric was not logged. If False, skip the check with a warning.
         check_finite: Stop when the metric is NaN or infinite.
-        stopping_threshold: Stop at once when the metric is better than this.
-        divergence_threshold: Stop at once when the metric is worse than this.
-        check_on_train_epoch_end: Check at the end of the training epoch (True) or of the validation (False).
-            By default at the end of the training epoch, after its validation, where each epoch ends with
-            one, and otherwise after each validation.
+        stopping_threshold: Stop at once when the metric is better than this value.
+        divergence_threshold: Stop at once when the metric is worse than this value.
+        check_on_train_epoch_end: Check at the end of each training epoch (True) or after each validation (False). If
+            None, check at the end of the training epoch if each epoch ends with a validation, else after each
+            validation.
         log_rank_zero_only: Log on the main process only, rather than on every process.
 
     Attributes:
-        best_score: The best value so far, a tensor without dimensions.
-        wait_count: Checks since then.
+        best_score: The best value so far, a scalar tensor.
+        wait_count: The number of checks since the best value.
         stopped_epoch: The epoch in which training was stopped, or 0.
-        stopping_reason: Why training was stopped, an `EarlyStoppingReason`.
-        stopping_reason_message: The same in words, or None.
+        stopping_reason: The reason for the stop, an `EarlyStoppingReason`.
+        stopping_reason_message: The reason for the stop as text, or None.
 
     Raises:
-        ConfigurationError: If `mode` or `patience` is out of range, and during the run, with `strict`, if the
-            metric was not logged.
+        ConfigurationError: If `mode` or `patience` is invalid. During the run, if the metric was not logged and
+            `strict` is True.
 
     Example:
         ```python
@@ -118,7 +118,7 @@ class EarlyStopping(Callback):
         self.log_rank_zero_only = log_rank_zero_only
         self.forget_run()
         self._check_on_train_epoch_end = check_on_train_epoch_end
-        self._checks_epoch_end = False  # decided when fit begins
+        self._checks_epoch_end = False  # set in `setup`
         self._fitting = False
 
     def forget_run(self) -> None:
@@ -133,7 +133,7 @@ class EarlyStopping(Callback):
 
     @property
     def best_score(self) -> Tensor:
-        """The best value so far."""
+        """The best value of the monitored metric so far, a scalar tensor."""
         return torch.tensor(self._best)
 
     @property
@@ -179,7 +179,7 @@ class EarlyStopping(Callback):
                 logger.warning(typo)
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        # Ctrl-C may end an epoch before anything is validated.
+        # Ctrl-C may end an epoch before its validation, so the metric would be that of an earlier one.
         if self._fitting and self._checks_epoch_end and not trainer.interrupted:
             self._run_early_stopping_check(trainer)
 
@@ -188,7 +188,6 @@ class EarlyStopping(Callback):
             self._run_early_stopping_check(trainer)
 
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
-        """Compare the metric, on all processes, and stop training where it is time."""
         value = decide_on_main_process(lambda: self._read(trainer))
         if value is None:
             return
@@ -209,12 +208,12 @@ class EarlyStopping(Callback):
         if value is None:
             message = missing_metric_message(metrics, self.monitor, "EarlyStopping")
             if self.strict:
-                raise ConfigurationError(f"{message} With strict=False checks without the metric are left out.")
+                raise ConfigurationError(f"{message} With strict=False, checks without the metric are skipped.")
             logger.warning_once(message)
         return value
 
     def _evaluate_stopping_criteria(self, value: float) -> tuple[bool, str | None]:
-        """Take a value into account. Returns whether to stop, and a message."""
+        """Update the best value and the wait count. Returns True if the run must stop, and a message or None."""
         reason, message = self._reason_to_stop(value)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             self.stopping_reason = reason
@@ -232,7 +231,7 @@ class EarlyStopping(Callback):
         return True, f"{self.monitor} did not improve in {self.wait_count} checks. The best value was {self._best:.6g}."
 
     def _reason_to_stop(self, value: float) -> tuple[EarlyStoppingReason, str | None]:
-        """Whether a value stops the run whatever the values before it were, and why."""
+        """Check a metric value against the thresholds. Returns the reason to stop, or `NOT_STOPPED`, and a message."""
         name = self.monitor
         if self.check_finite and not math.isfinite(value):
             return (

@@ -1,4 +1,4 @@
-"""Evaluate on all samples together, wherever they were computed."""
+"""Callback that computes metrics over the samples of all processes, and writes predictions to a file."""
 
 from __future__ import annotations
 
@@ -28,22 +28,19 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# Predictions and targets of all processes, in the order of the data set
-
-
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one process kept of one batch.
+    """Predictions and targets of one batch on one process.
 
     Attributes:
-        loader: The number of the loader.
-        step: The number of the batch in its loader, on this process.
-        shard: Which of the data's shards this process has; several processes may have the same.
-        values: Predictions and targets of the batch's real rows; targets may be None.
-        others: The same rows of what else the step returned, by key.
+        loader: The index of the loader.
+        step: The index of the batch in its loader, on this process.
+        shard: The index of the data shard of this process. Several processes may share a shard.
+        values: Predictions and targets without padded rows. Targets may be None.
+        others: A dict of the other per-sample outputs of the step, without padded rows.
     """
 
     loader: int
@@ -55,12 +52,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Samples:
-    """Predictions and targets of one loader, each sample once, in the order of the data set.
+    """Predictions and targets of one loader: each sample once, in the order of the dataset.
 
     Attributes:
-        predictions: A tensor with a row for each sample, or a list with an item for each.
-        targets: The same for targets; None where there are none.
-        others: The same for what else the steps returned, by key.
+        predictions: A tensor with one row per sample, or a list with one item per sample.
+        targets: A tensor or list like `predictions`, or None if there are no targets.
+        others: A dict from output names to tensors or lists like `predictions`.
     """
 
     predictions: Any
@@ -69,7 +66,7 @@ class Samples:
 
 
 def real_rows(values: Any, rows: int | None, keep: int | None, what: str) -> Any:
-    """Return the real rows of a batch's predictions or targets, detached, where they are."""
+    """Return the detached rows of a batch's predictions or targets, without the rows that only pad the batch."""
     if hasattr(values, "__array__") and not isinstance(values, Tensor):
         values = torch.as_tensor(values)
     if isinstance(values, Tensor) and values.dim() == 0:
@@ -90,66 +87,64 @@ def real_rows(values: Any, rows: int | None, keep: int | None, what: str) -> Any
     kept = values if keep is None else values[:keep]
     if isinstance(kept, Tensor):
         kept = kept.detach()
-        # A slice would keep the whole batch alive, and be sent as a whole.
+        # A slice is a view: it would keep the whole batch in memory, and pickling would send all of it.
         return kept.clone() if kept.device.type == "cpu" else kept
     return recursively_apply(lambda leaf: leaf.detach(), list(kept))
 
 
 def has_rows(values: Any, rows: int) -> bool:
-    """Return whether values hold one row, or one item, for each of so many samples."""
     if hasattr(values, "__array__") or isinstance(values, Tensor):
         return len(values.shape) > 0 and len(values) == rows
     return isinstance(values, (list, tuple)) and len(values) == rows
 
 
 class SampleGather:
-    """Brings the parts of all processes to the main process, while they compute further batches.
+    """Gather of predictions and targets to the main process, in the background.
 
-    Make it on all processes at once, and end it with `finish` or `abandon`.
+    Create it on all processes together. End it with `finish` or `abandon`.
     """
 
     def __init__(self, state: PartialState) -> None:
         self._leaving, self._gather = HostBlocks(state), BlockGather(state)
 
     def add(self, part: Part) -> None:
-        """Take what this process keeps of a batch."""
         block = self._leaving.add(part)
         if block:
             self._gather.add(block)
 
     def finish(self) -> list[Samples]:
-        """Wait until all have come."""
+        """Wait until all processes have sent their samples. Returns the samples of each loader on the main process."""
         block = self._leaving.take()
         if block:
             self._gather.add(block)
         kept: dict[tuple[int, int, int], Part] = {}
         parts: list[Part] = [part for block in self._gather.finish() for part in block]
         for part in parts:
-            # Processes that share a shard have the same samples: one of them counts.
+            # Processes that share a shard hold the same samples.
             kept.setdefault((part.loader, part.step, part.shard), part)
-        # Batch by batch the shards took turns in the order of the data set.
+        # The sampler deals batches to the shards in turn, so (step, shard) is the order of the dataset.
         loaders: dict[int, list[Part]] = {}
         for key in sorted(kept):
             loaders.setdefault(key[0], []).append(kept[key])
         return [_samples_of(parts) for parts in loaders.values()]
 
     def abandon(self) -> None:
-        """Leave without waiting, after an error."""
+        """Stop gathering without waiting for other processes, after an error."""
         self._gather.abandon()
 
 
 def _samples_of(parts: Sequence[Part]) -> Samples:
-    """Join the parts of one loader; a key that some of them lack is left out."""
+    """Concatenate the parts of one loader. Outputs that some batches lack are omitted, with a warning."""
     every = dict.fromkeys(name for part in parts for name in part.others)
     names = [name for name in every if all(name in part.others for part in parts)]
     if missing := [name for name in every if name not in names]:
-        logger.warning("EvaluationGather leaves %s out of the file: not every batch has them.", missing)
+        logger.warning("EvaluationGather omits %s from the file: not every batch returned these values.", missing)
     others = {name: _joined([part.others[name] for part in parts]) for name in names}
     return Samples(_joined([part.values[0] for part in parts]), _joined([part.values[1] for part in parts]), others)
 
 
 def _joined(values: Sequence[Any]) -> Any:
-    """Return the values of all batches as one tensor where that is possible, else as one list."""
+    """Concatenate the values of all batches to one tensor if their shapes and dtypes allow it, else to one list."""
     if any(each is None for each in values):
         return None
     if all(isinstance(each, Tensor) for each in values):
@@ -160,7 +155,7 @@ def _joined(values: Sequence[Any]) -> Any:
 
 
 def write_samples(samples: Samples, path: str | os.PathLike[str]) -> None:
-    """Write samples to a file, in the format of its extension."""
+    """Write samples to a file in the format of its extension. The file is replaced atomically."""
     path = Path(path)
     writer = writer_for(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +165,10 @@ def write_samples(samples: Samples, path: str | os.PathLike[str]) -> None:
 
 
 def writer_for(path: str | os.PathLike[str]) -> Callable[[Samples, Path], None]:
-    """Return the function that writes files of this extension."""
+    """Return the function that writes files with the extension of `path`.
+
+    Raises `ConfigurationError` for unknown extensions.
+    """
     extension = Path(path).suffix
     if extension not in _WRITERS:
         raise ConfigurationError(
@@ -181,7 +179,7 @@ def writer_for(path: str | os.PathLike[str]) -> Callable[[Samples, Path], None]:
 
 
 def _named(samples: Samples, *names: str) -> dict[str, Any]:
-    """Return the columns of a file by name: those of predictions and targets, whose names are given, and the others."""
+    """Return a dict from column names to values. `names` are the column names of predictions and targets."""
     prediction, target = names or ("predictions", "targets")
     named = {prediction: samples.predictions, target: samples.targets}
     named = {name: values for name, values in named.items() if values is not None}
@@ -202,7 +200,7 @@ def _write_npz(samples: Samples, path: Path) -> None:
         else np.asarray(values)
         for name, values in _named(samples).items()
     }
-    with path.open("wb") as file:  # a name would be given the extension once more
+    with path.open("wb") as file:  # given a file name, numpy would append .npz
         np.savez(file, allow_pickle=True, **arrays)
 
 
@@ -237,7 +235,6 @@ _WRITERS: dict[str, Callable[[Samples, Path], None]] = {
 
 
 def _rows(values: Any) -> Iterable[Any]:
-    """Return the rows as Python values."""
     if isinstance(values, Tensor):
         return list(values.tolist())
     return [row.tolist() if isinstance(row, Tensor) else row for row in values]
@@ -255,34 +252,34 @@ _STAGES = {"validate": "val", "test": "test", "predict": "predict"}
 
 
 class EvaluationGather(Callback):
-    """Gathers predictions and targets of every process, each sample once and in the order of the data set.
+    """Callback that gathers predictions and targets of all processes: each sample once, in the order of the dataset.
 
-    What the evaluation steps return leaves the device some batches at a time, without the rows that only pad a
-    batch, and is sent to the main process while further batches are computed. At the end of the pass it computes
-    metrics over all samples and writes a file. The
-    results are those of a run on one process, also for metrics that are no means, such as AUROC.
+    The outputs of evaluation steps are moved to the CPU a few batches at a time, without padded rows, and sent to the
+    main process while evaluation continues. After the last batch the main process computes metrics over all samples
+    and writes a file. The results equal those of a run on one process, even for metrics that are not means over
+    batches, such as AUROC.
 
     Args:
-        predictions: The key of the predictions in the dict that `validation_step` and the like return. Where
-            they return something else than a dict, that is the predictions.
-        targets: The key of the targets. They may be missing where there are no `metrics`.
-        metrics: Names and what is logged under them: torchmetrics objects, or functions of all predictions and
-            all targets that return a number. A `MetricCollection` logs under its own names.
-        path: The file to write; its extension chooses the format: `.pt`, `.npz`, `.csv` or `.jsonl`. A relative
-            path is taken from the Trainer's `log_dir` or `default_root_dir`. What else a step's dict holds for each
-            sample, such as an id, is a column under its key.
-        select: A function of a step's outputs and its batch that returns predictions and targets, for tasks
-            that return neither.
-        stages: In which runs to gather: `"validate"` (in fit as well), `"test"` and `"predict"`.
+        predictions: The key of the predictions in the dict that `validation_step`, `test_step` or `predict_step`
+            returns. If a step returns anything but a dict, all of it is the predictions.
+        targets: The key of the targets. They are only needed for `metrics`.
+        metrics: A dict from names to metrics: torchmetrics objects, or functions of all predictions and all targets
+            that return a number. A `MetricCollection` logs under its own names.
+        path: The file to write. Its extension selects the format: `.pt`, `.npz`, `.csv` or `.jsonl`. A relative path
+            starts at the Trainer's `log_dir` or `default_root_dir`. Other per-sample values in a step's dict, such as
+            IDs, become columns named after their keys.
+        select: A function that takes a step's outputs and its batch and returns predictions and targets. Use it if the
+            step does not return them.
+        stages: The stages in which to gather: `"validate"` (also in `fit`), `"test"` and `"predict"`.
         prog_bar: Show the metrics in the progress bar.
 
-    In names and in `path`, `{stage}` stands for `val`, `test` or `predict`, and in `path` `{epoch}`
-    for the epoch. With several loaders `/dataloader_idx_<n>` is added to names and `-dataloader_idx_<n>` to
-    the file's name.
+    In metric names and in `path`, `{stage}` is replaced by `val`, `test` or `predict`. In `path`, `{epoch}` is
+    replaced by the epoch. With several loaders, `/dataloader_idx_<n>` is appended to metric names and
+    `-dataloader_idx_<n>` to the file name.
 
     Raises:
-        ConfigurationError: If there is neither `metrics` nor `path`, or a stage or the extension is unknown.
-        DataError: During the run, if outputs hold no predictions or not one for each sample.
+        ConfigurationError: If both `metrics` and `path` are missing, or if a stage or the extension is unknown.
+        DataError: During the run, if a step returns no predictions or not one per sample.
 
     Example:
         ```python
@@ -339,7 +336,7 @@ class EvaluationGather(Callback):
     def state_key(self) -> str:
         return self.build_state_key(predictions=self.predictions, targets=self.targets)
 
-    # the same three moments in each stage
+    # hooks
 
     def on_validation_epoch_start(self, trainer: Trainer, task: Task) -> None:
         self._begin("validate")
@@ -383,7 +380,7 @@ class EvaluationGather(Callback):
             self._gather = SampleGather(PartialState())
 
     def _leave(self) -> None:
-        """Let the other processes not wait for the samples of a pass that was interrupted."""
+        """Abandon the gather of an interrupted evaluation, so that other processes do not wait for its samples."""
         if self._gather is not None:
             self._gather.abandon()
             self._gather = None
@@ -391,7 +388,6 @@ class EvaluationGather(Callback):
     def _keep(
         self, trainer: Trainer, stage: str, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int
     ) -> None:
-        """Keep the real rows of one batch."""
         if self._gather is None:
             return
         info = trainer.batch_info
@@ -405,7 +401,7 @@ class EvaluationGather(Callback):
         self._gather.add(Part(dataloader_idx, batch_idx, shard, kept, self._others(outputs, predictions, keep)))
 
     def _others(self, outputs: Any, predictions: Any, keep: int | None) -> dict[str, Any]:
-        """Return the real rows of the other values in a step's dict, for the file."""
+        """Return the other per-sample values in a step's dict, which become columns of the file."""
         if self.path is None or self.select is not None or not isinstance(outputs, Mapping):
             return {}
         others: dict[str, Any] = {}
@@ -416,12 +412,11 @@ class EvaluationGather(Callback):
                 others[str(key)] = real_rows(values, len(predictions), keep, str(key))
             elif key != "loss":
                 logger.warning_once(
-                    "EvaluationGather leaves %r out of the file: it does not hold one row for each sample.", key
+                    "EvaluationGather omits %r from the file: it does not have one row per sample.", key
                 )
         return others
 
     def _pick(self, outputs: Any, batch: Any, stage: str) -> tuple[Any, Any]:
-        """Return predictions and targets out of what a step returned."""
         if self.select is not None:
             predictions, targets = self.select(outputs, batch)
             return predictions, targets
@@ -436,13 +431,12 @@ class EvaluationGather(Callback):
             return outputs[self.predictions], outputs.get(self.targets)
         if outputs is None:
             raise DataError(
-                f"EvaluationGather needs what {step} returns, and it returned None. Return a dict such as "
+                f"EvaluationGather needs predictions, but {step} returned None. Return a dict such as "
                 f"{{{self.predictions!r}: ..., {self.targets!r}: ...}}, or give select=."
             )
         return outputs, None
 
     def _finish(self, trainer: Trainer, task: Task, stage: str) -> None:
-        """Bring the samples together, log the metrics and write the file."""
         if self._gather is None:
             return
         loaders = self._gather.finish()
@@ -463,7 +457,7 @@ class EvaluationGather(Callback):
             return values
 
         for name, value in decide_on_main_process(evaluate).items():
-            # The same value on all processes, and of the whole pass.
+            # Every process logs the value of the whole evaluation, so a batch size of 1 keeps the mean unchanged.
             task.log(name, value, prog_bar=self.prog_bar, on_step=False, on_epoch=True, batch_size=1)
 
     def _name(self, name: str, stage: str) -> str:
@@ -477,12 +471,11 @@ class EvaluationGather(Callback):
 
 
 def _is_metric(metric: Any) -> bool:
-    """Whether this is a torchmetrics object; asked so that torchmetrics need not be imported."""
+    """Return True for torchmetrics objects, without importing torchmetrics."""
     return hasattr(metric, "update") and hasattr(metric, "compute") and hasattr(metric, "reset")
 
 
 def _compute(metrics: Mapping[str, Callable[..., Any]] | Callable[..., Any], samples: Samples) -> dict[str, float]:
-    """Return the values of all metrics over all samples."""
     if samples.targets is None:
         raise DataError(
             "EvaluationGather has metrics to compute, but the outputs hold no targets. Return them with the "
@@ -508,21 +501,20 @@ def _value_of(metric: Callable[..., Any], samples: Samples) -> Any:
     fresh = fresh.to("cpu")
     for module in fresh.modules():
         if hasattr(module, "distributed_available_fn"):
-            module.distributed_available_fn = _alone  # it has all samples; the other processes compute nothing
+            module.distributed_available_fn = _not_distributed  # no sync: this process has all samples
     fresh.reset()
     fresh.update(samples.predictions, samples.targets)
     return fresh.compute()
 
 
-def _alone() -> bool:
-    """What a metric asks that would otherwise wait for the other processes."""
+def _not_distributed() -> bool:
     return False
 
 
 def _scalar(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise DataError(
-            f"The metric {name!r} is a tensor of shape {tuple(value.shape)}, and only a single number can be "
-            "logged. Average it, or let a function return the number that you want."
+            f"The metric {name!r} is a tensor of shape {tuple(value.shape)}, but only a single number can be "
+            "logged. Average the tensor, or pass a function that returns one number."
         )
     return float(value)

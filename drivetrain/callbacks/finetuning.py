@@ -1,4 +1,4 @@
-"""Freeze parts of a model, and train them from some epoch on."""
+"""Callbacks that freeze parts of a model and unfreeze them in a later epoch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Modules = nn.Module | Iterable[Any]
 
 
 class BaseFinetuning(Callback):
-    """The base of callbacks that freeze parts of a model, and train them from some epoch on.
+    """Base class of callbacks that freeze parts of a model and unfreeze them in a later epoch.
 
-    Override `freeze_before_training`, which runs before `configure_optimizers`, and `finetune_function`, which runs
-    at the start of every epoch. The task gives its optimizer the parameters that are not frozen. What is trained later
-    becomes a parameter group of its own, also in a resumed run. Strategies whose optimizer takes no groups later on
-    (DeepSpeed, Megatron) are refused.
+    Override `freeze_before_training`, which runs before `configure_optimizers`, and `finetune_function`, which runs at
+    the start of every epoch. `configure_optimizers` must pass only unfrozen parameters to the optimizer. Parameters
+    that are unfrozen later get a parameter group of their own, also in a resumed run. Strategies whose optimizers
+    accept no new parameter groups (DeepSpeed, Megatron) raise an error.
 
     Example:
         ```python
@@ -54,38 +54,40 @@ class BaseFinetuning(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        self._added: dict[int, list[dict[str, Any]]] = {}  # by optimizer: the groups that were added
-        self._epoch = -1  # the last one that `finetune_function` has seen
+        self._added: dict[int, list[dict[str, Any]]] = {}  # from the index of an optimizer to the groups added to it
+        self._epoch = -1  # the last epoch for which `finetune_function` was called
         self._restored = False
 
     # to override
 
     def freeze_before_training(self, task: Task) -> None:
-        """Freeze what is not trained from the start.
+        """Freeze the parameters that are not trained from the start. Override this method.
 
         Args:
-            task: The task, before its optimizers are made.
+            task: The task, before `configure_optimizers` is called.
         """
         raise NotImplementedError
 
     def finetune_function(self, task: Task, epoch: int, optimizer: Optimizer) -> None:
-        """Train more, or change learning rates; called at the start of every epoch, once for each optimizer.
+        """Unfreeze parameters or change learning rates. Override this method.
+
+        It is called at the start of every epoch, once for each optimizer.
 
         Args:
             task: The task.
-            epoch: The epoch that begins, from 0.
+            epoch: The index of the epoch that begins, from 0.
             optimizer: The optimizer.
         """
         raise NotImplementedError
 
-    # what they use
+    # helpers for subclasses
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return the modules without children, and those with parameters of their own, of modules within modules.
+        """Return all submodules that have no children, or that own parameters directly.
 
         Args:
-            modules: A module, or several in any structure of lists.
+            modules: A module, or a nested list of modules.
         """
         if isinstance(modules, nn.ModuleDict):
             modules = modules.values()
@@ -95,12 +97,12 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters that are trained, or those that are not.
+        """Yield the parameters that require gradients, or those that do not.
 
         Args:
-            modules: A module, or several in any structure of lists.
-            train_bn: Whether those of batch norms count.
-            requires_grad: Whether to yield those that are trained, or the frozen ones.
+            modules: A module, or a nested list of modules.
+            train_bn: Include the parameters of batch norms.
+            requires_grad: Yield the trainable parameters if True, the frozen ones if False.
         """
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, _BatchNorm) and not train_bn:
@@ -111,10 +113,10 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Train all parameters of modules.
+        """Set `requires_grad` on all parameters of the modules.
 
         Args:
-            modules: A module, or several in any structure of lists.
+            modules: A module, or a nested list of modules.
         """
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, _BatchNorm):
@@ -124,7 +126,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze the parameters of one module, and the statistics of a batch norm.
+        """Freeze the direct parameters of one module, and the running statistics of a batch norm.
 
         Args:
             module: The module.
@@ -136,11 +138,11 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze the parameters of modules.
+        """Freeze all parameters of the modules.
 
         Args:
-            modules: A module, or several in any structure of lists.
-            train_bn: Whether batch norms are trained nevertheless.
+            modules: A module, or a nested list of modules.
+            train_bn: Keep batch norms trainable.
         """
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, _BatchNorm) and train_bn:
@@ -150,7 +152,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters that an optimizer does not have yet; warn of others.
+        """Return the parameters that are not in the optimizer yet. Warn if some already are.
 
         Args:
             optimizer: The optimizer.
@@ -163,8 +165,8 @@ class BaseFinetuning(Callback):
             count = len(given) - len(missing)
             warnings.warn(
                 f"The provided params to be frozen already belong to a group of this optimizer: {count} of them. They "
-                "stay in that group, and are trained from the start. Did you init your optimizer in "
-                "configure_optimizers with all parameters? Give it those that have requires_grad.",
+                "stay in that group and are trained from the start. Did you init your optimizer in "
+                "configure_optimizers with all parameters? Pass only those with requires_grad=True.",
                 stacklevel=3,
             )
         return missing
@@ -177,14 +179,15 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Train modules from now on, and give an optimizer their parameters as a group of their own.
+        """Unfreeze the modules and add their parameters to the optimizer as a new parameter group.
 
         Args:
-            modules: A module, or several in any structure of lists.
+            modules: A module, or a nested list of modules.
             optimizer: The optimizer.
-            lr: The group's learning rate; that of the first group by `initial_denom_lr` if None.
-            initial_denom_lr: The learning rate of the first group is this times as high.
-            train_bn: Whether batch norms are trained as well.
+            lr: The learning rate of the new group. If None, it is the learning rate of the first group divided by
+                `initial_denom_lr`.
+            initial_denom_lr: The divisor for the learning rate of the first group.
+            train_bn: Add the parameters of batch norms too.
         """
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else lr
@@ -192,7 +195,7 @@ class BaseFinetuning(Callback):
         if found:
             optimizer.add_param_group({"params": found, "lr": rate})
 
-    # the state
+    # state
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "groups": {str(number): groups for number, groups in self._added.items()}}
@@ -202,7 +205,7 @@ class BaseFinetuning(Callback):
         self._added = {int(number): list(groups) for number, groups in state_dict["groups"].items()}
         self._restored = True
 
-    # around the loop
+    # hooks
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         if stage == "fit":
@@ -215,10 +218,10 @@ class BaseFinetuning(Callback):
             self._add_again(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        self._restored = False  # a rollback, to when the groups were the same
+        self._restored = False  # after a rollback the optimizers still have their groups
         epoch = trainer.current_epoch
         if epoch <= self._epoch:
-            return  # resumed within this epoch, whose start has been
+            return  # resumed within this epoch: `finetune_function` has run for it
         self._epoch = epoch
         before = _names_trained(trainer)
         for number, optimizer in enumerate(trainer.optimizers):
@@ -233,7 +236,7 @@ class BaseFinetuning(Callback):
         self._announce(trainer, before)
 
     def _record(self, trainer: Trainer, number: int, first: int) -> None:
-        """Remember an optimizer's groups from the first that was added on, by the names of their parameters."""
+        """Record an optimizer's parameter groups from index `first` on, with parameter names in place of tensors."""
         names = {id(parameter): name for name, parameter in _all_in_place(trainer).items()}
         optimizer = trainer.optimizers[number]
         for group in optimizer.param_groups[first:]:
@@ -242,7 +245,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def _schedule(trainer: Trainer, optimizer: Optimizer, changed: Sequence[int] = ()) -> None:
-        """Let the optimizer's schedulers step the groups that were added, from the rates that they have now."""
+        """Make the optimizer's learning rate schedulers cover added groups, starting from their current rates."""
         for config in trainer.lr_scheduler_configs:
             if getattr(config.scheduler, "optimizer", None) is optimizer:
                 cover_new_groups(config.scheduler)
@@ -250,7 +253,7 @@ class BaseFinetuning(Callback):
                     follow_group_rate(config.scheduler, number)
 
     def _add_again(self, trainer: Trainer) -> None:
-        """Give the optimizers the groups that they had in the run before; their state comes next."""
+        """Add the parameter groups of the resumed run to the optimizers, before the optimizer states are loaded."""
         parameters, before = _all_in_place(trainer), _names_trained(trainer)
         for number, groups in self._added.items():
             for group in groups:
@@ -262,7 +265,7 @@ class BaseFinetuning(Callback):
         self._announce(trainer, before)
 
     def _announce(self, trainer: Trainer, before: set[str]) -> None:
-        """Let the strategy reduce the gradients of what is trained from now on, in the model's order on each rank."""
+        """Make the strategy reduce gradients of newly trainable parameters, in the same order on every rank."""
         trained = {name: each for name, each in _all_in_place(trainer).items() if each.requires_grad}
         added = [parameter for name, parameter in trained.items() if name not in before]
         if added and trainer.model is not None:
@@ -279,30 +282,33 @@ def _names_trained(trainer: Trainer) -> set[str]:
 
 
 def multiplicative(epoch: int) -> float:
-    """Twice as much in each epoch."""
+    """Return 2.0, the default factor by which the learning rate of the backbone grows in each epoch."""
     return 2.0
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Trains the head of a model alone at first, and from an epoch on its `backbone` too, at a growing learning rate.
+    """Callback that trains only the head of a model at first, and its `backbone` from a later epoch on.
 
-    The task has a module `backbone`, and gives its optimizer the parameters that are trained.
+    The learning rate of the backbone starts low and grows. The task needs a submodule named `backbone`, and must pass
+    only unfrozen parameters to its optimizer.
 
     Args:
-        unfreeze_backbone_at_epoch: The epoch, from 0, that trains the backbone first; or what is trained before it, in
-            another unit, such as `"1M samples"` or `"10%"` of the run: then it is the first epoch that begins after it.
-        lambda_func: What the backbone's learning rate is multiplied with at the start of an epoch after that.
-        backbone_initial_ratio_lr: The backbone's learning rate when it begins, as a share of that of the first group.
-        backbone_initial_lr: That learning rate itself, in place of a share.
-        should_align: Whether the backbone's learning rate follows that of the first group once it has reached it.
-        initial_denom_lr: See `unfreeze_and_add_param_group`; the backbone's own arguments come first.
-        train_bn: Whether batch norms that are frozen are trained with the backbone; those of the backbone itself are
-            trained from the start.
+        unfreeze_backbone_at_epoch: The epoch, from 0, in which to unfreeze the backbone. A duration such as `"1M
+            samples"` or `"10%"` of the run selects the first epoch that begins after it.
+        lambda_func: A function from the epoch to the factor by which the learning rate of the backbone is multiplied
+            at the start of each later epoch.
+        backbone_initial_ratio_lr: The initial learning rate of the backbone, as a fraction of that of the first group.
+        backbone_initial_lr: The initial learning rate of the backbone. It replaces `backbone_initial_ratio_lr`.
+        should_align: Never let the learning rate of the backbone exceed that of the first group.
+        initial_denom_lr: See `unfreeze_and_add_param_group`. It has no effect here, since the two arguments above set
+            the rate.
+        train_bn: Add batch norms of the backbone to its parameter group if the optimizer does not have them yet. Batch
+            norms of the backbone require gradients from the start.
         verbose: Log both learning rates at the start of each epoch.
-        rounding: Digits of what is logged.
+        rounding: The number of decimal places in the log.
 
     Raises:
-        ConfigurationError: If the task has no module `backbone`.
+        ConfigurationError: If the task has no submodule `backbone`.
 
     Example:
         ```python
@@ -329,8 +335,8 @@ class BackboneFinetuning(BaseFinetuning):
         at = self.unfreeze_backbone_at_epoch
         self.rhythm: Duration | None = at if isinstance(at, Duration) else None
         self._start: RunPoint | None = None
-        self._elapsed = 0.0  # of what `_start` waits for, in the run before
-        self._begun_at: int | None = None  # the epoch, once it has come
+        self._elapsed = 0.0  # the part of that duration that passed in the resumed run
+        self._begun_at: int | None = None  # the epoch in which the backbone was unfrozen
         self.lambda_func = lambda_func
         self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
         self.backbone_initial_lr = backbone_initial_lr
@@ -356,8 +362,8 @@ class BackboneFinetuning(BaseFinetuning):
     def freeze_before_training(self, task: Task) -> None:
         if not isinstance(getattr(task, "backbone", None), nn.Module):
             raise ConfigurationError(
-                f"BackboneFinetuning: {type(task).__name__} has no module `backbone`. Name it so, or subclass "
-                "BaseFinetuning.",
+                f"BackboneFinetuning: {type(task).__name__} has no module `backbone`. Rename the module, or "
+                "subclass BaseFinetuning.",
             )
         self.previous_backbone_lr = self._begun_at = self._start = None
         self._elapsed = 0.0
@@ -401,7 +407,7 @@ class BackboneFinetuning(BaseFinetuning):
 
 
 def _epoch_or_duration(given: int | str | Duration) -> int | Duration:
-    """`unfreeze_backbone_at_epoch`, where a number is an epoch, and a number of steps stays one of steps."""
+    """Convert `unfreeze_backbone_at_epoch` to an int for an epoch, or to a `Duration` in another unit."""
     if isinstance(given, int):
         return given
     read = interval_of(given, "BackboneFinetuning.unfreeze_backbone_at_epoch")

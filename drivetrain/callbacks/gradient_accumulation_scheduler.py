@@ -1,4 +1,4 @@
-"""Accumulate over more, or fewer, batches from some epochs on."""
+"""Callback that changes the number of accumulated micro-batches by epoch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Changes how many micro-batches make an optimizer step, by epoch.
+    """Callback that changes the number of micro-batches per optimizer step by epoch.
 
-    `trainer.estimated_stepping_batches` takes the schedule into account. Once a run is over the Trainer accumulates
-    as before.
+    `trainer.estimated_stepping_batches` takes the schedule into account. After the run the Trainer returns to its
+    previous setting.
 
     Args:
-        scheduling: The micro-batches per step from an epoch on, by that epoch, which counts from 0: `{0: 8, 4: 2}`.
-            Before the first epoch that is named it is 1. An epoch may be written as `"4 epochs"`, or as a share of
-            `max_epochs`: `"50%"`. How many steps a run has depends on the schedule, so other units are refused.
+        scheduling: A dict from an epoch, counted from 0, to the number of micro-batches per step from that epoch on,
+            such as `{0: 8, 4: 2}`. Before the first epoch of the dict it is 1. An epoch may also be written as `"4
+            epochs"`, or as a share of `max_epochs`: `"50%"`. Other units raise an error, since the number of steps
+            depends on the schedule.
 
     Raises:
-        ConfigurationError: If the schedule is empty or holds other than whole numbers, if the Trainer was given
-            `accumulate_grad_batches` as well, or if the task or the strategy cannot accumulate so.
+        ConfigurationError: If the schedule is empty or holds anything but whole numbers, if the Trainer has
+            `accumulate_grad_batches` set too, or if the task or the strategy does not support accumulation.
 
     Example:
         ```python
@@ -68,28 +69,31 @@ class GradientAccumulationScheduler(Callback):
 
     @staticmethod
     def _epoch_of(given: Any) -> Any:
-        """An epoch, or as a float a share of all; what is neither as it is."""
+        """Return a key of `scheduling` as an int (an epoch) or a float (a share of `max_epochs`).
+
+        Returns other values unchanged.
+        """
         if not isinstance(given, str | Duration) or (isinstance(given, str) and given.strip().isdigit()):
             return None if isinstance(given, float) else given
         duration = Duration.of(given, "GradientAccumulationScheduler.scheduling")
         assert duration is not None
         if duration.unit not in (Unit.EPOCHS, Unit.RUN):
             raise ConfigurationError(
-                f"GradientAccumulationScheduler(scheduling): {given!r} is no epoch. How many steps, samples or tokens "
-                "come when depends on the schedule itself. Give epochs (4, '4 epochs') or a share of them ('50%').",
+                f"GradientAccumulationScheduler(scheduling): {given!r} is no epoch. The number of steps, samples or "
+                "tokens depends on the schedule itself. Give epochs (4, '4 epochs') or a share of them ('50%').",
             )
         return int(duration.amount) if duration.unit is Unit.EPOCHS else float(duration.amount)
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Return the micro-batches per step in an epoch.
+        """Return the number of micro-batches per optimizer step in an epoch.
 
         Args:
-            epoch: The epoch, from 0.
+            epoch: The index of the epoch, from 0.
         """
         return self.scheduling[max(start for start in self.scheduling if start <= epoch)]
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Return whether any epoch has more than one micro-batch per step."""
+        """Return True if any epoch of the schedule has more than one micro-batch per optimizer step."""
         return any(factor > 1 for factor in (*self.scheduling.values(), *self._shares.values()))
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
@@ -103,12 +107,12 @@ class GradientAccumulationScheduler(Callback):
         if not task.automatic_optimization and self.going_to_accumulate_grad_batches():
             raise ConfigurationError(
                 f"GradientAccumulationScheduler has no effect on {type(task).__name__}, which optimizes by hand "
-                "(automatic_optimization = False). Step every so many batches in training_step.",
+                "(automatic_optimization = False). Step the optimizer every few batches in training_step instead.",
             )
         if self._shares and trainer.max_epochs < 0:
             raise ConfigurationError(
-                "GradientAccumulationScheduler(scheduling) has a share of the run's epochs, and how many there are is "
-                "not known. Give the Trainer max_epochs, or name epochs.",
+                "GradientAccumulationScheduler(scheduling) has a share of the run's epochs, but the Trainer has no "
+                "max_epochs. Set max_epochs, or give epochs.",
             )
         shares = {int(share * trainer.max_epochs): factor for share, factor in self._shares.items()}
         self.scheduling = {0: 1, **dict(sorted({**self._by_epoch, **shares}.items()))}

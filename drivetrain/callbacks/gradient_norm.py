@@ -1,4 +1,4 @@
-"""Log the norm of the gradients."""
+"""Callback that logs the norm of the gradients."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class GradientNorm(Callback):
-    """Logs the norm of the gradients before they are clipped, over all processes and shards.
+    """Callback that logs the norm of the unclipped gradients, over all processes and shards.
 
-    Every `log_every_n_steps` it logs `grad_norm`, of several optimizers `grad_norm/0` and so on. Other steps
-    compute nothing.
+    It logs `grad_norm` every `log_every_n_steps` steps. With several optimizers the names are `grad_norm/0`,
+    `grad_norm/1` and so on. Steps that are not logged compute nothing.
 
     Args:
         norm_type: The p of the p-norm.
-        by_parameter: Log the norm of each parameter as well, as `grad_norm/<name>`.
-        every: How often, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
+        by_parameter: Also log the norm of each parameter, as `grad_norm/<name>`.
+        every: The interval, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
             `"1M samples"`, `"10 min"` or `"10%"`.
 
     Raises:

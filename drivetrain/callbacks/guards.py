@@ -1,4 +1,4 @@
-"""Act when the loss or the gradients are no longer finite."""
+"""Callbacks that act when the loss or the gradients become NaN, infinite or unusually large."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# The checkpoint that a run goes back to
+# Rollback checkpoint
 
 
 def check_can_roll_back(trainer: Trainer, owner: str) -> None:
-    """Refuse a run that saves nothing it could go back to."""
+    """Raise `ConfigurationError` if no callback of the run saves checkpoints that a rollback could load."""
     if not _savers(trainer):
         raise ConfigurationError(
-            f"{owner}(action='rollback') needs a ModelCheckpoint that saves more than weights, to go back to. Add one, "
+            f"{owner}(action='rollback') needs a ModelCheckpoint that saves more than weights. Add one, "
             "such as ModelCheckpoint(every_n_train_steps=1000), or choose 'stop' or 'skip'.",
         )
 
 
 def newest_good_checkpoint(trainer: Trainer) -> str | None:
-    """The newest checkpoint of this run that a run can resume from, or None; called by all processes.
+    """Return the path of the newest resumable checkpoint of this run, or None. Called by all processes.
 
-    All that the run has saved are good: nothing is saved while a callback finds the state unsound.
+    All saved checkpoints are good, since nothing is saved while a guard finds the state unsound.
     """
     savers = _savers(trainer)
     for saver in savers:
@@ -64,11 +64,11 @@ def _newest(savers: list[ModelCheckpoint]) -> str | None:
             one = checkpoint.checkpoint_at(path)
             found.append((one.finite_loss, one.step or 0, path))
         except CheckpointError:
-            continue  # removed by hand, or damaged: another one will do
+            continue  # removed by the user, or damaged
     return max(found)[2] if found else None
 
 
-# What guards have in common: they watch a value of each step, agree about it, and stop, skip or go back
+# Guards
 
 
 logger = get_logger(__name__)
@@ -79,14 +79,14 @@ LOSS = "loss"
 
 @dataclass
 class Watched:
-    """What was watched in one step.
+    """Loss or metric recorded in one optimizer step, to be judged later.
 
     Attributes:
-        step: Optimizer steps before it.
+        step: The number of optimizer steps before this one.
         epoch: The epoch.
-        batches: The indices of its batches.
-        value: What all processes judge together, a scalar on the device.
-        shown: This process's own value, for messages.
+        batches: The indices of the batches of the step.
+        value: The value that all processes judge together, a scalar on the device.
+        shown: The value of this process, shown in messages.
     """
 
     step: int
@@ -101,16 +101,16 @@ class Watched:
 
 
 class Guard(Callback):
-    """Watches a value of each step; all processes judge it alike, and act together.
+    """Base class of callbacks that check a value in each step. All processes judge it together and act together.
 
     Args:
-        monitor: `"loss"` for what `training_step` returns, over the batches of a step, or the name of a logged
-            metric.
-        action: `"stop"` ends the run with an error, `"skip"` leaves the optimizer step out, `"rollback"` returns
-            to the newest checkpoint and leaves out the batches of the step from then on.
-        max_rollbacks: After so many of them the run ends with an error.
-        max_skips: After so many steps in a row that were left out the run ends with an error.
-        every_n_steps: Read the values only every so many steps, or in another unit: until then they stay on the device.
+        monitor: `"loss"` for the value that `training_step` returns, summed over the batches of a step, or the name of
+            a logged metric.
+        action: `"stop"` ends the run with an error. `"skip"` skips the optimizer step. `"rollback"` returns to the
+            newest checkpoint and excludes the batches of the step from then on.
+        max_rollbacks: The maximum number of rollbacks. The next one ends the run with an error.
+        max_skips: The maximum number of skipped steps in a row. The next one ends the run with an error.
+        every_n_steps: The number of steps, or a duration, between checks. Values stay on the device until then.
     """
 
     runs_last_at_epoch_end: ClassVar[bool] = True
@@ -139,8 +139,8 @@ class Guard(Callback):
                 raise ConfigurationError(f"{name}({key}={number!r}): give {least} or more.")
         if action == "skip" and every_n_steps != 1:
             raise ConfigurationError(
-                f"{name}(action='skip', every_n_steps={every_n_steps}): whether a step is left out must be known "
-                "before it is taken, so each one is read. Leave every_n_steps=1, or choose 'stop' or 'rollback'.",
+                f"{name}(action='skip', every_n_steps={every_n_steps}): a step can only be skipped "
+                "if its value is read before it is taken. Leave every_n_steps=1, or choose 'stop' or 'rollback'.",
             )
         self.monitor = monitor
         self.action = action
@@ -149,12 +149,12 @@ class Guard(Callback):
         self.every_n_steps = every_n_steps
         self.forget_run()
         self._skips_in_a_row = 0
-        self._losses: list[Tensor] = []  # of the step under way, weighed so that their sum is the step's loss
-        self._batches: list[int] = []  # of the step under way
-        self._watched: list[Watched] = []  # steps that were not judged yet
+        self._losses: list[Tensor] = []  # losses of the current step, scaled so that their sum is its loss
+        self._batches: list[int] = []  # batch indices of the current step
+        self._watched: list[Watched] = []  # recorded steps that have not been judged
         self._rescales = False
         self._is_manual = False
-        self._is_tripped = False  # what is there now is not worth saving
+        self._is_tripped = False  # the current state must not be saved
 
     def forget_run(self) -> None:
         self.rollbacks = 0
@@ -162,13 +162,13 @@ class Guard(Callback):
 
     @abstractmethod
     def measure(self, trainer: Trainer, value: Tensor) -> Tensor:
-        """Return what is to be judged, from this process's value: a scalar on the device."""
+        """Return the value to judge, computed from the monitored value of this process: a scalar on the device."""
 
     @abstractmethod
     def judge(self, value: float) -> str | None:
-        """Return what is wrong with a value, the mean over all processes, or None."""
+        """Return a description of the problem with a value, which is the mean over all processes, or None."""
 
-    # what is watched
+    # hooks
 
     @property
     def state_key(self) -> str:
@@ -178,7 +178,7 @@ class Guard(Callback):
         return {"rollbacks": self.rollbacks, "skipped": [list(each) for each in self.skipped]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Also called by a rollback, to a checkpoint from before it.
+        # A rollback loads an older checkpoint: its counts must not replace the current ones.
         self.rollbacks = max(self.rollbacks, state_dict["rollbacks"])
         saved = [(epoch, batch) for epoch, batch in state_dict["skipped"]]
         self.skipped = list(dict.fromkeys([*saved, *self.skipped]))
@@ -193,8 +193,8 @@ class Guard(Callback):
         self._is_manual = not task.automatic_optimization
         if self._is_manual and self.action == "skip":
             raise ConfigurationError(
-                f"{name}(action='skip'): {type(task).__name__} steps its optimizers by hand, so no step can be left "
-                "out for it. Choose 'stop' or 'rollback', or check the loss in training_step.",
+                f"{name}(action='skip'): {type(task).__name__} steps its optimizers by hand, so no step can be "
+                "skipped. Choose 'stop' or 'rollback', or check the loss in training_step.",
             )
         if self.action == "rollback" and not trainer.fast_dev_run:
             check_can_roll_back(trainer, name)
@@ -221,12 +221,12 @@ class Guard(Callback):
         self._watch(trainer, task)
         if self.every_n_steps != 1:
             return None
-        # Known before the step, so that no parameter is spoilt whatever is done about it.
+        # Judge before the step, so that bad gradients never reach the parameters.
         return False if self._poll(trainer) else None
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.progress.batches_in_epoch <= batch_idx:
-            return  # within a step
+            return  # the batch does not complete an optimizer step
         if self._is_manual and self._batches:
             self._watch(trainer, task)
         self._forget_step()
@@ -246,7 +246,7 @@ class Guard(Callback):
         return not self._is_tripped
 
     def _watch(self, trainer: Trainer, task: Task) -> None:
-        """Take down the step under way; nothing is read from the device."""
+        """Record the loss or metric of the current step without reading it from the device."""
         value = self._value(trainer)
         watched = Watched(
             trainer.global_step, trainer.current_epoch, tuple(self._batches), self.measure(trainer, value), value
@@ -256,10 +256,8 @@ class Guard(Callback):
     def _value(self, trainer: Trainer) -> Tensor:
         if self.monitor == LOSS:
             if not self._losses:
-                return torch.zeros(
-                    (), device=trainer.strategy.topology.device
-                )  # this process had nothing to learn from
-            # An optimizer may ask for the gradients of a step several times.
+                return torch.zeros((), device=trainer.strategy.topology.device)  # this process had no loss in this step
+            # An optimizer such as LBFGS calls the closure several times per step: take the last losses.
             losses = self._losses if self._is_manual else self._losses[-len(self._batches) :]
             return losses[0].float() if len(losses) == 1 else torch.stack(losses).float().sum()
         metrics = trainer.callback_metrics
@@ -271,10 +269,10 @@ class Guard(Callback):
         self._losses.clear()
         self._batches.clear()
 
-    # what is done about it
+    # actions
 
     def _poll(self, trainer: Trainer) -> bool:
-        """Read what was taken down, on all processes, and act. Returns whether anything was wrong."""
+        """Judge the recorded values on all processes, and act on the first bad one. Returns True if there was one."""
         watched, self._watched = self._watched, []
         if not watched or self._is_tripped:
             return False
@@ -297,68 +295,70 @@ class Guard(Callback):
             if self._skips_in_a_row > self.max_skips:
                 self._is_tripped = True
                 raise DrivetrainError(
-                    f"{message} {self.max_skips} steps in a row have been left out before it, so the run ends. Its "
-                    "weights are those before the first of them. Resume from a checkpoint with a lower learning rate."
+                    f"{message} {self.max_skips} steps in a row have been skipped before this one, so the run ends. "
+                    "The weights are those before the first skipped step. Resume from a checkpoint with a lower "
+                    "learning rate."
                 )
             self.skipped += [(one.epoch, batch) for batch in one.batches]
-            logger.warning(f"{message} The step is left out.")
+            logger.warning(f"{message} The step is skipped.")
             return
         self._is_tripped = True
         if self.action == "stop":
-            raise DrivetrainError(f"{message} The run ends, as action='stop' asks for.")
+            raise DrivetrainError(f"{message} The run ends because of action='stop'.")
         if trainer.rollback_requested:
-            return  # by another guard, which has counted it
+            return  # another guard has requested and counted this rollback
         if self.rollbacks >= self.max_rollbacks:
             raise DrivetrainError(
-                f"{message} The run has gone back to a checkpoint {self.rollbacks} times already, and max_rollbacks="
+                f"{message} The run has rolled back {self.rollbacks} times already, and max_rollbacks="
                 f"{self.max_rollbacks}. Lower the learning rate, clip gradients, or inspect these batches."
             )
         path = newest_good_checkpoint(trainer)
         if path is None:
             raise DrivetrainError(
-                f"{message} There is no checkpoint to go back to yet. Save earlier, such as with "
+                f"{message} There is no checkpoint to roll back to yet. Save earlier, for example with "
                 "ModelCheckpoint(every_n_train_steps=...)."
             )
         self.rollbacks += 1
         batches = [(one.epoch, batch) for batch in one.batches]
         self.skipped += batches
         logger.warning(
-            f"{message} Going back to {path}, without these batches. This is rollback {self.rollbacks} of "
+            f"{message} Rolling back to {path}, without these batches. This is rollback {self.rollbacks} of "
             f"{self.max_rollbacks}."
         )
         trainer.request_rollback(path, batches)
 
 
 class NaNGuard(Guard):
-    """Stops, skips or goes back when the loss or a gradient is infinite or NaN.
+    """Callback that stops the run, skips the step or rolls back when the loss or a gradient is NaN or infinite.
 
-    All processes act together, whichever of them met it. With `every_n_steps=1` one number is read from the device
-    in each step, before the optimizers step, so the weights are never spoilt. With `every_n_steps=100` nothing
-    is read in between: the weights may be spoilt by the time it is seen, and `"stop"` or `"rollback"` deals
-    with that. No checkpoint with weights that are not finite is saved while this guard is there.
+    If any process has such a value, all processes act together. With `every_n_steps=1`, one number is read from the
+    device before each optimizer step, so a bad value never reaches the weights. With larger values nothing is read in
+    between, and the weights may be bad when the check runs. Use `"stop"` or `"rollback"` then. While the callback is
+    used, no checkpoint with NaN or infinite weights is saved.
 
-    Under a precision that scales the loss (fp16), gradients that overflow are the scaler's business, which leaves
-    the step out and lowers the scale: `check_gradients` then does nothing, the loss is still watched.
+    With fp16 mixed precision, the gradient scaler handles gradients that overflow: it skips the step and lowers the
+    scale. `check_gradients` then has no effect, but the loss is still checked.
 
     Args:
-        monitor: `"loss"` for what `training_step` returns, or the name of a metric that it logs.
-        action: `"stop"` ends the run with an error that names the step, the batches and the rank. `"skip"` leaves
-            the optimizer step out: parameters, optimizers and schedulers stay as they are (statistics that the
-            forward updates, such as those of BatchNorm, have seen the batches). `"rollback"` returns to the newest
-            checkpoint and leaves the batches out from then on.
-        max_rollbacks: After so many of them the run ends with an error.
-        check_gradients: Watch the gradients as well: one pass over them in each step. Automatic optimization only.
-        every_n_steps: Read what was watched every so many steps, or in another unit: `"1M samples"`, `"1 min"`; 1 for
-            `"skip"`.
-        max_skips: After so many steps in a row that were left out the run ends with an error.
+        monitor: `"loss"` for the value that `training_step` returns, or the name of a logged metric.
+        action: `"stop"` ends the run with an error that names the step, the batches and the rank. `"skip"` skips the
+            optimizer step: parameters, optimizers and schedulers stay unchanged, but running statistics such as those
+            of BatchNorm include the batches. `"rollback"` returns to the newest checkpoint and excludes the batches
+            from then on.
+        max_rollbacks: The maximum number of rollbacks. The next one ends the run with an error.
+        check_gradients: Also check the gradients, which costs one pass over them per step. Only in automatic
+            optimization.
+        every_n_steps: The number of steps between checks, or a duration such as `"1M samples"` or `"1 min"`. It must
+            be 1 for `"skip"`.
+        max_skips: The maximum number of skipped steps in a row. The next one ends the run with an error.
 
     Attributes:
-        rollbacks: How often the run went back.
-        skipped: The batches that were left out: (epoch, index in the epoch).
+        rollbacks: The number of rollbacks so far.
+        skipped: A list of the excluded batches, as pairs (epoch, batch index).
 
     Raises:
-        ConfigurationError: If an argument is out of range, or cannot go with the run.
-        DrivetrainError: During the run, by `action`.
+        ConfigurationError: If an argument is out of range or does not fit the run.
+        DrivetrainError: During the run, if `action` or one of the limits ends it.
 
     Example:
         ```python
@@ -384,8 +384,8 @@ class NaNGuard(Guard):
         super().on_train_start(trainer, task)
         if self.check_gradients and self._is_manual:
             raise ConfigurationError(
-                f"NaNGuard(check_gradients=True): {type(task).__name__} steps its optimizers by hand, so there is no "
-                "moment to look at its gradients. Leave it False: the loss is watched.",
+                f"NaNGuard(check_gradients=True): {type(task).__name__} steps its optimizers by hand, so its gradients "
+                "cannot be checked before a step. Leave it False: the loss is still checked.",
             )
 
     def measure(self, trainer: Trainer, value: Tensor) -> Tensor:
@@ -406,19 +406,19 @@ class NaNGuard(Guard):
         like = torch.zeros((), device=trainer.strategy.topology.device)
         trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         statistics = [buffer for buffer in task.buffers() if buffer.is_floating_point()]
-        # A buffer may hold infinities by intent, as attention masks do; NaN never is.
+        # Buffers such as attention masks hold infinities on purpose, so only NaN counts for them.
         sound = _are_finite(trained, like) & ~_have_nan(statistics, like)
         if float(reduce(sound.float(), "min")) == 1.0:
             return True
         logger.warning(
-            f"NaNGuard: the model has parameters that are not finite after {trainer.global_step} steps, so nothing is "
-            "saved."
+            f"NaNGuard: the model has parameters that are not finite after {trainer.global_step} steps, so no "
+            "checkpoint is saved."
         )
         return False
 
 
 def _are_finite(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Whether this process's parts of tensors are finite, as a scalar on the device of `like`; nothing is read."""
+    """Return a boolean scalar on the device of `like`: True if this process's shards of all tensors are finite."""
     parts = [part for part in map(_local, tensors) if part.numel()]
     largest = [torch.linalg.vector_norm(part, math.inf) for part in parts]
     if not largest:
@@ -432,49 +432,48 @@ def _have_nan(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this process's part of a tensor that may be sharded."""
     local = local_part(tensor.detach())
     return local.coalesce().values() if local.is_sparse else local
 
 
-# Act when the loss jumps far above what it was
+# Loss spikes
 
 
 NORMAL_MAD = 0.6745
 """The median absolute deviation of a normal distribution, in standard deviations."""
 
 SMALLEST_SPREAD = 1e-3
-"""The least spread, as a share of the median: where a loss stands still, noise is no spike."""
+"""The smallest spread, as a fraction of the median. Without it, noise around a constant loss would count as spikes."""
 
 
 class LossSpikeGuard(Guard):
-    """Stops, skips or goes back when the loss is far above its last values.
+    """Callback that stops the run, skips the step or rolls back when the loss is far above its recent values.
 
-    How far is measured by the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, ASQC, 1993),
-    `0.6745 * (x - median) / MAD`, where MAD is the median absolute deviation from the median. Neither is moved by
-    a few outliers, as mean and standard deviation would be. Only values above the median count, and spikes do not
-    enter the window. All processes judge the mean over all of them.
+    The distance is the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, ASQC, 1993),
+    `0.6745 * (x - median) / MAD`. MAD is the median absolute deviation from the median. Unlike mean and standard
+    deviation, neither is affected by a few outliers. Only values above the median count, and spikes are not added to
+    the recent values. All processes judge the mean over all of them.
 
-    Values that are not finite are left to `NaNGuard`.
+    NaN and infinite values are ignored. Use `NaNGuard` for them.
 
     Args:
-        monitor: `"loss"` for what `training_step` returns, or the name of a metric that it logs.
-        window: How many of the last values to compare with. Nothing is judged before half of them are there.
-        threshold: The score from which on a value is a spike. The book calls 3.5 an outlier; losses have longer
-            tails.
-        action: `"stop"`, `"skip"` or `"rollback"`, see `NaNGuard`.
-        max_rollbacks: After so many of them the run ends with an error.
-        every_n_steps: Read the values every so many steps, or in another unit: `"1M samples"`, `"1 min"`; 1 for
-            `"skip"`.
-        max_skips: After so many steps in a row that were left out the run ends with an error.
+        monitor: `"loss"` for the value that `training_step` returns, or the name of a logged metric.
+        window: The number of recent values to compare with. Checks begin once half of them have been recorded.
+        threshold: The score above which a value is a spike. Iglewicz and Hoaglin suggest 3.5, but losses have longer
+            tails than a normal distribution.
+        action: `"stop"`, `"skip"` or `"rollback"`, as for `NaNGuard`.
+        max_rollbacks: The maximum number of rollbacks. The next one ends the run with an error.
+        every_n_steps: The number of steps between checks, or a duration such as `"1M samples"` or `"1 min"`. It must
+            be 1 for `"skip"`.
+        max_skips: The maximum number of skipped steps in a row. The next one ends the run with an error.
 
     Attributes:
-        rollbacks: How often the run went back.
-        skipped: The batches that were left out: (epoch, index in the epoch).
+        rollbacks: The number of rollbacks so far.
+        skipped: A list of the excluded batches, as pairs (epoch, batch index).
 
     Raises:
-        ConfigurationError: If an argument is out of range, or cannot go with the run.
-        DrivetrainError: During the run, by `action`.
+        ConfigurationError: If an argument is out of range or does not fit the run.
+        DrivetrainError: During the run, if `action` or one of the limits ends it.
 
     Example:
         ```python
@@ -498,7 +497,7 @@ class LossSpikeGuard(Guard):
         super().__init__(monitor, action, max_rollbacks, max_skips, every_n_steps)
         if not isinstance(window, int) or window < 4:
             raise ConfigurationError(
-                f"LossSpikeGuard(window={window!r}): give how many values to compare with, 4 or more."
+                f"LossSpikeGuard(window={window!r}): give the number of values to compare with, 4 or more."
             )
         if not threshold > 0:
             raise ConfigurationError(f"LossSpikeGuard(threshold={threshold!r}): give a score above 0, such as 6.")
@@ -532,7 +531,7 @@ class LossSpikeGuard(Guard):
 
 def modified_z_score(value: float, values: Any) -> tuple[float, float]:
     """Return the modified z-score of a value among others, and their median (Iglewicz and Hoaglin, 1993)."""
-    import statistics  # here: it imports fractions and decimals, which no other part needs
+    import statistics  # imported late: it loads fractions and decimal
 
     median = statistics.median(values)
     deviation = statistics.median(abs(each - median) for each in values)

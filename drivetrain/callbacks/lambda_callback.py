@@ -1,4 +1,4 @@
-"""A callback made of functions."""
+"""Callback made of functions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ Hook = Callable[..., Any] | None
 
 
 class LambdaCallback(Callback):
-    """Calls the functions that it is given as hooks, each with the arguments of the hook of its name.
+    """Callback that calls user functions as hooks.
 
-    Every argument is optional, and the hook of its name; see `Callback` for when each is called.
+    Each argument is named after a hook and takes a function with the arguments of that hook. All arguments are
+    optional. `Callback` documents when each hook is called.
 
     Raises:
-        UnknownArgumentError: There is no hook of a name.
+        UnknownArgumentError: If an argument is not the name of a hook.
 
     Example:
         ```python
@@ -68,6 +69,6 @@ class LambdaCallback(Callback):
         on_predict_epoch_end: Hook = None,
         on_gradients_ready: Hook = None,
     ) -> None:
-        # The Trainer sees what an object has in place of its class's, so hooks that are not given cost nothing.
+        # The Trainer checks the instance too, so hooks that are not set here cost nothing.
         given = {name: value for name, value in locals().items() if name != "self" and value is not None}
         vars(self).update(given)

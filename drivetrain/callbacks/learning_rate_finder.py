@@ -1,4 +1,4 @@
-"""Find a learning rate when training begins."""
+"""Callback that finds a learning rate when training begins."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ if TYPE_CHECKING:
     from drivetrain.trainer.tuning.lr_search import LRFinder
 
 
-# Which learning rates a search tries
-
-
 MODES = ("exponential", "linear")
-"""How the rate is raised."""
+"""The ways in which the learning rate grows."""
 
 
 @dataclass(frozen=True)
 class LRRange:
-    """Which learning rates a search tries, and what becomes of the one that it finds; see `LearningRateFinder`."""
+    """Options of a learning rate search. `LearningRateFinder` documents each of them."""
 
     min_lr: float = 1e-8
     max_lr: float = 1.0
@@ -50,7 +47,7 @@ class LRRange:
             )
 
     def rate(self, number: int) -> float:
-        """The rate of one of the steps."""
+        """Return the learning rate of step `number` of the search, from 0."""
         part = (number + 1) / self.num_training if number else 0.0
         if self.mode == "linear":
             return self.min_lr + part * (self.max_lr - self.min_lr)
@@ -58,26 +55,29 @@ class LRRange:
 
 
 class LearningRateFinder(Callback):
-    """Searches for a learning rate when `fit` begins, and trains with it.
+    """Callback that searches for a learning rate when `fit` begins, and trains with it.
 
-    The task is trained for some steps with a rate that rises, everything is put back as it was, and the rate at which
-    the loss fell fastest becomes the task's. Override `on_fit_start` and another hook to search at other times.
+    The search trains the task for some steps with a growing learning rate and then restores the model, the optimizers
+    and the loop. It suggests the learning rate at which the loss fell fastest. To search at other times, override
+    `on_fit_start` and call `lr_find` in another hook.
 
     Args:
-        min_lr: The first rate.
-        max_lr: The last one.
-        num_training_steps: How many rates, each for one optimizer step.
-        mode: How the rate rises: `"exponential"` or `"linear"`.
-        early_stop_threshold: Stop where the smoothed loss exceeds so many times the smallest one; None never to stop.
-        update_attr: Whether the task gets the rate; else it is only found.
-        attr_name: The attribute or hyper-parameter that holds the rate; `lr` or `learning_rate` if empty.
-        weights_only: Without effect: no file is written.
+        min_lr: The first learning rate.
+        max_lr: The last learning rate.
+        num_training_steps: The number of learning rates to try, with one optimizer step each.
+        mode: `"exponential"` or `"linear"` growth of the learning rate.
+        early_stop_threshold: Stop once the smoothed loss exceeds the smallest one by this factor. None never stops
+            early.
+        update_attr: Write the suggested learning rate to the task.
+        attr_name: The attribute or hyper-parameter that holds the learning rate. If empty, `lr` or `learning_rate`.
+        weights_only: Has no effect, since the search writes no file.
 
     Attributes:
-        optimal_lr: What the last search has found.
+        optimal_lr: The result of the last search, or None before the first one.
 
     Raises:
-        ConfigurationError: If an argument cannot be, or the task has not one optimizer or no such attribute.
+        ConfigurationError: If an argument is out of range, if the task does not have exactly one optimizer, or if it
+            has no such attribute.
 
     Example:
         ```python
@@ -106,11 +106,11 @@ class LearningRateFinder(Callback):
         self.optimal_lr: LRFinder | None = None
 
     def lr_find(self, trainer: Trainer, task: Task) -> None:
-        """Search now.
+        """Search for the learning rate now, and set `optimal_lr`.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
         """
         self.optimal_lr = trainer.tuning.find_learning_rate(task, self.tried)
 

@@ -1,4 +1,4 @@
-"""Log the learning rates."""
+"""Callback that logs the learning rates."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ logger = get_logger(__name__)
 
 
 class LearningRateMonitor(Callback):
-    """Logs the learning rate of every parameter group of every optimizer.
+    """Callback that logs the learning rate of every parameter group of every optimizer.
 
-    A rate is logged as `lr-<optimizer class>`, of several optimizers of one class the second as
-    `lr-Adam-1`, of several parameter groups each as `lr-Adam/pg1` or, where a group has a `"name"`, as
-    `lr-Adam/<name>`. The `"name"` of a scheduler's configuration stands in place of `lr-Adam`.
+    The name of a value is `lr-<optimizer class>`. The second optimizer of a class is `lr-Adam-1`. With several
+    parameter groups, the names are `lr-Adam/pg1` and so on, or `lr-Adam/<name>` if a group has a `"name"`. The
+    `"name"` in a scheduler's configuration replaces `lr-Adam`.
 
     Args:
-        logging_interval: `"step"`, `"epoch"`, or None for the interval of each scheduler (of an optimizer
-            without one: both); or a number of steps or a duration such as `"500 steps"`, `"1M samples"` or `"10%"`, to
-            log all rates so often. By step means each time the Trainer logs, every `log_every_n_steps`; by epoch at the
-            start of each.
-        log_momentum: Log momentum, or Adam's first beta, as `<name>-momentum`.
-        log_weight_decay: Log weight decay as `<name>-weight_decay`.
-        log_key_prefix: Put before every name.
+        logging_interval: `"step"` logs whenever the Trainer logs, every `log_every_n_steps` steps. `"epoch"` logs at
+            the start of each epoch. None uses the interval of each scheduler, and both for an optimizer without a
+            scheduler. A number of steps or a duration such as `"500 steps"`, `"1M samples"` or `"10%"` logs all rates
+            at that interval.
+        log_momentum: Also log the momentum, or Adam's first beta, as `<name>-momentum`.
+        log_weight_decay: Also log the weight decay, as `<name>-weight_decay`.
+        log_key_prefix: A prefix for every name.
 
     Attributes:
-        lrs: All rates that were logged, by name. They can be monitored as well.
-        last_momentum_values: The momentum logged last, by name; None where it is not logged.
-        last_weight_decay_values: The same of weight decay.
+        lrs: A dict from name to the list of logged learning rates. Callbacks can monitor these names.
+        last_momentum_values: A dict from name to the last logged momentum, or None if momentum is not logged.
+        last_weight_decay_values: A dict from name to the last logged weight decay, or None if it is not logged.
 
     Raises:
-        ConfigurationError: If the interval is unknown, two schedulers have one name, two parameter groups of an
-            optimizer have one, or the Trainer has no logger.
+        ConfigurationError: If the interval is unknown, if two schedulers or two parameter groups of an optimizer have
+            the same name, or if the Trainer has no logger.
 
     Example:
         ```python
@@ -76,7 +76,6 @@ class LearningRateMonitor(Callback):
 
     @staticmethod
     def _read(interval: Any) -> int | Duration:
-        """A `logging_interval` that is a number of steps or a duration."""
         try:
             every = checked_every(interval, "LearningRateMonitor")
             assert every is not None
@@ -129,11 +128,11 @@ class LearningRateMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
         if not self._logs_steps:
             return
-        # The step that this batch belongs to: its row in the table is that of the step's other values.
+        # The step of this batch, so that the values share a row with the step's other metrics.
         step = trainer.global_step + 1
         if step == self._next_step:
             return
-        # Counted by windows: where several optimizers step by hand, one batch may take more than one step.
+        # Count windows, not steps: in manual optimization one batch may take several optimizer steps.
         self._next_step = step
         self._windows += 1
         is_due = self._rhythm.is_due(step) if self._rhythm is not None else self._windows % self._steps == 0
@@ -158,14 +157,14 @@ class LearningRateMonitor(Callback):
             trainer.log_metrics(values, step)
 
     def _find(self, optimizers: Sequence[Optimizer], configs: Sequence[Any]) -> list[_Rates]:
-        """Name every optimizer, by its scheduler's name or by its class."""
+        """Assign a name to each optimizer: the name of its scheduler, or else its class name."""
         scheduled = {id(config.scheduler.optimizer): config for config in configs}
         given = Counter(config.name for config in configs if config.name)
         twice = [name for name, count in given.items() if count > 1]
         if twice:
             raise ConfigurationError(
                 f"Two learning-rate schedulers have the name {twice[0]!r}. LearningRateMonitor logs under these "
-                "names: give each scheduler its own, or none.",
+                "names: give each scheduler a different name, or none.",
             )
         classes: Counter[str] = Counter()
         found = []
@@ -182,7 +181,7 @@ class LearningRateMonitor(Callback):
 
 
 class _Rates:
-    """The rates of one optimizer and the names they are logged under."""
+    """Learning rates of one optimizer, with the names under which they are logged."""
 
     def __init__(self, name: str, optimizer: Optimizer, interval: str | None) -> None:
         self.name = name
@@ -192,11 +191,10 @@ class _Rates:
 
     @property
     def has_momentum(self) -> bool:
-        """Whether the optimizer has momentum, or betas."""
         return "momentum" in self._optimizer.defaults or "betas" in self._optimizer.defaults
 
     def align(self, monitor: LearningRateMonitor) -> None:
-        """Name the parameter groups, and give the values logged so far to the names that replace others."""
+        """Name the parameter groups. If groups were added, move the logged values to the new names."""
         groups = self._optimizer.param_groups
         if len(self._known) == len(groups):
             return
@@ -204,8 +202,8 @@ class _Rates:
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise ConfigurationError(
-                "A single `Optimizer` cannot have multiple parameter groups with identical names, which rates are "
-                f"logged under: {twice[0]!r}. Give each group its own `name`, or none.",
+                "A single `Optimizer` cannot have multiple parameter groups with identical names, since the names "
+                f"label the logged rates: {twice[0]!r}. Give each group a different `name`, or none.",
             )
         moved = [monitor.lrs.pop(name, []) for name in self._known]
         for kept in (monitor.last_momentum_values, monitor.last_weight_decay_values):
@@ -216,7 +214,7 @@ class _Rates:
         self._known = names
 
     def read(self, monitor: LearningRateMonitor) -> dict[str, float]:
-        """Return what to log, and keep it in the monitor."""
+        """Return the current learning rates to log, and store them in the monitor."""
         values: dict[str, float] = {}
         for name, group in zip(self._known, self._optimizer.param_groups, strict=True):
             values[name] = rate = float(group["lr"])

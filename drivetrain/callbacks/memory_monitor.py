@@ -1,4 +1,4 @@
-"""Log how much memory a run takes, and keep what held it when it ran out."""
+"""Callback that logs memory use, and writes the allocation history when memory runs out."""
 
 from __future__ import annotations
 
@@ -21,22 +21,26 @@ logger = get_logger(__name__)
 
 
 class MemoryMonitor(Callback):
-    """Logs the memory that a run takes, now and at most, of the process that takes the most.
+    """Callback that logs the current and the peak memory use, as the maximum over all processes.
 
-    Every `log_every_n_steps` it logs in MiB `memory/current` and `memory/peak`: what tensors hold on the device, and
-    the most since the row before; `memory/reserved`, what the device's allocator holds, where it has one; and
-    `memory/host`, the resident memory of the process. On the CPU current and peak are the resident memory, the peak
-    that since the process began. Under every strategy each process counts its own part.
+    Every `log_every_n_steps` steps it logs these values in MiB:
 
-    When memory runs out on a device with a history of allocations (CUDA), the history is written to
-    `memory-rank<rank>-step<step>.pickle`: drop that file on https://pytorch.org/memory_viz to see what held the memory.
-    Elsewhere a warning has the figures.
+    - `memory/current`: memory held by tensors on the device.
+    - `memory/peak`: the maximum of that since the last log.
+    - `memory/reserved`: memory held by the device's caching allocator, if it has one.
+    - `memory/host`: the resident memory of the process.
+
+    On the CPU, current and peak are the resident memory, and the peak is that since the process started. Under every
+    strategy, each process counts its own shard.
+
+    If memory runs out on CUDA, the allocation history is written to `memory-rank<rank>-step<step>.pickle`. Open the
+    file on https://pytorch.org/memory_viz to inspect it. On other devices a warning shows the figures.
 
     Args:
-        snapshot_dir: The directory of that file; `trainer.log_dir` if None.
-        snapshot: Whether the history is recorded at all; that takes about a microsecond for each allocation.
-        max_entries: How many allocations the history holds.
-        every: How often, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
+        snapshot_dir: The directory for the allocation history. If None, `trainer.log_dir`.
+        snapshot: Record the allocation history, at a cost of about one microsecond per allocation.
+        max_entries: The maximum number of allocations in the history.
+        every: The interval, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
             `"1M samples"`, `"10 min"` or `"10%"`.
 
     Raises:
@@ -98,7 +102,7 @@ class MemoryMonitor(Callback):
         folder = Path(self.snapshot_dir or trainer.local_dir)
         path = folder / f"memory-rank{trainer.global_rank}-step{trainer.global_step}.pickle"
         self._history.write(path)
-        logger.warning("%s What held it is in %s: drop that file on https://pytorch.org/memory_viz.", where, path)
+        logger.warning("%s The allocation history is in %s: open it on https://pytorch.org/memory_viz.", where, path)
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         if self._history is not None:

@@ -1,4 +1,4 @@
-"""Save checkpoints while training: the best, the last, or every so often."""
+"""Callbacks that save checkpoints during training and after an exception."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from drivetrain.callbacks.checkpoint_files import (
     CheckpointName,
     CheckpointWriter,
     SavedAccount,
+    checked_number,
     decide,
-    number,
 )
 from drivetrain.callbacks.step_schedule import (
     StepInterval,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# What the arguments of `ModelCheckpoint` may be
+# Arguments of `ModelCheckpoint`
 
 
 ON_SAVE_ERROR = ("raise", "warn")
@@ -50,7 +50,6 @@ ON_SAVE_ERROR = ("raise", "warn")
 def check_options(
     mode: str, save_last: Any, save_top_k: Any, monitor: str | None, total_limit: Any, on_save_error: str
 ) -> None:
-    """Refuse arguments that are out of range or exclude each other."""
     check_mode(mode, "ModelCheckpoint")
     if not isinstance(save_top_k, int) or save_top_k < -1:
         raise ConfigurationError(
@@ -59,8 +58,8 @@ def check_options(
         )
     if monitor is None and save_top_k > 1:
         raise ConfigurationError(
-            f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: without monitor= no "
-            "checkpoint is better than another. Name a metric, or keep 1 (the newest), -1 (all) or 0 (none). For "
+            f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: without monitor= "
+            "checkpoints cannot be ranked. Name a metric, or keep 1 (the newest), -1 (all) or 0 (none). To keep "
             "the newest few, keep all and give total_limit.",
         )
     if save_last not in (None, True, False, "link", "copy"):
@@ -72,19 +71,19 @@ def check_options(
         )
     if on_save_error not in ON_SAVE_ERROR:
         raise ConfigurationError(
-            f"ModelCheckpoint(on_save_error={on_save_error!r}): give 'raise' to end the run where a checkpoint cannot "
-            f"be written, or 'warn' to go on.{nearest(str(on_save_error), ON_SAVE_ERROR)}",
+            f"ModelCheckpoint(on_save_error={on_save_error!r}): give 'raise' to end the run if a checkpoint cannot "
+            f"be written, or 'warn' to continue.{nearest(str(on_save_error), ON_SAVE_ERROR)}",
         )
 
 
 class SaveInterval(NamedTuple):
-    """How often checkpoints are saved: one of these is given.
+    """Interval at which `ModelCheckpoint` saves. At most one of the fields is set.
 
     Attributes:
-        steps: Every so many optimizer steps; 0 for never.
-        time: Each time so much time has gone by.
-        epochs: Every so many epochs; 0 for never.
-        rest: Every so many samples or tokens, or every such part of the run.
+        steps: The number of optimizer steps between saves, or 0.
+        time: The time between saves, or None.
+        epochs: The number of epochs between saves, or 0.
+        rest: The number of samples or tokens, or the fraction of the run, between saves, or None.
     """
 
     steps: int
@@ -94,7 +93,7 @@ class SaveInterval(NamedTuple):
 
     @classmethod
     def of(cls, steps: Any, interval: Any, epochs: Any, every: Any) -> SaveInterval:
-        """The rhythm that the arguments ask for; an epoch where they ask for none."""
+        """Build the interval from the arguments of `ModelCheckpoint`. Defaults to one epoch."""
         other = " every= takes the other units."
         steps = count_of(steps, "every_n_train_steps", Unit.STEPS, other)
         epochs = count_of(epochs, "every_n_epochs", Unit.EPOCHS, other)
@@ -104,7 +103,7 @@ class SaveInterval(NamedTuple):
         if duration is None:
             return cls(steps or 0, time, (0 if steps or time else 1) if epochs is None else epochs, None)
         if not duration.amount:
-            raise ConfigurationError(f"ModelCheckpoint(every={every!r}): give more than nothing.")
+            raise ConfigurationError(f"ModelCheckpoint(every={every!r}): give an interval above 0.")
         return cls(
             int(duration.amount) if duration.unit is Unit.STEPS else 0,
             duration.timedelta if duration.unit is Unit.SECONDS else None,
@@ -114,7 +113,6 @@ class SaveInterval(NamedTuple):
 
 
 def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int | None, every: Duration | None) -> None:
-    """Refuse more than one rhythm, and numbers below zero."""
     given: dict[str, Any] = {"every_n_train_steps": steps, "train_time_interval": interval, "every_n_epochs": epochs}
     given = {name: value for name, value in given.items() if value}
     if every is not None:
@@ -127,70 +125,69 @@ def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int 
         )
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None and value < 0:
-            raise ConfigurationError(f"ModelCheckpoint({name}={value}): Must be >= 0, where 0 is never.")
+            raise ConfigurationError(f"ModelCheckpoint({name}={value}): Must be >= 0. 0 means never.")
 
 
 logger = get_logger(__name__)
 
 EXCEPTION_PATIENCE = timedelta(seconds=3)
-"""How long a process that raised waits for all others to have raised too, before it goes without a checkpoint."""
+"""How long a process that raised an exception waits for all others to raise one too, before it ends without a save."""
 
 
 class ModelCheckpoint(Callback):
-    """Saves checkpoints while training and keeps the best of them.
+    """Callback that saves checkpoints during training and keeps the best of them.
 
-    A checkpoint is a directory, complete or not there at all. It is saved after the validation of the same step or
-    epoch, so a monitored value is never the one of an earlier model, and the checkpoints that it replaces are removed
-    only once it is durable.
+    A checkpoint is a directory that is written atomically: it exists completely or not at all. It is saved after the
+    validation of the current step or epoch, so the monitored value always belongs to the saved weights. Replaced
+    checkpoints are removed only after the new one is durable on disk.
 
     Args:
-        dirpath: Where to save, also a URL of a file system of fsspec; `<log_dir>/checkpoints` by default, or, without a
-            logger that has a directory, `<default_root_dir>/checkpoints`.
-        filename: The name, such as `"{epoch}-{val_loss:.3f}"` with names of logged metrics, `epoch` and
-            `step`. `"{epoch}-{step}"` by default.
-        monitor: The metric by which checkpoints are best. Without it the newest are kept. Of equal ones the
-            older counts as better; NaN is never among the best.
+        dirpath: The directory to save in, or a URL that fsspec supports. The default is `<log_dir>/checkpoints`.
+            Without a logger that has a directory, it is `<default_root_dir>/checkpoints`.
+        filename: The name template, such as `"{epoch}-{val_loss:.3f}"`. It may contain `epoch`, `step` and names of
+            logged metrics. The default is `"{epoch}-{step}"`.
+        monitor: The metric that ranks checkpoints. If None, the newest are kept. Of equal values, the older checkpoint
+            ranks higher. A checkpoint with NaN is never among the best.
         verbose: Log each save.
-        save_last: Keep a checkpoint called `last` as well: True or `"copy"` for a checkpoint of its own, whose
-            files are hard links where it has the same content as another one; `"link"` for a relative symbolic
-            link to the newest, which is then kept under its own name, too. A run that ends before its first interval
-            leaves it as well.
-        save_top_k: How many checkpoints to keep; -1 for all, 0 for none.
-        save_weights_only: Save the model without optimizers and the state of the run.
-        mode: `"min"` where a lower value of `monitor` is better, `"max"` where a higher one is.
-        auto_insert_metric_name: Write `epoch=3` into the name rather than `3`.
-        every_n_train_steps: Save every so many optimizer steps.
-        train_time_interval: Save each time so much time has gone by, on the main process's clock: a timedelta, a dict
-            of its arguments, `"DD:HH:MM:SS"` or `"10 min"`. A resumed run continues the interval under way when its
-            checkpoint was written; the time that nothing ran does not count.
-        every_n_epochs: Save every so many epochs; 1 by default if no other interval is given.
-        save_on_train_epoch_end: Save at the end of the training epoch (True) or after each validation
-            (False). By default after each validation where there are several in an epoch, and otherwise at
-            the end of the training epoch, after its validation. With `monitor`, an epoch without the
-            validation that others have is left out: its value would be that of an earlier model.
-        enable_version_counter: Add `-v1`, `-v2`, ... to a name that is taken, instead of replacing that
+        save_last: Also keep a checkpoint named `last`. True or `"copy"` writes a separate checkpoint, with hard links
+            to files that another one also has. `"link"` creates a relative symbolic link to the newest checkpoint,
+            which is then also kept under its own name. A run that ends before its first interval saves `last` too.
+        save_top_k: The number of checkpoints to keep, -1 for all, or 0 for none.
+        save_weights_only: Save the model without the optimizers and the state of the run.
+        mode: `"min"` if lower values of `monitor` are better, `"max"` if higher values are better.
+        auto_insert_metric_name: Write `epoch=3` into names rather than `3`.
+        every_n_train_steps: The number of optimizer steps between saves.
+        train_time_interval: The time between saves by the main process's clock: a timedelta, a dict of its arguments,
+            `"DD:HH:MM:SS"` or `"10 min"`. A resumed run continues the interval that was in progress, without the time
+            between the runs.
+        every_n_epochs: The number of epochs between saves. The default is 1 if no other interval is given.
+        save_on_train_epoch_end: Save at the end of the training epoch (True) or after each validation (False). If
+            None, save after each validation if an epoch has several, else at the end of the training epoch, after its
+            validation. With `monitor`, an epoch without a validation is then skipped, since the metric would be
+            outdated.
+        enable_version_counter: Append `-v1`, `-v2`, ... to a name that already exists, instead of replacing that
             checkpoint.
-        save_on_exception: Save `filename`, or `exception-step=<n>` if none is given, when an exception ends the run,
-            unless that step is saved already: in a world of one, and among several processes where all of them raise
-            within a few seconds.
-        total_limit: Keep at most so many checkpoints in the directory, also of earlier runs: the oldest go. The best
-            ones by `monitor`, `last` and the newest count, but always stay.
-        async_save: Write in the background while training continues; one save at a time.
-        every: How often to save, in any unit: `"1000 steps"`, `"2 epochs"`, `"10 min"`, `"1M samples"`,
-            `"50M tokens"`, `"10%"` of the run. It takes the place of the three intervals above.
-        on_save_error: `"raise"`, or `"warn"` to log the error, such as a full disk, and continue the run.
-            Either way the checkpoints before stay as they are.
+        save_on_exception: Save a checkpoint when an exception ends the run, unless the step is already saved. It is
+            named `filename`, or `exception-step=<n>` by default. With several processes, all must raise within a few
+            seconds.
+        total_limit: The maximum number of checkpoints in the directory, including those of earlier runs. The oldest
+            are removed first. The best by `monitor`, `last` and the newest count, but are never removed.
+        async_save: Write in the background while training continues. Only one save runs at a time.
+        every: The interval between saves in any unit: `"1000 steps"`, `"2 epochs"`, `"10 min"`, `"1M samples"`, `"50M
+            tokens"` or `"10%"` of the run. It replaces the three interval arguments above.
+        on_save_error: `"raise"` to raise if a checkpoint cannot be written, for example on a full disk, or `"warn"` to
+            log the error and continue. Earlier checkpoints stay intact in both cases.
 
     Attributes:
-        best_model_path: The path of the best checkpoint, or an empty text.
-        best_model_score: Its score, a tensor without dimensions, or None.
-        last_model_path: The path of `last`, or an empty text.
-        best_k_models: Paths and scores of the checkpoints kept.
+        best_model_path: The path of the best checkpoint, or an empty string.
+        best_model_score: The score of the best checkpoint, a scalar tensor, or None.
+        last_model_path: The path of `last`, or an empty string.
+        best_k_models: A dict from the paths of the kept checkpoints to their scores.
 
     Raises:
-        ConfigurationError: If arguments exclude each other, and during the run if the metric was not logged.
-        CheckpointError: During the run, if a checkpoint cannot be written. One written in the background raises at
-            the next step, or, on several processes, as soon as they have agreed to stop.
+        ConfigurationError: If arguments exclude each other. During the run, if the metric was not logged.
+        CheckpointError: During the run, if a checkpoint cannot be written. An error of a background save is raised at
+            the next step, or with several processes once all have agreed to stop.
 
     Example:
         ```python
@@ -252,15 +249,15 @@ class ModelCheckpoint(Callback):
 
         self._dirpath_is_given = dirpath is not None
         self.forget_run()
-        self._root = ""  # the run's default directory
-        self._own_places: list[str] = []  # where runs of this script save by default
+        self._root = ""  # default root directory of the run
+        self._default_directories: list[str] = []  # default checkpoint directories of this script's runs
         self._fitting = self._training = self._is_resumed = False
         self._fits = self._last_step = self._validations = 0
-        self._last_saved = -1  # the step of the last save of this run
-        self._judged = 0  # how many validations came before the last epoch's end
+        self._last_saved = -1  # global step of this run's last save
+        self._judged = 0  # number of validations before the end of the last epoch
         self._waits_for_validation = False
         self._timer: StepInterval | None = None
-        self._elapsed = 0.0  # seconds of the interval under way, in the run before
+        self._elapsed = 0.0  # seconds of the current interval that passed in the resumed run
 
     def forget_run(self) -> None:
         self._current_score: float | None = None
@@ -270,21 +267,21 @@ class ModelCheckpoint(Callback):
         if not self._dirpath_is_given:
             self.dirpath = None
 
-    # what there is
+    # results
 
     @property
     def current_score(self) -> float | None:
-        """The score of the last save."""
+        """The score of the last saved checkpoint, or None."""
         return self._current_score
 
     @property
     def best_model_path(self) -> str:
-        """The path of the best checkpoint; without `monitor` of the newest."""
+        """The path of the best checkpoint, or of the newest if there is no `monitor`."""
         return self._writer.kept.best.best
 
     @property
     def best_model_score(self) -> Tensor | None:
-        """The score of the best checkpoint."""
+        """The score of the best checkpoint, a scalar tensor, or None if there is none."""
         best = self._writer.kept.best
         if self.monitor is None or not best.best:
             return None
@@ -292,47 +289,50 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_k_models(self) -> dict[str, float]:
-        """Paths and scores of the checkpoints kept."""
+        """A dict from the paths of the kept checkpoints to their scores."""
         return dict(self._writer.kept.best.scores)
 
     @property
     def kept_scores(self) -> Mapping[str, float]:
-        """Paths of the checkpoints kept, and their scores; 0 where scores do not count."""
+        """A read-only mapping from the paths of the kept checkpoints to their scores.
+
+        Scores are 0 without `monitor`.
+        """
         return self._writer.kept.best.scores
 
     @property
     def kth_best_model_path(self) -> str:
-        """The path of the checkpoint that a better one would replace."""
+        """The path of the worst kept checkpoint, which the next better one replaces."""
         return self._writer.kept.best.worst
 
     @property
     def last_model_path(self) -> str:
-        """The path of `last`, or an empty text."""
+        """The path of the checkpoint `last`, or an empty string."""
         return self._writer.kept.last
 
     @property
     def newest_model_path(self) -> str:
-        """The path of the checkpoint that was written last, whatever its score, or an empty text."""
+        """The path of the most recently written checkpoint, whatever its score, or an empty string."""
         return self._writer.kept.newest
 
     def name_of(self, template: str | None = None) -> CheckpointName:
-        """The name of a checkpoint from a template.
+        """Return the `CheckpointName` of a name template.
 
         Args:
-            template: The template; `filename` if None.
+            template: The template. If None, `filename`.
         """
         template = template or self.filename or "{epoch}-{step}"
         return CheckpointName(template, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR)
 
     def score_of(self, trainer: Trainer, was_validated: bool) -> float | None:
-        """Return the score of the model as it is, or None if there is none yet.
+        """Return the current value of the monitored metric, or None if it was not logged yet.
 
         Args:
-            trainer: The Trainer.
-            was_validated: Whether there was a validation in this run.
+            trainer: The running Trainer.
+            was_validated: True if this run has had a validation.
 
         Raises:
-            ConfigurationError: The metric was not logged.
+            ConfigurationError: If the metric was not logged although a validation has run.
         """
         if self.monitor is None:
             return None
@@ -343,10 +343,10 @@ class ModelCheckpoint(Callback):
             is_early = trainer.validates or self.every_n_epochs == 0 or trainer.check_val_every_n_epoch != 1
             if was_validated or not is_early:
                 raise ConfigurationError(message)
-            logger.warning_once(f"{message} There was no validation yet, so nothing is kept for now.")
+            logger.warning_once(f"{message} No validation has run yet, so no checkpoint is kept for now.")
         elif score != score:
             logger.warning(
-                f"ModelCheckpoint: {self.monitor} is NaN at step {trainer.global_step}. Such a model is not kept among "
+                f"ModelCheckpoint: {self.monitor} is NaN at step {trainer.global_step}. This checkpoint is not among "
                 "the best."
             )
         return score
@@ -354,22 +354,22 @@ class ModelCheckpoint(Callback):
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
-        """Return the path of a checkpoint with these metrics.
+        """Return the path of a checkpoint with the given metric values.
 
         Args:
-            metrics: Names and values, `epoch` and `step` among them.
-            filename: A template in place of this callback's.
-            ver: The number that distinguishes it from others of the same name.
+            metrics: A dict from names to values, including `epoch` and `step`.
+            filename: A name template. If None, that of the callback.
+            ver: A version number to append as `-v<ver>`, or None.
         """
         text = self.name_of(filename).format(int(metrics.get("epoch", 0)), int(metrics.get("step", 0)), metrics)
         text += "" if ver is None else f"-v{ver}"
         return os.path.join(self.dirpath or "", text + self.FILE_EXTENSION)
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
-        """Write `best_k_models`, paths and scores.
+        """Write `best_k_models` to a YAML file.
 
         Args:
-            filepath: Where; `best_k_models.yaml` beside the checkpoints if None.
+            filepath: The file to write. If None, `best_k_models.yaml` in the checkpoint directory.
         """
         import yaml
 
@@ -378,18 +378,18 @@ class ModelCheckpoint(Callback):
             yaml.safe_dump({path: float(score) for path, score in self.best_k_models.items()}, file)
 
     def directories(self, trainer: Trainer) -> list[str]:
-        """Return where an earlier run of this script may have saved, the likeliest place first.
+        """Return the directories in which earlier runs of this script may have saved, the most likely first.
 
-        May be called by one process alone, and before `setup`.
+        A single process may call it, and it may be called before `setup`.
 
         Args:
-            trainer: The Trainer that runs.
+            trainer: The running Trainer.
         """
         if self.dirpath is not None and self._dirpath_is_given:
-            return [checkpoint_files.resolved(self.dirpath)]
-        return checkpoint_files.default_places(trainer.loggers, trainer.default_root_dir)
+            return [checkpoint_files.absolute_directory(self.dirpath)]
+        return checkpoint_files.default_directories(trainer.loggers, trainer.default_root_dir)
 
-    # the state of this callback
+    # state
 
     @property
     def state_key(self) -> str:
@@ -418,48 +418,49 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state_dict = _completed(state_dict)
+        state_dict = _with_missing_entries(state_dict)
         state = SavedAccount.of(state_dict)
-        self._current_score = number(state_dict, "current_score", float, optional=True)
-        self._validations, self._judged = number(state_dict, "validations", int), number(state_dict, "judged", int)
-        self._last_step = number(state_dict, "last_step", int)
-        self._waits_for_validation = number(state_dict, "waits_for_validation", bool)
-        self._elapsed = number(state_dict, "elapsed", float, optional=True) or 0.0
+        self._current_score = checked_number(state_dict, "current_score", float, optional=True)
+        self._validations = checked_number(state_dict, "validations", int)
+        self._judged = checked_number(state_dict, "judged", int)
+        self._last_step = checked_number(state_dict, "last_step", int)
+        self._waits_for_validation = checked_number(state_dict, "waits_for_validation", bool)
+        self._elapsed = checked_number(state_dict, "elapsed", float, optional=True) or 0.0
         self._is_resumed = True
         if not self._dirpath_is_given and self._root:
             self.dirpath = decide_on_main_process(
-                lambda: checkpoint_files.continued(self.dirpath, state, self._root, self._own_places)
+                lambda: checkpoint_files.directory_to_resume(self.dirpath, state, self._root, self._default_directories)
             )
         directory = self.dirpath
-        if directory is None or not decide_on_main_process(lambda: checkpoint_files.is_same(directory, state)):
+        if directory is None or not decide_on_main_process(lambda: checkpoint_files.is_directory_of(directory, state)):
             logger.warning(
-                f"The run to resume saved in {state.saved_in}, this one saves in {directory}: the checkpoints there "
-                "stay as they are and do not count among the best ones of this run."
+                f"The resumed run saved in {state.saved_in}, but this run saves in {directory}. The earlier "
+                "checkpoints are left unchanged and are not ranked with those of this run."
             )
             return
         is_local = checkpoint_files.is_local(directory)
-        outside = decide_on_main_process(lambda: state.leading_outside(directory) if is_local else set())
+        outside = decide_on_main_process(lambda: state.names_leading_outside(directory) if is_local else set())
         if outside:
             logger.warning(
-                f"{', '.join(sorted(outside))} in {directory} lead outside of it, so they do not count among the "
-                "checkpoints of this run and stay as they are."
+                f"{', '.join(sorted(outside))} in {directory} are links to places outside of it. They are left "
+                "unchanged and are not ranked with the checkpoints of this run."
             )
         self._writer.kept.restore(state.without(outside), directory)
 
-    # when
+    # hooks
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         self._fitting = stage == "fit" and not trainer.fast_dev_run
         if not self._fitting:
             return
-        self._root = checkpoint_files.resolved(trainer.default_root_dir)
-        self._own_places = checkpoint_files.default_places(trainer.loggers, self._root)
-        if self.dirpath is None:  # trackers write locally, also where checkpoints go to a URL
+        self._root = checkpoint_files.absolute_directory(trainer.default_root_dir)
+        self._default_directories = checkpoint_files.default_directories(trainer.loggers, self._root)
+        if self.dirpath is None:  # `log_dir` is local even if checkpoints go to a URL
             root = decide_on_main_process(
                 lambda: (checkpoint_files.is_local(self._root) and trainer.log_dir) or self._root
             )
             self.dirpath = os.path.join(root, "checkpoints")
-        self.dirpath = checkpoint_files.resolved(self.dirpath)
+        self.dirpath = checkpoint_files.absolute_directory(self.dirpath)
         if self.save_last == "link" and not checkpoint_files.is_local(self.dirpath):
             raise ConfigurationError(
                 f"ModelCheckpoint(save_last='link') is only supported for local file paths, not for {self.dirpath}. "
@@ -472,7 +473,7 @@ class ModelCheckpoint(Callback):
         self._timer, self._elapsed = None, 0.0
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
-        # After an exception peers may be gone, and a save that waits for them would never end.
+        # After an exception other processes may have exited. A save that waits for them would hang.
         self._writer.abandon(wait=trainer.world_size == 1)
         self._fitting = self._training = False
 
@@ -538,23 +539,22 @@ class ModelCheckpoint(Callback):
         if not wanted or isinstance(exception, CheckpointError):
             return
         if self._is_saved(trainer.global_step):
-            return  # the last step is there already
+            return
         moment = f"exception-step={trainer.global_step}"
         if all_arrive(f"{self.state_key}/{self._fits}/{moment}", EXCEPTION_PATIENCE):
             try:
-                name = decide_on_main_process(lambda: self._name_given(trainer) or moment)
+                name = decide_on_main_process(lambda: self._formatted_filename(trainer) or moment)
                 self._save_now(trainer, task, name, is_passing=False)
             except DrivetrainError as error:
-                logger.error(f"ModelCheckpoint(save_on_exception=True): {error}")  # the run ends with its own
+                logger.error(f"ModelCheckpoint(save_on_exception=True): {error}")  # the original exception is raised
         else:
-            logger.warning("ModelCheckpoint: not all processes raised, so no checkpoint of this moment can be saved.")
+            logger.warning("ModelCheckpoint: not all processes raised an exception, so no checkpoint is saved.")
 
     def _is_saved(self, step: int) -> bool:
-        """Whether this run has saved a checkpoint of a step that can be resumed."""
         return bool(self.newest_model_path) and self._last_saved == step and not self.save_weights_only
 
-    def _name_given(self, trainer: Trainer) -> str | None:
-        """The name that `filename` stands for now, which no checkpoint has; None where none was given."""
+    def _formatted_filename(self, trainer: Trainer) -> str | None:
+        """Return the formatted `filename`, made unique if needed. Returns None if no `filename` was given."""
         if self.filename is None or self.dirpath is None:
             return None
         text = self.name_of().format(trainer.current_epoch, trainer.global_step, trainer.callback_metrics)
@@ -570,48 +570,52 @@ class ModelCheckpoint(Callback):
         return every > 0 and (trainer.current_epoch + 1) % every == 0 and trainer.global_step != self._last_step
 
     def saves_at_epoch_end(self, trainer: Trainer) -> bool:
-        """Whether it saves at the end of an epoch, rather than after a validation."""
+        """Return True if the callback saves at the end of a training epoch rather than after a validation.
+
+        Args:
+            trainer: The running Trainer.
+        """
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
         return trainer.validates_whole_epochs or not trainer.validates
 
-    # what
+    # saving
 
     def settle(self) -> None:
-        """Wait until a checkpoint that is being written in the background is durable; called by all processes.
+        """Wait until the background save, if any, is durable on disk. Must be called by all processes.
 
         Raises:
-            CheckpointError: It could not be written, and errors are to be raised.
+            CheckpointError: If the checkpoint could not be written and `on_save_error` is `"raise"`.
         """
         self._writer.settle()
 
     def protect(self, path: str) -> None:
-        """Never remove a checkpoint, whatever becomes superfluous.
+        """Exclude a checkpoint from removal.
 
         Args:
-            path: The checkpoint.
+            path: The path of the checkpoint.
         """
         self._writer.protect(path)
 
     def save_now(self, trainer: Trainer, reason: str = "preempted") -> str:
-        """Save a run that is about to be ended, at once and with all that a resume needs; called by all processes.
+        """Save a complete, resumable checkpoint at once, before the run is ended. Must be called by all processes.
 
-        The checkpoint is removed when a newer one of this run is durable.
+        The checkpoint is removed once a newer checkpoint of this run is durable.
 
         Args:
-            trainer: The Trainer that runs.
-            reason: What the name begins with: `preempted-step=<n>`.
+            trainer: The running Trainer.
+            reason: The first part of the name, as in `preempted-step=<n>`.
 
         Returns:
-            The path of the checkpoint to resume from: this one or, where it could not be saved and errors only warn,
-            the newest before it; an empty text where there is none.
+            The path of the checkpoint to resume from. If saving fails and `on_save_error` is `"warn"`, this is the
+            newest earlier checkpoint, or an empty string.
 
         Raises:
-            CheckpointError: It could not be written, and errors are to be raised.
+            CheckpointError: If the checkpoint could not be written and `on_save_error` is `"raise"`.
         """
         if self._fitting and trainer.task is not None:
             self._save_now(trainer, trainer.task, f"{reason}-step={trainer.global_step}", is_passing=True)
-            self._last_step = trainer.global_step  # nothing of an epoch that is not over is saved once more
+            self._last_step = trainer.global_step  # the unfinished epoch must not be saved again
         return self.newest_model_path
 
     def _save_now(self, trainer: Trainer, task: Task, name: str, is_passing: bool) -> None:
@@ -622,10 +626,9 @@ class ModelCheckpoint(Callback):
                 logger.info(f"Saved {path}.")
 
     def _save(self, trainer: Trainer, task: Task, only_last: bool = False) -> None:
-        """Save what is to be saved now; called by all processes."""
         assert self.dirpath is not None
         for callback in trainer.checkpoint_callbacks:
-            callback.settle()  # one save at a time, and each error where it belongs
+            callback.settle()  # one save at a time, and each callback raises its own errors
         if not _is_sound(trainer, task):
             return
         kept = self._writer.kept
@@ -642,36 +645,37 @@ class ModelCheckpoint(Callback):
 
 
 def _interval_timer(options: ModelCheckpoint, trainer: Trainer, elapsed: float) -> StepInterval | None:
-    """What decides when the next checkpoint is due, where neither steps nor epochs are counted for that."""
+    """Return a timer if the interval is in time, samples, tokens or fractions of the run, else None."""
     every = Duration.of(options.rhythm or options.train_time_interval)
     return None if every is None else StepInterval(trainer, every, "ModelCheckpoint(every)", elapsed)
 
 
 def _is_sound(trainer: Trainer, task: Task) -> bool:
-    """Ask the callbacks whether this state is worth saving; all, since they may exchange values with their peers."""
+    # No short circuit: `is_state_sound` may use collectives, so every callback must be called.
     answers = [callback.is_state_sound(trainer, task) for callback in trainer.callbacks]
     return all(answers)
 
 
-# Save a checkpoint when an exception ends the run
+# Checkpoints after an exception
 
 
 PATIENCE = timedelta(seconds=3)
-"""How long a process that raised waits for all others to have raised too."""
+"""How long a process that raised an exception waits for all others to raise one too."""
 
 
 class OnExceptionCheckpoint(Callback):
-    """Saves a checkpoint when an exception ends `fit`, from which the run can be resumed.
+    """Callback that saves a resumable checkpoint when an exception ends `fit`.
 
-    What is saved is the last finished step, so that the step which raised is done again. Of several processes all have
-    to raise within three seconds: where one fails alone, the others are busy elsewhere and nothing can be saved.
+    The checkpoint holds the last finished step, so a resumed run repeats the step that raised. With several processes,
+    all must raise within three seconds. If only some of them fail, nothing can be saved.
 
     Args:
-        dirpath: The directory that the checkpoint is saved in.
-        filename: Its name there, without the extension `.ckpt`. An older checkpoint of this name is replaced.
+        dirpath: The directory to save in.
+        filename: The name of the checkpoint, without the extension `.ckpt`. An older checkpoint of this name is
+            replaced.
 
     Raises:
-        ConfigurationError: If the name is empty.
+        ConfigurationError: If `filename` is empty.
 
     Example:
         ```python
@@ -693,7 +697,7 @@ class OnExceptionCheckpoint(Callback):
 
     @property
     def ckpt_path(self) -> str:
-        """The checkpoint's path."""
+        """The path of the checkpoint."""
         return os.path.join(self.dirpath, f"{self.filename}.ckpt")
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
@@ -701,25 +705,24 @@ class OnExceptionCheckpoint(Callback):
         self._training = True
 
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
-        # A checkpoint that could not be written, or one for a resume that is there already, needs no second.
         if not self._training or isinstance(exception, CheckpointError) or not isinstance(exception, Exception):
             return
         if not all_arrive(f"OnExceptionCheckpoint/{self.ckpt_path}/{self._fits}/{trainer.global_step}", PATIENCE):
-            logger.warning("OnExceptionCheckpoint: not all processes raised, so no checkpoint can be saved.")
+            logger.warning("OnExceptionCheckpoint: not all processes raised an exception, so no checkpoint is saved.")
             return
         try:
             trainer.save_checkpoint(self.ckpt_path)
         except DrivetrainError as error:
-            logger.error(f"OnExceptionCheckpoint: {error}")  # the run ends with its own
+            logger.error(f"OnExceptionCheckpoint: {error}")  # the original exception is raised
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         self._training = False
 
 
-def _completed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete a state that has the best checkpoints as a mapping from path to score, and no more than that.
+def _with_missing_entries(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete a foreign state dict that holds only the paths and scores of the best checkpoints.
 
-    Nothing in it is trusted yet: what becomes of it is checked as any other.
+    The result is untrusted: `SavedAccount.of` must validate it.
     """
     best = state.get("best_k_models")
     if not isinstance(best, Mapping):
@@ -727,7 +730,7 @@ def _completed(state: Mapping[str, Any]) -> dict[str, Any]:
     newest = state.get("best_model_path") or ""
     last = state.get("last_model_path") or ""
     score = state.get("current_score")
-    # Without a metric such a state has its only checkpoint as a path alone.
+    # Without a metric, such a state holds its only checkpoint as `best_model_path`.
     scores = [[path, _number(value)] for path, value in best.items()] or ([[newest, 0.0]] if newest else [])
     return {
         "best_k_models": scores,
@@ -749,5 +752,5 @@ def _completed(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """Return a number that was saved as a tensor, and anything else as it is."""
+    """Convert a one-element tensor to a number. Other values are returned unchanged."""
     return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value

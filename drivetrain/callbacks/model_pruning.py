@@ -1,4 +1,4 @@
-"""Prune a model while it is trained."""
+"""Callback that prunes a model during training."""
 
 from __future__ import annotations
 
@@ -32,27 +32,30 @@ _METHODS: dict[str, Any] = {
 
 
 class ModelPruning(Callback):
-    """Prunes parameters by torch's `torch.nn.utils.prune` while the model is trained, after every epoch.
+    """Callback that prunes parameters with `torch.nn.utils.prune` after each epoch of training.
 
-    Each time a part of what is left becomes zero and stays so. Checkpoints hold the pruned parameters under their own
-    names, and the masks; a resumed run continues with them. It works where each process holds the model whole.
+    Each time, a share of the remaining elements is set to zero and stays zero. Checkpoints contain the pruned
+    parameters under their usual names, and the masks, so a resumed run continues with them. Every process must hold
+    the whole model.
 
     Args:
-        pruning_fn: `"l1_unstructured"`, `"random_unstructured"`, `"ln_structured"`, `"random_structured"`, one of
-            torch's pruning methods (a class), or a function called with a module, `name` and `amount`.
-        parameters_to_prune: The parameters: (module, name); `parameter_names` of all modules if empty or None.
-        parameter_names: Which parameters of modules; weight and bias if None.
-        use_global_unstructured: Choose what to prune among all parameters together, rather than in each.
-        amount: How many elements, or which share of those that are left; or a function of the epoch.
-        apply_pruning: Whether to prune; or a function of the epoch.
-        make_pruning_permanent: Whether the masks are gone when training ends, and only the pruned parameters stay.
-        use_lottery_ticket_hypothesis: Whether what is left gets its values from before training back, after Frankle and
-            Carbin (2019), https://arxiv.org/abs/1803.03635; or a function of the epoch.
-        resample_parameters: Whether it gets new random values instead.
-        pruning_dim: The dimension whose slices structured methods prune.
-        pruning_norm: The n of `"ln_structured"`.
-        verbose: 1 logs how sparse the model is, 2 also each parameter.
-        prune_on_train_epoch_end: Prune after each training epoch; else after each validation.
+        pruning_fn: `"l1_unstructured"`, `"random_unstructured"`, `"ln_structured"`, `"random_structured"`, a pruning
+            method class of torch, or a function that takes a module, `name` and `amount`.
+        parameters_to_prune: The parameters, as pairs (module, name). If empty or None, `parameter_names` of all
+            modules.
+        parameter_names: The names of the parameters to prune. If None, `weight` and `bias`.
+        use_global_unstructured: Compare elements of all parameters together, rather than prune each parameter by the
+            same amount.
+        amount: The number of elements, or the share of the remaining ones, or a function from the epoch to either.
+        apply_pruning: Prune or not, or a function from the epoch to a bool.
+        make_pruning_permanent: Remove the masks when training ends, so that only the pruned parameters remain.
+        use_lottery_ticket_hypothesis: Reset the remaining elements to their values from before training (Frankle and
+            Carbin, 2019, https://arxiv.org/abs/1803.03635), or a function from the epoch to a bool.
+        resample_parameters: Draw new random values for the reset instead.
+        pruning_dim: The dimension along which structured methods prune slices.
+        pruning_norm: The n of the norm in `"ln_structured"`.
+        verbose: 1 logs the sparsity of the model, 2 also that of each parameter.
+        prune_on_train_epoch_end: Prune after each training epoch if True, after each validation if False.
 
     Raises:
         ConfigurationError: If the arguments contradict each other, or the strategy shards the model.
@@ -102,24 +105,23 @@ class ModelPruning(Callback):
         self._lottery, self._resamples = use_lottery_ticket_hypothesis, resample_parameters
         self._dim, self._norm, self._verbose = pruning_dim, pruning_norm, verbose
         self._at_train_end = prune_on_train_epoch_end
-        self._targets: dict[str, Target] = {}  # by the parameter's name
+        self._targets: dict[str, Target] = {}  # from the name of a parameter
         self._originals: dict[str, Tensor] = {}  # before training
         self._restored: dict[str, Any] | None = None
 
     def filter_parameters_to_prune(self, parameters_to_prune: Sequence[Target] = ()) -> Sequence[Target]:
-        """Return which of the parameters are pruned; to override.
+        """Return the parameters to prune, chosen from those that the arguments select. Override it to exclude some.
 
         Args:
-            parameters_to_prune: Those that were chosen by the arguments: (module, name).
+            parameters_to_prune: The selected parameters, as pairs (module, name).
         """
         return parameters_to_prune
 
     @staticmethod
     def _is_pruning_method(method: Any) -> bool:
-        """Whether this is one of torch's classes of pruning methods, rather than a function or a name."""
         return isinstance(method, type) and issubclass(method, prune.BasePruningMethod)
 
-    # the state
+    # state
 
     @property
     def state_key(self) -> str:
@@ -152,9 +154,10 @@ class ModelPruning(Callback):
             ]
 
     def on_load_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
-        self.make_pruning_permanent(task)  # a rollback: what is read has the parameters' own names
+        # A checkpoint names parameters without masks, so a rollback must remove the masks before it loads.
+        self.make_pruning_permanent(task)
 
-    # around the loop
+    # hooks
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         if stage != "fit":
@@ -171,10 +174,10 @@ class ModelPruning(Callback):
 
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
         if not trainer.strategy.state.holds_whole:
-            kind = trainer.strategy.__class__.__name__  # not type(): it may be a view of the strategy
+            kind = trainer.strategy.__class__.__name__  # type() would return the class of a proxy
             raise ConfigurationError(
-                f"ModelPruning replaces parameters, which {kind} divides over processes. "
-                'Use strategy="ddp", where each process holds the model whole.',
+                f"ModelPruning replaces parameters, but {kind} shards them. "
+                'Use strategy="ddp", in which each process holds the whole model.',
             )
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
@@ -202,10 +205,10 @@ class ModelPruning(Callback):
     # pruning
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune once.
+        """Prune the selected parameters of the model once.
 
         Args:
-            amount: How many elements, or which share of those that are left.
+            amount: The number of elements to prune, or the share of the remaining ones.
         """
         targets = list(self._targets.values())
         if self._global:
@@ -224,7 +227,7 @@ class ModelPruning(Callback):
                 self._method(module, name=name, **options)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Give what is left its values from before training, or new ones."""
+        """Reset the unpruned elements to their values from before training, or to new random values."""
         for name, (module, own) in self._pruned().items():
             if self._resamples:
                 value = broadcast(_resampled(module, own))
@@ -233,7 +236,7 @@ class ModelPruning(Callback):
             _parameter((module, own)).data.copy_(value)
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
-        """Put the pruned values in place of parameters and masks.
+        """Replace masked parameters by their pruned values, and remove the masks.
 
         Args:
             module: The model.
@@ -247,15 +250,15 @@ class ModelPruning(Callback):
     def sanitize_parameters_to_prune(
         task: nn.Module, parameters_to_prune: Sequence[Target] = (), parameter_names: Sequence[str] = ()
     ) -> Sequence[Target]:
-        """Return the parameters to prune: those given, or those of these names in all modules.
+        """Return the parameters to prune: the given ones, or those with the given names in all modules.
 
         Args:
             task: The model.
-            parameters_to_prune: (module, name) of each.
-            parameter_names: The names to look for where none are given; weight and bias if empty.
+            parameters_to_prune: The parameters, as pairs (module, name).
+            parameter_names: The names to use if no parameters are given. If empty, `weight` and `bias`.
 
         Raises:
-            ConfigurationError: One is not the model's, or there are none.
+            ConfigurationError: If a parameter does not belong to the model, or if none is found.
         """
         names = list(parameter_names) or ["weight", "bias"]
         if not parameters_to_prune:
@@ -286,10 +289,10 @@ class ModelPruning(Callback):
         self.apply_pruning(amount)
         masks = [getattr(module, f"{own}_mask") for module, own in self._pruned().values()]
         if trainer.world_size > 1 and masks:
-            broadcast(masks)  # methods that draw differ
+            broadcast(masks)  # random methods draw different masks on each process
         if self._lottery(epoch) if callable(self._lottery) else self._lottery:
             self.apply_lottery_ticket_hypothesis()
-        for module, own in self._pruned().values():  # what the next forward will compute with
+        for module, own in self._pruned().values():  # the tensor that the next forward uses
             setattr(module, own, getattr(module, f"{own}_orig").detach() * getattr(module, f"{own}_mask"))
         self._report(before)
 
@@ -305,7 +308,6 @@ class ModelPruning(Callback):
             logger.info(f"{applied} to `{name}`. Pruned: {_share(before[name], size)} -> {_share(after[name], size)}")
 
     def _pruned(self) -> dict[str, Target]:
-        """The parameters that have a mask."""
         return {name: each for name, each in self._targets.items() if hasattr(each[0], f"{each[1]}_mask")}
 
     def _zeros(self) -> dict[str, int]:
@@ -314,7 +316,10 @@ class ModelPruning(Callback):
 
 
 def _method_of(given: Callable[..., Any] | str, is_global: bool, dim: int | None, norm: int | None) -> Any:
-    """The pruning method that was asked for, checked against the arguments that it needs."""
+    """Return the pruning method for `pruning_fn`.
+
+    Raises `ConfigurationError` if it does not fit the other arguments.
+    """
     if given not in _METHODS if isinstance(given, str) else not callable(given):
         raise ConfigurationError(
             f"ModelPruning({given!r}): pruning_fn is expected to be a str in {list(_METHODS)}, a pruning "
@@ -341,12 +346,12 @@ def _share(part: int, whole: int) -> str:
 
 
 def _resampled(module: nn.Module, name: str) -> Tensor:
-    """New random values of a pruned parameter; nothing else of the module changes."""
+    """Return new random values for a pruned parameter. The other parameters of the module stay unchanged."""
     kept = {key: each.detach().clone() for key, each in module._parameters.items() if each is not None}
     value = _parameter((module, name)).detach().clone()
     reset: Any = getattr(module, "reset_parameters", None)
     if reset is not None:
-        setattr(module, name, value)  # the plain tensor that a mask puts in the parameter's place
+        setattr(module, name, value)  # a pruned module holds a plain tensor under this name
         reset()
     for key, before in kept.items():
         module._parameters[key].data.copy_(before)  # type: ignore[union-attr]
@@ -354,7 +359,7 @@ def _resampled(module: nn.Module, name: str) -> Tensor:
 
 
 def _parameter(target: Target) -> nn.Parameter:
-    """The parameter itself, whether it has a mask or not."""
+    """Return the parameter itself, with or without a mask."""
     module, name = target
     found = module._parameters.get(f"{name}_orig", module._parameters.get(name))
     assert found is not None

@@ -1,4 +1,4 @@
-"""Print what a task is made of."""
+"""Callback that prints a summary table of the task's modules."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# How many parameters a model has, and what they take, with those that are frozen and stored in fewer bits
+# Parameter counts
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of a model.
+    """Number and size of a model's parameters.
 
     Attributes:
-        elements: Elements of all of them; of a quantised weight, those that it had before.
-        trained: Elements of those that are trained.
-        nbytes: Bytes that they take as they are stored.
+        elements: The number of elements. Quantized weights count with their number before quantization.
+        trained: The number of trainable elements.
+        nbytes: The size in bytes, as stored.
     """
 
     elements: int
@@ -48,7 +48,7 @@ class ParameterCount:
 
 
 def count_parameters(model: nn.Module, state: ModelState | None = None, recurse: bool = True) -> ParameterCount:
-    """Count a model's parameters, each once; lazy ones have no elements yet."""
+    """Count a model's parameters, each once. Lazy parameters have no elements yet."""
     elements = trained = nbytes = 0
     seen: set[int] = set()
     for module in model.modules() if recurse else [model]:
@@ -60,7 +60,7 @@ def count_parameters(model: nn.Module, state: ModelState | None = None, recurse:
                 continue
             seen.add(id(parameter))
             if frozen is not None and name == "packed":
-                continue  # the bytes of the frozen layer
+                continue  # counted in `frozen_size`
             whole, is_trained = (
                 (parameter.numel(), parameter.requires_grad) if state is None else state.describe(parameter)
             )
@@ -69,7 +69,7 @@ def count_parameters(model: nn.Module, state: ModelState | None = None, recurse:
     return ParameterCount(elements, trained, nbytes)
 
 
-# What a model is made of: a row for each module, with its parameters, mode, operations and sizes
+# Module table
 
 
 logger = get_logger(__name__)
@@ -82,16 +82,16 @@ _UNITS = ((10**15, "P"), (10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")
 
 @dataclass
 class Layer:
-    """One row.
+    """Row of the model summary table, for one module.
 
     Attributes:
-        name: The module's name in the model.
-        kind: Its class.
-        parameters: Elements of all parameters in it.
+        name: The name of the module in the model.
+        kind: The class name of the module.
+        parameters: The number of elements of all its parameters.
         mode: `"train"` or `"eval"`.
-        flops: Floating-point operations of its part of a forward.
-        in_size: The shape of its input, nested as the input is; `"?"` where it did not run.
-        out_size: The same of its output.
+        flops: The number of floating-point operations in a forward pass.
+        in_size: The shape of the input, nested as the input is, or `"?"` if the module did not run.
+        out_size: The shape of the output, nested as the output is, or `"?"` if the module did not run.
     """
 
     name: str
@@ -104,11 +104,11 @@ class Layer:
 
 
 class ModuleTable:
-    """The modules of a model down to some depth.
+    """Table of a model's modules, down to a given depth.
 
-    Where the model has an `example_input_array`, a forward runs with it once, in evaluation mode and without gradients,
-    for sizes and operations; not where a strategy shards the model, whose forward needs all processes, nor where
-    modules are lazy, which it would change.
+    If the model has an `example_input_array`, one forward pass in eval mode without gradients measures sizes and
+    FLOPs. It is skipped if the strategy shards the model, since the forward pass would then need all processes. It is
+    also skipped for lazy modules, which it would initialize.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ModuleTable:
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """The rows, each module before those within it."""
+        """The rows of the table. Each module precedes its submodules."""
         modules = dict(_modules(self._model, "", self._max_depth))
         rows = {
             name: Layer(name, self._kind(module), self._count(module).elements, "train" if module.training else "eval")
@@ -143,34 +143,33 @@ class ModuleTable:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """Elements of all parameters, and of those that are trained."""
+        """The number of elements of all parameters, and of the trainable ones."""
         counted = self._count(self._model)
         return counted.elements, counted.trained
 
     @property
     def other_parameters(self) -> int:
-        """Elements of the parameters that are in no module of the model."""
+        """The number of elements of the model's direct parameters, which belong to no submodule."""
         return count_parameters(self._model, self._state, recurse=False).elements
 
     @property
     def megabytes(self) -> float:
-        """What the parameters take, each as it is stored, in millions of bytes."""
+        """The size of the parameters as stored, in millions of bytes."""
         return self._count(self._model).nbytes / 1e6
 
     @property
     def modes(self) -> dict[str, int]:
-        """Modules in each mode, the model itself left out."""
+        """The number of submodules in `"train"` and in `"eval"` mode."""
         inner = [module for module in self._model.modules() if module is not self._model]
         training = sum(module.training for module in inner)
         return {"train": training, "eval": len(inner) - training}
 
     @property
     def is_lazy(self) -> bool:
-        """Whether a module has parameters that its first forward makes."""
         return any(isinstance(parameter, UninitializedParameter) for parameter in self._model.parameters())
 
     def columns(self) -> list[tuple[str, list[str]]]:
-        """The columns of the table, each a title and its cells; operations and sizes where a forward has run."""
+        """Return the columns of the table as titles and cells. Sizes are included if a forward pass has run."""
         layers = list(self.layers)
         others = self.other_parameters if layers else 0
         extra = [Layer(OTHER, NOT_APPLICABLE, others, NOT_APPLICABLE, 0, NOT_APPLICABLE, NOT_APPLICABLE)]
@@ -194,14 +193,12 @@ class ModuleTable:
     def _count(self, module: nn.Module) -> ParameterCount:
         return count_parameters(module, self._state)
 
-    # a forward, for sizes and operations
-
     def _run(self, modules: Mapping[str, nn.Module], rows: Mapping[str, Layer]) -> None:
         given = _on_device_of(self._model, self._model.example_input_array)
         context: AbstractContextManager[Any] = nullcontext()
         if self._precision is not None:
             context, given = self._precision.forward_context(), self._precision.convert_batch(given)
-        from torch.utils.flop_counter import FlopCounterMode  # not imported before it is used: it takes long
+        from torch.utils.flop_counter import FlopCounterMode  # slow to import
 
         counter = FlopCounterMode(display=False)
         modes = [(module, module.training) for module in self._model.modules()]
@@ -232,13 +229,12 @@ class ModuleTable:
 
 
 def check_depth(max_depth: Any) -> None:
-    """Raise unless a depth can be."""
     if not isinstance(max_depth, int) or max_depth < -1:
         raise ConfigurationError(f"ModelSummary(max_depth={max_depth}): give 0 or more, or -1 for all modules.")
 
 
 def short(count: int) -> str:
-    """Write a count in few characters, such as `2.1 M`."""
+    """Format a count with a unit, such as `2.1 M`."""
     for size, unit in _UNITS:
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -260,7 +256,6 @@ def _record_sizes(row: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: 
 
 
 def _size(value: Any) -> Any:
-    """The shape of a tensor, or those of nested ones."""
     if hasattr(value, "shape") and not isinstance(value, type):
         return list(value.shape) or UNKNOWN_SIZE
     if isinstance(value, Mapping):
@@ -284,20 +279,21 @@ def _call(model: nn.Module, given: Any) -> Any:
 
 
 class ModelSummary(Callback):
-    """Prints a table of the task's modules when fit begins, on the main process.
+    """Callback that prints a table of the task's modules when `fit` begins, on the main process.
 
-    Each module has its class, parameters and mode. A task with an `example_input_array` has also the operations of a
-    forward with it (FLOPs) and the sizes of each module's input and output, but not where the strategy shards the
-    model: its forward needs all processes. Below the table are the parameters and their size in MB. Quantised weights
-    count with the elements that they had before, and with the bytes that they take.
+    Each row shows the name, class, parameters and mode of a module. If the task has an `example_input_array`, the
+    table also shows the FLOPs of a forward pass and the input and output sizes. They are omitted if the strategy
+    shards the model, since a forward pass would then need all processes. Below the table stand the number of
+    parameters and their size in MB. Quantized weights count with their elements before quantization, and with the
+    bytes that they occupy.
 
     Args:
-        max_depth: How deep to look: 1 for the task's own modules, 2 for those within them, and so on; -1 for
-            all, 0 for the totals only.
-        **summarize_kwargs: Given to `summarize`, for classes that override it.
+        max_depth: The depth of the table: 1 for the task's direct submodules, 2 for their submodules too, -1 for all,
+            or 0 for the totals only.
+        **summarize_kwargs: Keyword arguments that are passed on to `summarize`, for subclasses that override it.
 
     Raises:
-        ConfigurationError: If `max_depth` is no whole number of at least -1.
+        ConfigurationError: If `max_depth` is not an int of at least -1.
 
     Example:
         ```python
@@ -319,7 +315,7 @@ class ModelSummary(Callback):
             totals = (*table.parameters, table.megabytes, table.modes)
             self.summarize(columns, *totals, total_flops=table.total_flops, **self.summarize_options)
             if table.is_lazy:
-                print_text("Lazy modules count from their first forward on.")
+                print_text("Lazy modules are counted only after their first forward pass.")
 
     @staticmethod
     def summarize(
@@ -331,30 +327,35 @@ class ModelSummary(Callback):
         total_flops: int = 0,
         **summarize_kwargs: Any,
     ) -> None:
-        """Print the table; override it to show the same in another way.
+        """Print the summary table. Override it to display the summary in another way.
 
         Args:
             summary_data: The columns, each a title and its cells.
-            total_parameters: Elements of all parameters.
-            trainable_parameters: Elements of those that are trained.
-            model_size: What the parameters take, in millions of bytes.
-            total_training_modes: Modules in each mode, by its name.
-            total_flops: Floating-point operations of a forward; 0 where none has run.
-            **summarize_kwargs: What the callback was made with.
+            total_parameters: The number of elements of all parameters.
+            trainable_parameters: The number of trainable elements.
+            model_size: The size of the parameters in millions of bytes.
+            total_training_modes: The number of modules in `"train"` and in `"eval"` mode.
+            total_flops: The number of floating-point operations in a forward pass, or 0 if none has run.
+            **summarize_kwargs: Keyword arguments that were passed to the callback.
         """
         totals = total_lines(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
         print_text("\n".join([*table_lines(summary_data), *totals]))
 
 
 def summarize(model: nn.Module, max_depth: int = 1, strategy: Strategy | None = None) -> str:
-    """Return a table of a model's modules and their parameters."""
+    """Return a summary table of a model's modules and their parameters as text.
+
+    Args:
+        model: The model.
+        max_depth: The depth of the table: 1 for the direct submodules, -1 for all, or 0 for the totals only.
+        strategy: The strategy that has wrapped the model, to count sharded parameters in full, or None.
+    """
     table = ModuleTable(model, max_depth, strategy)
     lines = table_lines(table.columns())
     return "\n".join([*lines, *total_lines(*table.parameters, table.megabytes, table.modes, table.total_flops)])
 
 
 def table_lines(columns: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """Return the table as lines; none where it has no rows."""
     if not columns[0][1]:
         return []
     columns = shown_columns(columns)
@@ -374,7 +375,7 @@ def table_lines(columns: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
 
 
 def shown_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, Sequence[str]]]:
-    """Return the columns that are shown: without numbers, and without operations where none were counted."""
+    """Return the columns of the summary table to display: no row numbers, and FLOPs only if they were measured."""
     has_run = any(title == "In sizes" for title, _ in columns)
     return [column for column in columns if column[0] != " " and (has_run or column[0] != "FLOPs")]
 
@@ -382,7 +383,6 @@ def shown_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[st
 def total_lines(
     parameters: int, trainable: int, megabytes: float, modes: Mapping[str, int], flops: int = 0
 ) -> list[str]:
-    """Return the lines below the table."""
     counted = f", {short(flops)} floating-point operations in a forward" if flops else ""
     training, evaluating = modes["train"], modes["eval"]
     switched = f"; {training} modules train, {evaluating} are in evaluation mode" if evaluating else ""

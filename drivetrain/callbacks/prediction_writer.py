@@ -1,4 +1,4 @@
-"""Write predictions to files, while predicting or afterwards."""
+"""Callbacks that write predictions to files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# Files of predictions: columns of tensors, with the place of each row in the data
+# Prediction files
 
 
 FORMATS = ("parquet", "safetensors")
@@ -33,7 +33,7 @@ _PATTERNS = ("predictions-*-of-*", "batch-*")
 
 
 def check_format(name: str | None) -> str:
-    """Return the format to write: the one given, or parquet where pyarrow is installed."""
+    """Return the file format to use. The default is parquet if pyarrow is installed, else safetensors."""
     installed = find_spec("pyarrow") is not None
     if name is None:
         return "parquet" if installed else "safetensors"
@@ -43,20 +43,20 @@ def check_format(name: str | None) -> str:
         )
     if name == "parquet" and not installed:
         raise ConfigurationError(
-            "PredictionWriter(file_format='parquet') needs pyarrow: pip install \"drivetrain[parquet]\". Without it "
-            "there is 'safetensors'.",
+            "PredictionWriter(file_format='parquet') needs pyarrow: pip install \"drivetrain[parquet]\". Or use "
+            "'safetensors', which needs no further package.",
         )
     return name
 
 
 def remove_old(folder: Path) -> None:
-    """Remove the predictions of a run before."""
+    """Delete the prediction files of an earlier run."""
     for found in _found(folder) + [each for sub in folder.glob("loader-*") for each in _found(sub)]:
         found.unlink()
 
 
 def write(columns: dict[str, Tensor], path: Path, file_format: str) -> None:
-    """Write columns to a file that appears complete."""
+    """Write columns to a file atomically. The extension is added to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     final = path.with_name(f"{path.name}.{file_format}")
     beside = path.with_name(f".{os.getpid()}-{final.name}")
@@ -70,7 +70,7 @@ def write(columns: dict[str, Tensor], path: Path, file_format: str) -> None:
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """Return the columns of a directory's files, in the order of the data, each row once."""
+    """Return the columns of all prediction files in a folder, sorted by `index`."""
     found = _found(folder)
     whole = [each for each in found if each.name.startswith("predictions-")]
     parts = [_read(each) for each in whole or found]
@@ -90,7 +90,7 @@ def _write_parquet(columns: dict[str, Tensor], path: Path) -> None:
     arrays: list[Any] = []
     shapes: dict[str, list[int]] = {}
     for name, value in columns.items():
-        # Arrow has no bfloat16.
+        # Arrow has no bfloat16 type.
         flat = arrow.array((value.float() if value.dtype is torch.bfloat16 else value).reshape(-1).numpy())
         shapes[name] = list(value.shape[1:])
         arrays.append(arrow.FixedSizeListArray.from_arrays(flat, math.prod(shapes[name])) if value.dim() > 1 else flat)
@@ -117,14 +117,14 @@ INTERVALS = ("batch", "epoch", "batch_and_epoch")
 
 
 class BasePredictionWriter(Callback):
-    """The base of callbacks that write what `predict_step` returns: override one of the two methods, or both.
+    """Base class of callbacks that write the outputs of `predict_step`. Override one or both of its write methods.
 
-    Each process writes the predictions of its own batches, without rows that only pad them. Give
-    `trainer.predict(return_predictions=False)` where they need not be kept for the caller.
+    Each process writes the predictions of its own batches, without padded rows. Pass `return_predictions=False` to
+    `trainer.predict` if the predictions need not be returned.
 
     Args:
         write_interval: `"batch"` to call `write_on_batch_end`, `"epoch"` to call `write_on_epoch_end`, or
-            `"batch_and_epoch"`.
+            `"batch_and_epoch"` for both.
 
     Raises:
         ConfigurationError: If the interval is unknown.
@@ -148,7 +148,7 @@ class BasePredictionWriter(Callback):
                 f"{list(INTERVALS)}.{nearest(str(write_interval), INTERVALS)}",
             )
         self.interval = write_interval
-        self._predictions: list[list[Any]] = []  # of each loader
+        self._predictions: list[list[Any]] = []  # by loader
         self._indices: list[list[list[int] | None]] = []
         self._leaving: HostBlocks | None = None
 
@@ -165,13 +165,14 @@ class BasePredictionWriter(Callback):
         """Write the prediction of one batch of this process.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
-            prediction: What `predict_step` returned.
-            batch_indices: Where its samples are in the order of the loader; None if unknown.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
+            prediction: The value that `predict_step` returned.
+            batch_indices: The positions of the batch's samples in the dataset, in the order of the loader, or None if
+                unknown.
             batch: The batch.
-            batch_idx: Its number in this process's loader.
-            dataloader_idx: The number of the loader.
+            batch_idx: The index of the batch in this process's loader.
+            dataloader_idx: The index of the loader.
         """
         raise NotImplementedError
 
@@ -181,20 +182,23 @@ class BasePredictionWriter(Callback):
         """Write the predictions of all batches of this process.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
-            predictions: What `predict_step` returned for each batch, on the CPU; where there are several loaders, such
-                a list for each.
-            batch_indices: For each loader, for each batch, where its samples are in the order of the loader.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
+            predictions: The values that `predict_step` returned, on the CPU: one item per batch. With several loaders,
+                one such list per loader.
+            batch_indices: For each loader and each batch, the positions of its samples in the dataset, or None if
+                unknown.
         """
         raise NotImplementedError
 
     def indices_of_batch(self, trainer: Trainer, dataloader_idx: int) -> list[int] | None:
-        """Where the samples of the batch under way are in the order of the loader, padding left out; None if unknown.
+        """Return the dataset positions of the current batch's samples, in the order of the loader and without padding.
+
+        Returns None if the positions are unknown.
 
         Args:
-            trainer: The Trainer that runs.
-            dataloader_idx: The number of the loader.
+            trainer: The running Trainer.
+            dataloader_idx: The index of the loader.
         """
         info = trainer.batch_info
         if info is None or info.start is None or info.real_rows is None:
@@ -222,7 +226,7 @@ class BasePredictionWriter(Callback):
             self._keep(self._leaving.add((dataloader_idx, kept, indices)))
 
     def _keep(self, block: Sequence[tuple[int, Any, list[int] | None]]) -> None:
-        """Take batches that have left the device: of each its loader, its predictions and their indices."""
+        """Store batches that have been copied to the CPU: loader index, predictions and sample indices of each."""
         for loader, prediction, indices in block:
             while len(self._predictions) <= loader:
                 self._predictions.append([])
@@ -243,23 +247,23 @@ class BasePredictionWriter(Callback):
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes predictions to files with a row for each sample, each process its own, with their place in the data.
+    """Callback that writes predictions to files with one row per sample. Each process writes its own files.
 
-    `predict_step` returns a tensor with a row for each sample of the batch, or a dict of such tensors: the columns.
-    Beside them there is a column `index`, the sample's place in the order of the loader. By epoch each process writes
-    `predictions-<process>-of-<processes>`, by batch each batch `batch-<first index>`; of several loaders each has a
-    directory `loader-<number>`. `PredictionWriter.read` puts all of them together in that order. Files of a run before
-    are removed from the directory when prediction begins.
+    `predict_step` must return a tensor with one row per sample, or a dict of such tensors, which become the columns. A
+    column `index` holds the position of each sample in the order of the loader. With interval `"epoch"`, each process
+    writes `predictions-<shard>-of-<shards>`. With `"batch"`, each batch is a file `batch-<first index>`. With several
+    loaders, each has a subfolder `loader-<index>`. `PredictionWriter.read` loads all rows in order. When prediction
+    begins, the files of an earlier run are deleted from the folder.
 
     Args:
-        output_dir: The directory that is written.
+        output_dir: The folder to write to.
         write_interval: `"batch"`, `"epoch"` or `"batch_and_epoch"`.
-        file_format: `"parquet"` or `"safetensors"`; parquet where pyarrow is installed if None.
+        file_format: `"parquet"` or `"safetensors"`. If None, parquet if pyarrow is installed, else safetensors.
 
     Raises:
-        ConfigurationError: If the interval or the format is unknown, or pyarrow is missing.
-        DataError: During the run, if predictions are no tensors with a row for each sample, or their place in the
-            data is not known.
+        ConfigurationError: If the interval or the format is unknown, or if pyarrow is missing.
+        DataError: During the run, if predictions are not tensors with one row per sample, or if the positions of the
+            samples are unknown.
 
     Example:
         ```python
@@ -316,13 +320,13 @@ class PredictionWriter(BasePredictionWriter):
 
     @staticmethod
     def read(output_dir: str | os.PathLike[str]) -> dict[str, Tensor]:
-        """Return the columns of all files of a directory, by name, in the order of the data.
+        """Read all prediction files of a folder. Returns a dict from column name to tensor, in the order of the loader.
 
         Args:
-            output_dir: The directory; of several loaders, that of one of them.
+            output_dir: The folder, or with several loaders the subfolder of one of them.
 
         Raises:
-            DataError: There are no predictions in it.
+            DataError: If the folder holds no predictions.
         """
         return read(Path(output_dir))
 
@@ -331,11 +335,10 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def _columns(prediction: Any, indices: Sequence[int] | None) -> dict[str, Tensor]:
-    """The columns of one batch."""
     if indices is None:
         raise DataError(
-            "PredictionWriter does not know the place of a batch in the data: its loader does not tell how many rows "
-            "other processes have. Give a map-style dataset, or subclass BasePredictionWriter."
+            "PredictionWriter: the position of a batch in the dataset is unknown, because its loader does not provide "
+            "the batch sizes of other processes. Use a map-style dataset, or subclass BasePredictionWriter."
         )
     named = prediction if isinstance(prediction, dict) else {"prediction": prediction}
     columns = {"index": torch.tensor(indices, dtype=torch.int64)}

@@ -1,4 +1,4 @@
-"""Show how far a run is."""
+"""Callback that shows the progress of a run."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# How progress looks: bars on a terminal, lines in a file
+# Displays
 
 
 class Stage:
-    """A pass over batches that is shown: an epoch, or a validation within it.
+    """Progress of one pass over batches: a training epoch, or an evaluation.
 
     Attributes:
-        title: What is shown before the numbers.
-        sizes: How many batches each of its loaders has; infinite where that is not known.
-        done: Batches done of the current loader.
-        before: Batches of an epoch that the run had done before it was resumed, which rates leave out.
-        loader: The number of the current loader.
-        passing: Whether it is shown only while it runs, as a part of something larger.
-        is_epoch: Whether it is a training epoch, which values are logged in.
-        depth: In how many other stages it runs.
-        left: Seconds until the whole run ends, where that can be estimated.
+        title: The text before the numbers.
+        sizes: The number of batches of each loader, infinite if unknown.
+        done: The number of finished batches of the current loader.
+        before: The number of batches of the epoch that were finished before the run was resumed. Rates exclude them.
+        loader: The index of the current loader.
+        passing: True if the bar disappears at the end, because it belongs to an outer stage.
+        is_epoch: True for a training epoch, which shows logged values.
+        depth: The number of outer stages.
+        left: The estimated seconds until the end of the run, or None.
     """
 
     __slots__ = (
@@ -74,34 +74,34 @@ class Stage:
 
     @property
     def left_in_all(self) -> list[str]:
-        """How long the run still takes, as a part of a line; no part where that is not known, or it is over."""
+        """The remaining time of the run as a list of one text. Empty if the time is unknown or the run is over."""
         return [f"{_duration(self.left)} left in all"] if self.left else []
 
     @property
     def total(self) -> int | None:
-        """Batches of all loaders, or None where that is not known."""
+        """The number of batches of all loaders, or None if unknown."""
         total = sum(self.sizes)
         return int(total) if math.isfinite(total) else None
 
     @property
     def all_done(self) -> int:
-        """Batches done of all loaders."""
+        """The number of finished batches of all loaders."""
         before = sum(self.sizes[: self.loader])
         return self.done + (int(before) if math.isfinite(before) else 0)
 
     @property
     def elapsed(self) -> float:
-        """Seconds spent in this stage, without those in stages within it."""
+        """The seconds spent in this stage, excluding inner stages such as a validation."""
         return time.perf_counter() - self.started - self.paused
 
     @property
     def rate(self) -> float:
-        """Batches a second since this run began the stage; 0.0 before the first."""
+        """The number of batches per second in this run, or 0.0 before the first batch."""
         elapsed = self.elapsed
         return (self.all_done - self.before) / elapsed if elapsed > 0 else 0.0
 
     def pause(self, seconds: float) -> None:
-        """Leave out time that was spent in a stage within this one."""
+        """Exclude the seconds that were spent in an inner stage, such as a validation, from the elapsed time."""
         self.paused += seconds
         if self.bar is not None:
             self.bar.start_t += seconds
@@ -109,29 +109,25 @@ class Stage:
 
 
 class Display(Protocol):
-    """Where stages are shown."""
+    """Interface of displays that show the progress of training epochs and evaluations."""
 
     refresh_seconds: float
 
-    def open(self, stage: Stage) -> None:
-        """Show a stage that begins."""
+    def open(self, stage: Stage) -> None: ...
 
     def draw(self, stage: Stage, values: Mapping[str, float]) -> None:
-        """Show how far a stage is."""
+        """Update the displayed progress of a stage."""
 
     def finish(self, stage: Stage, values: Mapping[str, float]) -> None:
-        """Show how a stage ended; it may be opened again under another title."""
+        """Show the final progress of a stage. The stage may be opened again with another title."""
 
-    def close(self, stage: Stage) -> None:
-        """Show a stage no longer."""
+    def close(self, stage: Stage) -> None: ...
 
     def write(self, text: str, file: TextIO | None = None) -> None:
-        """Print text without breaking what is shown; to the standard output if no file is given."""
+        """Print text without breaking the display. The default file is the standard output."""
 
 
 class BarDisplay:
-    """Bars that are drawn over and over, for terminals and notebooks."""
-
     def __init__(self, refresh_seconds: float, position: int = 0) -> None:
         self.refresh_seconds = refresh_seconds
         self._position = position
@@ -157,17 +153,17 @@ class BarDisplay:
         )
 
     def _width(self) -> dict[str, Any]:
-        """Follow the terminal's width, unless it reports none, as in some containers."""
+        """Return the width options of tqdm: the width of the terminal, or 80 columns if the terminal reports none."""
         try:
             known = os.get_terminal_size(sys.stdout.fileno()).columns > 0
         except (AttributeError, OSError, ValueError):
-            known = True  # a notebook
+            known = True  # in a notebook
         return {"dynamic_ncols": True} if known else {"ncols": 80}
 
     def draw(self, stage: Stage, values: Mapping[str, float]) -> None:
         shown = [listed(values)] if values else []
         stage.bar.set_postfix_str(", ".join([*shown, *stage.left_in_all]), refresh=False)
-        # Draws by itself, unless nothing was added.
+        # `update` redraws the bar only if the count has changed.
         if not stage.bar.update(stage.all_done - stage.bar.n):
             stage.bar.refresh()
 
@@ -182,12 +178,12 @@ class BarDisplay:
 
     def write(self, text: str, file: TextIO | None = None) -> None:
         stream = file or sys.stdout
-        with contextlib.suppress(OSError, ValueError):  # a terminal that is gone
+        with contextlib.suppress(OSError, ValueError):  # the terminal was closed
             self._bar_type.write(encodable(text, stream), file=stream, end="")
 
 
 class LineDisplay:
-    """A line at the end of each stage and, in a long one, every so often; for files and pipes."""
+    """Display for files and pipes: one line at the end of each stage, and one per minute within a long stage."""
 
     def __init__(self, refresh_seconds: float = 60.0) -> None:
         self.refresh_seconds = refresh_seconds
@@ -225,14 +221,14 @@ class LineDisplay:
 
 
 def make_display(refresh_seconds: float, position: int = 0) -> Display:
-    """Return bars where the output is a terminal or a notebook, and lines elsewhere."""
+    """Return a `BarDisplay` if the output is a terminal or a notebook, else a `LineDisplay`."""
     if is_terminal() or in_notebook():
         return BarDisplay(refresh_seconds, position)
     return LineDisplay()
 
 
 def to_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as numbers, with one transfer for all tensors of a device."""
+    """Convert metrics to numbers, with one device transfer for all tensors of a device."""
     numbers: dict[str, Any] = dict(metrics)
     by_device: dict[torch.device, list[str]] = {}
     for name, value in metrics.items():
@@ -245,12 +241,12 @@ def to_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def listed(values: Mapping[str, float]) -> str:
-    """Values as they are shown beside a bar."""
+    """Format values as text, such as `loss=0.123, acc=0.9`."""
     return ", ".join(f"{name}={_number(value)}" for name, value in values.items())
 
 
 def _number(value: float) -> str:
-    """Write a number in about the same width whatever it is, so that a bar does not dance."""
+    """Format a number with a nearly constant width, so that the bar does not jump."""
     if isinstance(value, int) or not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     if value == 0 or 1e-3 <= abs(value) < 1e4:
@@ -269,12 +265,11 @@ def _duration(seconds: float) -> str:
 
 
 def in_notebook() -> bool:
-    """Whether a notebook shows the output."""
     return "ipykernel" in sys.modules
 
 
 def _bar_type() -> type[tqdm[Any]]:
-    """Return tqdm's bar for this kind of screen, without its thread: this bar has a clock of its own."""
+    """Return tqdm's bar class, without its monitor thread."""
     base: Any
     if in_notebook():
         from tqdm.auto import tqdm as base
@@ -287,18 +282,18 @@ _NEVER = math.inf
 
 
 class TQDMProgressBar(Callback):
-    """Shows epoch, batches, speed, the time left and watched values, on the main process.
+    """Callback that shows epoch, batches, speed, remaining time and logged values, on the main process.
 
-    Watched are the values logged with `prog_bar=True` and those that a callback monitors.
+    The values are those logged with `prog_bar=True` and those that a callback monitors.
 
-    On a terminal or in a notebook a bar is redrawn on a clock: between two redraws a batch reads the clock
-    once, and logged tensors are read only when they are shown. Where the output goes to a file or a pipe
-    there is one line for each epoch instead, and one a minute within a long one.
+    On a terminal or in a notebook the bar is redrawn by time. Between two redraws a batch only reads the clock, and
+    logged tensors are read from the device only when they are shown. If the output goes to a file or a pipe, the
+    callback prints one line per epoch, and one per minute within a long epoch.
 
     Args:
-        refresh_rate: Redraw only after a multiple of so many batches; 0 turns the bar off.
-        process_position: Lines to leave free above the bar, for bars of other processes.
-        leave: Leave the bar of each epoch on the screen and begin a new one.
+        refresh_rate: Redraw only after a multiple of this number of batches. 0 turns the bar off.
+        process_position: The number of lines to leave free above the bar, for bars of other processes.
+        leave: Keep the bar of each epoch on the screen and start a new one.
         refresh_seconds: The time between two redraws, in seconds.
 
     Raises:
@@ -333,31 +328,31 @@ class TQDMProgressBar(Callback):
         self.leave = leave
         self.refresh_seconds = refresh_seconds
         self._enabled = True
-        self._display: Display | None = None  # there is none on other processes, nor between runs
-        self._due = _NEVER  # when to redraw, by perf_counter
+        self._display: Display | None = None  # None on other processes and between runs
+        self._due = _NEVER  # time of the next redraw, by `perf_counter`
         self._stages: list[Stage] = []
         self._monitored: list[str] = []
-        self._began = (0.0, 0.0)  # when training began, and how much of it was done then
-        self._stage = Stage("")  # the innermost one; this one where nothing is shown
+        self._began = (0.0, 0.0)  # time and fraction done when training began
+        self._stage = Stage("")  # the innermost stage
 
-    # on and off
+    # public methods
 
     @property
     def is_enabled(self) -> bool:
-        """Whether progress is shown on the main process."""
+        """True if progress is shown on the main process."""
         return self._enabled and self.refresh_rate > 0
 
     @property
     def is_disabled(self) -> bool:
-        """Whether nothing is shown."""
+        """True if no progress is shown."""
         return not self.is_enabled
 
     def enable(self) -> None:
-        """Show progress, beginning with the next call of the Trainer's fit, validate, test or predict."""
+        """Turn the progress bar on, from the next call of `fit`, `validate`, `test` or `predict`."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Show nothing from now on."""
+        """Turn the progress bar off."""
         self._enabled = False
         self._stop()
 
@@ -365,10 +360,10 @@ class TQDMProgressBar(Callback):
         """Print text above the bar without breaking it.
 
         Args:
-            *args: What to print.
-            sep: What stands between them.
-            end: What stands after them.
-            file: Where to, such as `sys.stderr`; the standard output if None.
+            *args: Values to print.
+            sep: The text between the values.
+            end: The text after the last value.
+            file: The stream to print to, such as `sys.stderr`. If None, the standard output.
         """
         text = sep.join(map(str, args)) + end
         if self._display is not None:
@@ -377,16 +372,17 @@ class TQDMProgressBar(Callback):
             print_text(text, end="", file=file)
 
     def get_metrics(self, trainer: Trainer, task: Any) -> dict[str, Any]:
-        """Return the values that are shown beside an epoch's batches; override it to show others.
+        """Return the values to show beside the batches of an epoch. Override it to show others.
 
-        It is called when something is drawn, on the main process only.
+        It is called on the main process only, each time the bar is drawn.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
 
         Returns:
-            Numbers, tensors or text by name: what was logged with `prog_bar=True`, and what a callback monitors.
+            A dict from names to numbers, tensors or text: the values logged with `prog_bar=True` and those that a
+            callback monitors.
         """
         shown = dict(trainer.progress_bar_metrics)
         if self._monitored:
@@ -394,7 +390,7 @@ class TQDMProgressBar(Callback):
             shown |= {name: known[name] for name in self._monitored if name in known and name not in shown}
         return shown
 
-    # around everything
+    # all stages
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         self._stop()
@@ -428,7 +424,7 @@ class TQDMProgressBar(Callback):
             f"Epoch {trainer.current_epoch}{of}", [trainer.num_training_batches], is_epoch=True, before=before
         )
         if self._stages and not self.leave:
-            epoch.bar = self._stages.pop().bar  # continues in its place
+            epoch.bar = self._stages.pop().bar  # reuse the bar of the last epoch
         else:
             self._close_stages()
         self._begin(trainer, epoch)
@@ -487,13 +483,13 @@ class TQDMProgressBar(Callback):
     def on_predict_end(self, trainer: Trainer, task: Task) -> None:
         self._end(trainer)
 
-    # what the hooks have in common
+    # helpers
 
     def _begin(self, trainer: Trainer, stage: Stage) -> None:
         if self._display is None:
             return
         if self._stages:
-            self._draw_now(trainer)  # as far as it is now: it stands still for a while
+            self._draw_now(trainer)  # the outer bar is not redrawn during the inner stage
         stage.depth = len(self._stages)
         self._stages.append(stage)
         self._stage = stage
@@ -506,7 +502,7 @@ class TQDMProgressBar(Callback):
             self._draw(trainer)
 
     def _draw(self, trainer: Trainer) -> None:
-        """Show how far the innermost stage is; it is due."""
+        """Draw the progress of the innermost stage if its number of batches is a multiple of the refresh rate."""
         stage = self._stage
         if self._display is None or stage.done % self._batches_between:
             return
@@ -520,11 +516,11 @@ class TQDMProgressBar(Callback):
 
     def _values(self, trainer: Trainer) -> dict[str, float]:
         if not self._stage.is_epoch:
-            return {}  # in an evaluation they would be those of the training before it
+            return {}  # during an evaluation, these would be values of the training before
         return to_numbers(self.get_metrics(trainer, trainer.task))
 
     def _estimate(self, trainer: Trainer) -> None:
-        """Estimate when the run ends from the time that it has taken so far, validations and all."""
+        """Estimate the remaining time of the run from the time so far, including validations."""
         stage, (began, share) = self._stage, self._began
         if not stage.is_epoch or not began:
             return
@@ -534,7 +530,7 @@ class TQDMProgressBar(Callback):
         stage.left = taken / (now - share) * (1 - now) if share < now < 1 else None
 
     def _end(self, trainer: Trainer) -> None:
-        """Show how the innermost stage ended, and return to the one around it."""
+        """Finish the display of the innermost stage, and return to the outer one."""
         if self._display is None or not self._stages:
             return
         self._display.finish(self._stage, self._values(trainer))
@@ -557,7 +553,7 @@ class TQDMProgressBar(Callback):
 
 
 def share_done(trainer: Trainer, of_epoch: float) -> float:
-    """The share of a run that is done, from 0 to 1: by the nearest of its limits."""
+    """Return the fraction of the run that is done, from 0 to 1, by the limit that is reached first."""
     shares = [trainer.control.share_of_duration]
     if trainer.max_epochs is not None and trainer.max_epochs > 0:
         shares.append((trainer.current_epoch + of_epoch) / trainer.max_epochs)

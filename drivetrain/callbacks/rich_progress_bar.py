@@ -1,4 +1,4 @@
-"""Show how far a run is, with rich."""
+"""Progress bar and model summary drawn with rich."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
-# The package rich, which is installed on wish
+# Optional import of rich
 
 
 def require_rich(owner: str) -> None:
-    """Import rich, which draws a random number as it is imported: Python's generator is put back to where it was."""
+    """Import rich, or raise `ConfigurationError` if it is not installed.
+
+    Importing `rich.style` draws a random number, so the state of Python's random generator is restored.
+    """
     if find_spec("rich") is None:
         raise ConfigurationError(f'{owner} needs rich, which is not installed: pip install "drivetrain[rich]".')
     state = random.getstate()
@@ -34,24 +37,24 @@ def require_rich(owner: str) -> None:
 
 
 def make_console(**options: Any) -> Console:
-    """Return rich's console for the standard output or error, which loses what cannot be written instead of raising."""
+    """Return a rich console for the standard output or error. Characters that cannot be encoded are replaced."""
     from rich.console import Console
 
     return Console(**{"file": Lenient(sys.stderr if options.get("stderr") else sys.stdout), **options})
 
 
-# Print what a task is made of, with rich
+# Model summary
 
 
 class RichModelSummary(ModelSummary):
-    """Prints `ModelSummary`'s table with rich, in colours where the terminal has them.
+    """Callback that prints the table of `ModelSummary` with rich, in colors if the terminal supports them.
 
     Args:
-        max_depth: How deep to look: 1 for the task's own modules; -1 for all, 0 for the totals only.
-        **summarize_kwargs: Arguments of `rich.table.Table`, such as `header_style`.
+        max_depth: The depth of the table: 1 for the task's direct submodules, -1 for all, or 0 for the totals only.
+        **summarize_kwargs: Keyword arguments of `rich.table.Table`, such as `header_style`.
 
     Raises:
-        ConfigurationError: If rich is not installed, or `max_depth` is no whole number of at least -1.
+        ConfigurationError: If rich is not installed, or if `max_depth` is not an int of at least -1.
 
     Example:
         ```python
@@ -98,19 +101,19 @@ class RichModelSummary(ModelSummary):
 
 @dataclass
 class RichProgressBarTheme:
-    """Styles of the parts of a `RichProgressBar`, in rich's words.
+    """Styles of the parts of a `RichProgressBar`, as rich style definitions.
 
     Attributes:
-        description: The title.
-        progress_bar: The bar.
-        progress_bar_finished: A bar that has reached its end.
-        progress_bar_pulse: A bar without a known end.
-        batch_progress: How many batches are done.
-        time: The time that has passed and the time that is left.
-        processing_speed: Batches per second.
-        metrics: The logged values.
-        metrics_text_delimiter: What stands between two of them.
-        metrics_format: The format of each; the bar's own if empty.
+        description: The style of the title.
+        progress_bar: The style of the bar.
+        progress_bar_finished: The style of a finished bar.
+        progress_bar_pulse: The style of a bar of unknown length.
+        batch_progress: The style of the number of batches.
+        time: The style of the elapsed and the remaining time.
+        processing_speed: The style of the batches per second.
+        metrics: The style of the logged values.
+        metrics_text_delimiter: The text between two logged values.
+        metrics_format: The format of a logged value. If empty, that of `TQDMProgressBar`.
     """
 
     description: str = ""
@@ -126,19 +129,19 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(TQDMProgressBar):
-    """Shows epoch, batches, speed and the values logged with `prog_bar=True` by rich, on the main process.
+    """Callback that shows epoch, batches, speed and logged values with rich, on the main process.
 
-    Where the output is no terminal it prints a line for each epoch, as `TQDMProgressBar` does. The Trainer's own model
-    summary is then a `RichModelSummary`.
+    If the output is not a terminal, it prints one line per epoch, as `TQDMProgressBar` does. If the Trainer adds a
+    model summary by default, it is then a `RichModelSummary`.
 
     Args:
-        refresh_rate: Redraw at most so often a second, and no more than ten times; 0 turns the bar off.
-        leave: Leave the bar of each epoch on the screen and begin a new one.
-        theme: The styles.
-        console_kwargs: Arguments of `rich.console.Console`.
+        refresh_rate: The maximum number of redraws per second, at most ten. 0 turns the bar off.
+        leave: Keep the bar of each epoch on the screen and start a new one.
+        theme: The styles of the bar.
+        console_kwargs: Keyword arguments of `rich.console.Console`.
 
     Raises:
-        ConfigurationError: If rich is not installed, or the rate is negative.
+        ConfigurationError: If rich is not installed, or if the rate is negative.
 
     Example:
         ```python
@@ -173,12 +176,9 @@ class RichProgressBar(TQDMProgressBar):
 
 
 class _Row:
-    """A bar on the screen. The clock of rich counts by itself, so what is left out of a stage's time is not known.
+    """Bar of rich, with the attributes of a tqdm bar that `Stage.pause` changes.
 
-    Attributes:
-        number: Rich's number of it.
-        start_t: Written where a stage's time is left out.
-        last_print_t: The same.
+    `number` is the task ID in rich. `start_t` and `last_print_t` have no effect, since rich measures the time itself.
     """
 
     def __init__(self, number: Any) -> None:
@@ -187,8 +187,6 @@ class _Row:
 
 
 class RichDisplay:
-    """Bars drawn by rich."""
-
     def __init__(self, console: Console, theme: RichProgressBarTheme, refresh_seconds: float) -> None:
         self.refresh_seconds = refresh_seconds
         self._console, self._theme = console, theme

@@ -1,4 +1,4 @@
-"""When something is due that happens every so many steps, or each time so much of a run is done."""
+"""Intervals at which callbacks act, and helpers that read and compare the metric they monitor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# Decisions that all processes must take alike: taken on the main process, sent to the others
+# Decisions of the main process
 
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ T = TypeVar("T")
 def decide_on_main_process(decide: Callable[[], T]) -> T:
     """Call a function on the main process and return its result on every process.
 
-    What it raises is raised on every process, so that no process waits for one that is gone.
+    If it raises, the exception is raised on every process, so that no process waits for one that has left.
     """
     state = PartialState()
     if not state.use_distributed:
@@ -50,14 +50,14 @@ def decide_on_main_process(decide: Callable[[], T]) -> T:
     return result
 
 
-# A clock of the main process that all processes follow
+# Intervals
 
 
 class StepTimer:
-    """Is due every so many seconds of the main process's clock, on all processes at the same step.
+    """Timer that is due every given number of seconds, at the same step on all processes.
 
-    The processes ask each other only about halfway to the next time, again halfway of what is left, and so
-    on: a few times in all, not at every step.
+    The clock of the main process decides. The processes do not communicate at each step: they do so about halfway to
+    the due time, then halfway through the remaining time, and so on.
     """
 
     def __init__(self, seconds: float, step: int, elapsed: float = 0.0) -> None:
@@ -69,11 +69,11 @@ class StepTimer:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the last call that was due, by this process's clock."""
+        """The seconds since the timer was last due, by the clock of this process."""
         return time.monotonic() - self._since
 
     def is_due(self, step: int) -> bool:
-        """Whether the time has gone by; called by all processes with the same step."""
+        """Return True if the time of the timer is over. Called by all processes with the same step."""
         if step < self._ask_at:
             return False
         due, self._ask_at = decide_on_main_process(lambda: self._poll(step))
@@ -91,14 +91,14 @@ class StepTimer:
 
 
 class StepInterval:
-    """Is due every so many optimizer steps, or at each step that completes so much of the run in another unit.
+    """Interval in optimizer steps, or in another unit such as samples, epochs or time.
 
-    All processes count the same, so nothing is exchanged; a time is that of the main process's clock, which the others
-    follow. A number of epochs is due at the last step of the epoch. To be made once the counters of a resumed run are
-    there.
+    Except for a time, all processes count alike and do not communicate. For a time, the clock of the main process
+    decides. An interval in epochs is due at the last step of an epoch. Create it after the counters of a resumed run
+    have been restored.
 
     Attributes:
-        steps: How many optimizer steps are between two of them; 0 where something else is counted.
+        steps: The number of optimizer steps per interval, or 0 if another unit is counted.
     """
 
     def __init__(self, trainer: Trainer, every: int | Duration, name: str, elapsed: float = 0.0) -> None:
@@ -116,11 +116,14 @@ class StepInterval:
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the interval under way, for a run that resumes this one; 0 where no time is counted."""
+        """The seconds of the current interval that have passed, for a resumed run. 0 if no time is counted."""
         return 0.0 if self._timer is None else self._timer.elapsed
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is due, however often it is asked; by all processes alike."""
+        """Return True if an interval ends at this step.
+
+        Repeated calls give the same result. Called by all processes.
+        """
         if not self._crosses:
             return step % self.steps == 0
         if step != self._asked:
@@ -128,7 +131,7 @@ class StepInterval:
         return self._is_due
 
     def was_due(self, step: int) -> bool:
-        """Whether a step is known to be due, without asking other processes."""
+        """Return True if a step is known to be due, without communication."""
         if self._timer is None:
             return self.is_due(step)
         return self._asked == step and self._is_due
@@ -142,7 +145,7 @@ class StepInterval:
         return self._done > before
 
     def _periods(self, step: int) -> int:
-        """How many intervals are complete once a step is done."""
+        """Return the number of intervals that are complete after a step."""
         every = self._every
         if every is None or every.unit in (Unit.SECONDS, Unit.EPOCHS):
             return 0
@@ -155,7 +158,10 @@ class StepInterval:
 
 
 class RunPoint:
-    """A moment in a run: once so much of it is done. To be made once the counters of a resumed run are there."""
+    """Point in a run that is reached after a given duration.
+
+    Create it after the counters of a resumed run have been restored.
+    """
 
     def __init__(
         self, trainer: Trainer, after: Duration, name: str, elapsed: float = 0.0, by_epoch: bool = False
@@ -170,13 +176,13 @@ class RunPoint:
 
     @property
     def elapsed(self) -> float:
-        """Seconds of it that have gone by, for a run that resumes this one; 0 where no time is counted."""
+        """The seconds of the duration that have passed, for a resumed run. 0 if no time is counted."""
         if self._timer is None:
             return 0.0
         return float(self._after.amount) if self._has_come else self._timer.elapsed
 
     def has_come(self) -> bool:
-        """Whether it is that far; asked by all processes at the same steps."""
+        """Return True once the point of the run is reached. Called by all processes at the same steps."""
         if self._timer is None:
             return self._progress.count(self._after.unit) >= self._after.amount
         if not self._has_come and self._by_epoch:
@@ -187,21 +193,21 @@ class RunPoint:
         return self._has_come
 
 
-# When values about steps are logged: in the rows that the Trainer logs
+# Logging interval
 
 
 class StepLog:
-    """Decides at which optimizer steps a callback logs: every `log_every_n_steps`, or as often as it was given itself.
+    """Schedule of the steps at which a callback logs: every `log_every_n_steps`, or at an interval of its own.
 
     Attributes:
-        every: How often values are logged, as it was given.
+        every: The interval: a number of steps or a `Duration`.
     """
 
     def __init__(self, owner: str, trainer: Trainer, every: int | Duration | None = None) -> None:
         if not (trainer.loggers or trainer.barebones):
             raise ConfigurationError(
-                f"Cannot use `{owner}` callback. It has nowhere to log to: the Trainer has no logger. Give it one, "
-                "such as Trainer(logger='csv'), or take this callback out.",
+                f"Cannot use `{owner}` callback. The Trainer has no logger. Give it one, such as "
+                "Trainer(logger='csv'), or remove this callback.",
             )
         self._trainer = trainer
         self.every = trainer.log_every_n_steps if every is None else every
@@ -211,7 +217,7 @@ class StepLog:
         self._last = trainer.global_step
 
     def begin(self) -> StepLog:
-        """Count from here on what is not counted in steps; called when training starts. Returns this."""
+        """Start to count units other than steps, when training starts. Returns this object."""
         trainer = self._trainer
         if not self._is_own:
             self._rhythm = trainer.tracker_log.rhythm
@@ -220,7 +226,7 @@ class StepLog:
         return self
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is logged that was not; asked once for each."""
+        """Return True if values are to be logged at this step. A second call for the same step returns False."""
         if not self._steps or step == self._last:
             return False
         if step % self._steps if self._steps > 0 else not (self._rhythm and self._rhythm.is_due(step)):
@@ -229,38 +235,36 @@ class StepLog:
         return True
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Give values to the trackers."""
         if values:
             self._trainer.log_metrics(values, step)
 
 
 def checked_every(every: Any, owner: str) -> int | Duration | None:
-    """What a callback was given as `every`, read and checked."""
+    """Read the argument `every` of a callback. Raises `ConfigurationError` if it is below one step."""
     if every is None:
         return None
     interval = interval_of(every, f"{owner}.every")
     if isinstance(interval, bool) or (isinstance(interval, int) and interval < 1):
-        raise ConfigurationError(f"{owner}(every={every!r}): give a whole number of steps from 1 on.")
+        raise ConfigurationError(f"{owner}(every={every!r}): give a whole number of steps, 1 or more.")
     return interval
 
 
-# Reading and comparing the metric that a callback watches
+# Monitored metrics
 
 
 MODES = ("min", "max")
 
 
 def check_mode(mode: str, owner: str) -> None:
-    """Refuse a mode that is neither `"min"` nor `"max"`."""
     if mode not in MODES:
         raise ConfigurationError(
-            f"{owner}: `mode` can be 'min' where a lower value is better, such as a loss, or 'max' where a higher one "
-            f"is, but got {mode}.{nearest(str(mode), MODES)}",
+            f"{owner}: `mode` can be 'min' if lower values are better, as for a loss, or 'max' if higher values "
+            f"are better, but got {mode}.{nearest(str(mode), MODES)}",
         )
 
 
 def is_better(value: float, than: float, mode: str) -> bool:
-    """Whether a value beats another one; NaN beats nothing, and any other value beats NaN."""
+    """Return True if `value` is better than `than`. NaN is worse than any other value."""
     if math.isnan(value):
         return False
     if math.isnan(than):
@@ -269,15 +273,14 @@ def is_better(value: float, than: float, mode: str) -> bool:
 
 
 def monitored_value(metrics: Mapping[str, Any], monitor: str) -> float | None:
-    """Return the value of a metric as a number, or None if it was not logged."""
     value = metrics.get(monitor)
     return None if value is None else float(value)
 
 
 def find_typo(logged: Collection[str], monitor: str, owner: str) -> str | None:
-    """What is wrong with the name of a metric where a sanity check has logged one that is spelled nearly like it.
+    """Return an error message if the sanity check logged a metric whose name is nearly that of `monitor`, else None.
 
-    A metric that only training logs, or only a later validation, is no typo, so a name that is merely missing passes.
+    Metrics that only training or a later validation logs are no typos, so a name without a similar one passes.
     """
     if monitor in logged or "train" in monitor:
         return None
@@ -286,7 +289,7 @@ def find_typo(logged: Collection[str], monitor: str, owner: str) -> str | None:
         return None
     return (
         f"{owner}(monitor={monitor!r}): the sanity check has logged {', '.join(map(repr, sorted(logged)))}. Did you "
-        f"mean {alike[0]!r}? If {monitor!r} is logged later, leave the sanity check out: "
+        f"mean {alike[0]!r}? If {monitor!r} is logged later, turn the sanity check off: "
         "Trainer(num_sanity_val_steps=0)."
     )
 
@@ -299,12 +302,11 @@ def _without_numbers(name: str) -> str:
 
 
 def missing_metric_message(metrics: Mapping[str, Any], monitor: str, owner: str) -> str:
-    """The message that a metric is not there: which ones are, and what to do."""
     if metrics:
         there = f"Logged so far: {', '.join(map(repr, sorted(metrics)))}.{nearest(monitor, metrics)}"
     else:
         there = "Nothing was logged so far."
     return (
         f"{owner}(monitor={monitor!r}): no metric of this name was logged. {there} "
-        f"Log it with self.log({monitor!r}, value) in a step of the task, or monitor another one."
+        f"Log it with self.log({monitor!r}, value) in a step of the task, or monitor another metric."
     )

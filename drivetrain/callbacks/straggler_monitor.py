@@ -1,4 +1,4 @@
-"""Name the process that the others wait for."""
+"""Callback that finds processes which slow down the others."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ logger = get_logger(__name__)
 
 
 class OwnTime(NamedTuple):
-    """What one process took for its own part of a step, on average, in seconds.
+    """Average time of one process for its own part of a step, in seconds.
 
     Attributes:
-        rank: The process.
-        host: Its machine.
-        waiting: Waiting for its loader.
-        forward: From there to the backward.
+        rank: The rank of the process.
+        host: The name of its machine.
+        waiting: The time spent waiting for its loader.
+        forward: The time from the batch to the start of the backward pass.
     """
 
     rank: int
@@ -41,30 +41,32 @@ class OwnTime(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Both."""
+        """The sum of `waiting` and `forward`, in seconds."""
         return self.waiting + self.forward
 
 
 class StragglerMonitor(Callback):
-    """Compares what each process takes for its own part of a step, and names the slowest one and its machine.
+    """Callback that compares the step times of all processes, and reports the slowest one and its machine.
 
-    Processes meet in the backward, where the fast ones wait for the slow one, so whole steps take equally long on all.
-    What is compared comes before: waiting for the loader, and the forward. Every so many steps all processes exchange
-    the averages, over gloo, and log `straggler/slowest` (seconds), `straggler/ratio` (to the median of the others) and
-    `straggler/rank`, where there is a logger. The main process warns when a process is slow, and again only of another.
+    Processes synchronize in the backward pass, so whole steps take equally long on all of them. The callback compares
+    the time before that: waiting for the loader, and the forward pass. At each interval the processes exchange their
+    averages over gloo. If the Trainer has a logger, they log `straggler/slowest` (seconds), `straggler/ratio` (to the
+    median of the others) and `straggler/rank`. The main process warns if a process is slow, and again only when
+    another one is.
 
-    A strategy that shards the model exchanges parts of it in the forward, too: there only the waiting for the loader is
-    compared. On a GPU the device is waited for before each backward, for the forward to be measured; `every_n_steps`
-    makes that rare, since it happens in the steps that are compared only.
+    Strategies that shard the model also communicate in the forward pass, so only the time waiting for the loader is
+    compared. On a GPU, each measured step synchronizes the device before the backward pass. A larger `every_n_steps`
+    makes that rare.
 
     Args:
-        every_n_steps: Compare every so many optimizer steps, or in another unit: `"1M samples"`, `"10 min"`, `"10%"`.
-        threshold: A process is slow from so many times the median of the others on.
-        measured_steps: How many of the steps before that are measured. Where the interval is none of steps, the step at
-            which it is over is not known beforehand: there so many steps from that one on are measured, then compared.
+        every_n_steps: The number of optimizer steps between comparisons, or a duration such as `"1M samples"`, `"10
+            min"` or `"10%"`.
+        threshold: The ratio to the median of the other processes above which a process is slow.
+        measured_steps: The number of measured steps before each comparison. If the interval is not in steps, its end
+            cannot be foreseen: the steps after it are measured instead, and then compared.
 
     Raises:
-        ConfigurationError: If an argument cannot be.
+        ConfigurationError: If an argument is out of range.
 
     Example:
         ```python
@@ -88,8 +90,8 @@ class StragglerMonitor(Callback):
             )
         self.every_n_steps, self.threshold = interval, threshold
         self.measured_steps = measured_steps if isinstance(interval, Duration) else min(measured_steps, interval)
-        self._steps = 0  # between two comparisons
-        self._rhythm: StepInterval | None = None  # what decides about them, where no steps are counted
+        self._steps = 0  # steps between two comparisons
+        self._rhythm: StepInterval | None = None  # the interval if it is not in steps
         self.latest: list[OwnTime] = []
         self._named: int | None = None
         self._measures_forward = True
@@ -172,6 +174,6 @@ class StragglerMonitor(Callback):
             parts += f", {slowest.forward * 1e3:.3g} ms in the forward"
         return (
             f"At step {step} rank {slowest.rank} on {slowest.host} takes {ratio:.1f} times as long as the other "
-            f"{len(self.latest) - 1} for its own part of a step: {slowest.total * 1e3:.3g} ms ({parts}), the median of "
-            f"the others is {usual * 1e3:.3g} ms. All wait for it."
+            f"{len(self.latest) - 1} for its own part of a step: {slowest.total * 1e3:.3g} ms ({parts}). The median of "
+            f"the others is {usual * 1e3:.3g} ms. All processes wait for this one."
         )

@@ -1,4 +1,4 @@
-"""Log how much is computed in a second."""
+"""Callbacks that log the speed of training: samples, tokens and FLOPs per second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# Floating-point operations: of a model, and of the chips that run it
+# FLOPs of models and chips
 
 
 CHIPS: tuple[tuple[str, float, float], ...] = (
@@ -49,17 +49,17 @@ CHIPS: tuple[tuple[str, float, float], ...] = (
     ("MI300X", 1307e12, 163.4e12),
     ("MI250X", 191.5e12, 47.9e12),
 )
-"""Dense peak operations per second of known chips, in 16-bit matrix units with sums in 32 bits, and in 32 bits.
+"""Dense peak FLOPS of known chips: with 16-bit matrix units that accumulate in 32 bits, and in 32 bits.
 
-The first name that is a part of the device's counts. Sources, whose tables often give the 16-bit figure with 2:4
-sparsity, twice that without:
+The first entry whose name is contained in the device's name applies. Many of the sources give the 16-bit figure with
+2:4 sparsity, which is twice the dense one:
 
 - GB200, B200: NVIDIA Blackwell data sheet, "Individual Blackwell GPU Specifications" (5 and 4.5 PFLOPS with sparsity;
   80 and 75 TFLOPS FP32).
 - H200, H200 NVL, H100, H100 NVL, H100 PCIe: NVIDIA H200 and H100 data sheets (1,979, 1,671 and 1,513 TFLOPS with
   sparsity).
-- A100, A10, L40S, L40, L4: NVIDIA's data sheet of each. A10G, made for AWS, has about half of the matrix rate of an A10
-  (70 TFLOPS): NVIDIA A10G data sheet.
+- A100, A10, L40S, L40, L4: NVIDIA's data sheet of each. A10G, made for AWS, has about half of the matrix rate of an
+  A10 (70 TFLOPS): NVIDIA A10G data sheet.
 - V100 (SXM2), T4: NVIDIA's data sheet of each, FP16, since they have no BF16.
 - RTX 4090, RTX 3090: NVIDIA Ada and Ampere GA102 white papers, "Peak BF16 Tensor TFLOPS with FP32 Accumulate".
 - MI355X, MI300X: AMD's data sheet of each. MI250X: AMD's data sheet (383 and 95.7 TFLOPS), halved, since each of its
@@ -70,12 +70,15 @@ sparsity, twice that without:
 def measure_flops(
     model: nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Tensor] | None = None
 ) -> int:
-    """Return the floating-point operations of a forward, and of the backward with it where there is a loss.
+    """Count the floating-point operations of a forward pass, and of its backward pass if a loss is given.
 
     Args:
-        model: The model; on the meta device nothing is computed.
-        forward_fn: Runs its forward, and returns the output.
-        loss_fn: The loss of an output, to count the backward as well.
+        model: The model. On the meta device nothing is computed.
+        forward_fn: A function that runs the forward pass and returns the output.
+        loss_fn: A function from the output to the loss, to count the backward pass too.
+
+    Returns:
+        The number of floating-point operations.
 
     Example:
         ```python
@@ -97,7 +100,7 @@ def measure_flops(
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the operations per second that a device could do at most; None where the chip is not known."""
+    """Return the peak floating-point operations per second of a device, or None if the chip is unknown."""
     functions: Any = getattr(torch, device.type, None)
     if not hasattr(functions, "get_device_name"):
         return None
@@ -107,14 +110,14 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Reading(NamedTuple):
-    """What this process has done up to a moment.
+    """Totals of this process at one time.
 
     Attributes:
-        time: Seconds, without validations.
-        batches: Batches.
-        samples: Samples.
-        lengths: Items of samples, such as tokens.
-        flops: Floating-point operations.
+        time: The seconds of training, without validations.
+        batches: The number of batches.
+        samples: The number of samples.
+        lengths: The number of items of samples, such as tokens.
+        flops: The number of floating-point operations.
     """
 
     time: float = 0.0
@@ -125,29 +128,34 @@ class Reading(NamedTuple):
 
 
 class ThroughputMonitor(Callback):
-    """Logs batches, samples, items such as tokens, and floating-point operations per second of training.
+    """Callback that logs batches, samples, items such as tokens, and FLOPs per second of training.
 
-    Every `log_every_n_steps` it logs `train/device/batches_per_sec`, `.../samples_per_sec`, with `length_fn`
-    `.../items_per_sec`, and `.../flops_per_sec`; the same without `device/` over all processes where there are several,
-    a batch that several of them share once; and the totals `train/time`, `train/batches`, `train/samples`,
-    `train/lengths`. `train/device/mfu` is the share of what the chip could do at most. The device is waited for only
-    then, and validations do not count.
+    Every `log_every_n_steps` steps it logs these values:
 
-    The operations of a batch are the task's `flops_per_batch` (a number, or a method without arguments), else those of
-    its second batch, forward and backward, as `torch.utils.flop_counter` counts them. A compiled model is not counted.
+    - `train/device/batches_per_sec`, `train/device/samples_per_sec`, `train/device/flops_per_sec`, and
+      `train/device/items_per_sec` if `length_fn` is given.
+    - The same names without `device/`: the rate of all processes, if there are several. A batch that several processes
+      share counts once.
+    - `train/device/mfu`: the fraction of the device's peak FLOPS that is used.
+    - The totals `train/time`, `train/batches`, `train/samples` and `train/lengths`.
+
+    The device is synchronized only when values are logged. Validations do not count.
+
+    The FLOPs of a batch are the task's `flops_per_batch` (a number, or a method without arguments). Without it,
+    `torch.utils.flop_counter` measures forward and backward of the second batch. Compiled models are not measured.
 
     Args:
-        batch_size_fn: The samples of a batch; what the loader counted, or the first dimension of its first tensor, if
-            None.
-        length_fn: The items of a batch, such as tokens.
-        available_flops: What a device could do at most in a second; from a table of known GPUs if None.
-        window_size: Rates are those over the last so many batches, and at least since the row before.
-        separator: What stands between the parts of a name.
-        every: How often, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
+        batch_size_fn: A function from a batch to its number of samples. If None, the count of the loader, or the first
+            dimension of the batch's first tensor.
+        length_fn: A function from a batch to its number of items, such as tokens.
+        available_flops: The peak FLOPS of a device. If None, a table of known GPUs is used.
+        window_size: The number of recent batches over which rates are averaged, and at least those since the last log.
+        separator: The text between the parts of a name.
+        every: The interval, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
             `"1M samples"`, `"10 min"` or `"10%"`.
 
     Raises:
-        ConfigurationError: If the window is too short, or the Trainer has no logger.
+        ConfigurationError: If `window_size` is below 2, or the Trainer has no logger.
 
     Example:
         ```python
@@ -203,7 +211,7 @@ class ThroughputMonitor(Callback):
         flops = self._flops(task)
         now = self._now
         self._now = Reading(0.0, now.batches + 1, now.samples + samples, now.lengths + lengths, now.flops + flops)
-        if self._now.batches == 2:  # the first ones warm up
+        if self._now.batches == 2:  # the first two batches are warm-up
             _synchronize(trainer)
             self._started = perf_counter()
             self._readings.append(self._now)
@@ -225,12 +233,12 @@ class ThroughputMonitor(Callback):
         self._stop_counting()
 
     def compute(self, world_size: int = 1, data_shards: int | None = None) -> dict[str, float]:
-        """Return what is logged, by name.
+        """Compute the rates and totals to log. Returns a dict from name to value.
 
         Args:
-            world_size: How many processes compute as much as this one.
-            data_shards: How many of them have samples of their own: fewer where several share a batch, as under tensor
-                parallelism. All if None.
+            world_size: The number of processes, which are assumed to be as fast as this one.
+            data_shards: The number of processes with different samples. It is smaller than `world_size` if several
+                processes share a batch, as in tensor parallelism. If None, `world_size`.
         """
         first, last = self._readings[0], self._readings[-1]
         seconds, join = last.time - first.time, self.separator.join
@@ -281,30 +289,30 @@ def _is_compiled(task: Task) -> bool:
 
 
 def _synchronize(trainer: Trainer) -> None:
-    """Wait until the device has done what it was given."""
     device = trainer.strategy.topology.device
     functions: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(functions, "synchronize"):
         functions.synchronize()
 
 
-# Log how fast training is, and how much of the time it waits for data
+# Speed and waiting time
 
 
 class SpeedMonitor(Callback):
-    """Logs steps and samples per second, and the share of the time in which training waits for its loader.
+    """Callback that logs steps and samples per second, and the fraction of time spent waiting for the loader.
 
-    Every `log_every_n_steps` it logs `speed/steps_per_sec`, `speed/samples_per_sec` of this process where the loader
-    counts them, and `speed/data_wait`, the share of the time that waits for batches, from 0 to 1. The shares are those
-    of `trainer.timing`. Nothing waits for the device, so a loader that keeps up with it counts as no wait. Validations
-    and saves do not count. At the end of `fit` it prints in a sentence what took the time, unless a profiler does.
+    Every `log_every_n_steps` steps it logs `speed/steps_per_sec`, `speed/samples_per_sec` of this process if the
+    loader counts samples, and `speed/data_wait`, the fraction of time spent waiting for batches, from 0 to 1. The
+    times come from `trainer.timing`. The device is never synchronized, so a loader that is as fast as the device
+    causes no wait. Validations and saves do not count. At the end of `fit`, it prints one sentence about where the
+    time went, unless a profiler does.
 
     Args:
-        every: How often, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
+        every: The interval, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
             `"1M samples"`, `"10 min"` or `"10%"`.
 
     Raises:
-        ConfigurationError: If `every` is no number or duration, or the Trainer has no logger.
+        ConfigurationError: If `every` is neither a number nor a duration, or the Trainer has no logger.
 
     Example:
         ```python
@@ -320,7 +328,7 @@ class SpeedMonitor(Callback):
         self.every = checked_every(every, "SpeedMonitor")
         self.rhythm = self.every if isinstance(self.every, Duration) else None
         self._log: StepLog | None = None
-        self._spent: dict[str, float] | None = None  # seconds of each part before the row that is logged next
+        self._spent: dict[str, float] | None = None  # `trainer.timing.seconds` at the last log
         self._samples: int | None = 0
         self._step = 0
         self._samples_in_all: int | None = 0
@@ -353,7 +361,6 @@ class SpeedMonitor(Callback):
                 trainer.print(sentence)
 
     def _begin(self, trainer: Trainer) -> None:
-        """Begin the row that is logged next."""
         self._spent = trainer.timing.seconds
         self._samples, self._step = 0, trainer.global_step
 

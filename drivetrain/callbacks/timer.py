@@ -1,4 +1,4 @@
-"""Stop after a time, also over several runs that resume each other."""
+"""Callback that stops training after a time, counted over resumed runs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ STAGES = ("train", "validate", "test")
 
 
 class Timer(Callback):
-    """Measures how long training, validation and test take, and stops training after a duration.
+    """Callback that measures the time of training, validation and test, and stops training after a duration.
 
-    The time of the runs before a resume counts. Several processes stop at the same step: they agree on it about once
-    a second.
+    The time of earlier runs counts after a resume. With several processes, all stop at the same step, on which they
+    agree about once a second.
 
     Args:
-        duration: How long to train: `"10 min"`, a timedelta, a dict of its arguments or `"DD:HH:MM:SS"`; None only
-            measures.
+        duration: The time to train: `"10 min"`, a timedelta, a dict of its arguments or `"DD:HH:MM:SS"`. If None, only
+            measure.
         interval: Stop after a `"step"`, or only at the end of an `"epoch"`.
-        verbose: Log that the time is over.
+        verbose: Log a message when the time is over.
 
     Raises:
-        ConfigurationError: If `duration` is no duration, or `interval` is neither.
+        ConfigurationError: If `duration` is not a duration, or `interval` is unknown.
 
     Example:
         ```python
@@ -64,13 +64,13 @@ class Timer(Callback):
         self.forget_run()
 
     def forget_run(self) -> None:
-        self._started: dict[str, float] = {}  # stages under way, by the monotonic clock
-        self._last: dict[str, tuple[float, float | None]] = {}  # when each began last, and ended
-        self._elapsed = dict.fromkeys(STAGES, 0.0)  # seconds, without those under way
-        self._end: float | None = None  # when to stop, by the monotonic clock
+        self._started: dict[str, float] = {}  # start times of running stages, by the monotonic clock
+        self._last: dict[str, tuple[float, float | None]] = {}  # last start and end of each stage
+        self._elapsed = dict.fromkeys(STAGES, 0.0)  # seconds, without running stages
+        self._end: float | None = None  # time to stop, by the monotonic clock
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return when a stage began last, by the monotonic clock, or None if it has not.
+        """Return the time when a stage last began, by the monotonic clock, or None if it has not run.
 
         Args:
             stage: `"train"`, `"validate"` or `"test"`.
@@ -78,7 +78,7 @@ class Timer(Callback):
         return self._last.get(stage, (None, None))[0]
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return when a stage ended last, by the monotonic clock, or None if it has not or is under way.
+        """Return the time when a stage last ended, by the monotonic clock, or None if it is running or has not run.
 
         Args:
             stage: `"train"`, `"validate"` or `"test"`.
@@ -86,24 +86,24 @@ class Timer(Callback):
         return self._last.get(stage, (None, None))[1]
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the seconds that a stage took so far, including the runs before a resume.
+        """Return the seconds spent in a stage so far, including runs before a resume.
 
         Args:
-            stage: `"train"` (validations within it included), `"validate"` or `"test"`.
+            stage: `"train"` (which includes validations during training), `"validate"` or `"test"`.
 
         Raises:
-            ConfigurationError: If there is no such stage.
+            ConfigurationError: If the stage is unknown.
         """
         if stage not in STAGES:
             raise ConfigurationError(
-                f"Timer: there is no stage {stage!r}. Ask for one of {', '.join(map(repr, STAGES))}."
+                f"Timer: there is no stage {stage!r}. Give one of {', '.join(map(repr, STAGES))}."
                 f"{nearest(stage, STAGES)}",
             )
         started = self._started.get(stage)
         return self._elapsed[stage] + (time.monotonic() - started if started is not None else 0.0)
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the seconds that are left of the duration, 0 where it is over, or None where there is none.
+        """Return the remaining seconds of the duration, 0 if it is over, or None if there is no duration.
 
         Args:
             stage: The stage whose time counts.
@@ -116,14 +116,14 @@ class Timer(Callback):
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if "train" not in self._started:  # else a rollback, and the time has gone by nevertheless
+        if "train" not in self._started:  # a rollback must not reset the elapsed time
             self._elapsed.update(state_dict["time_elapsed"])
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         self._begin("train")
         left = self.time_remaining()
         self._end = None if left is None else time.monotonic() + left
-        if left == 0:  # also of a run before a resume: not even one more step
+        if left == 0:  # a resumed run whose time is over takes no further step
             self._stop(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -166,7 +166,7 @@ class Timer(Callback):
 
     def _stop(self, trainer: Trainer) -> None:
         self._end = None
-        # The loop agrees with the other processes about the step.
+        # The processes agree on the step at which to stop.
         reason = f"Timer: the time is over after {self.time_elapsed():.0f} s of training"
         trainer.control.request_stop(reason, for_good=False)
         if self.verbose:

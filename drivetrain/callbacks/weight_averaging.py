@@ -1,4 +1,4 @@
-"""Average the weights while training, and evaluate and save with the average."""
+"""Callbacks that average the weights during training, and use the average for validation and checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# A running average of what a model computes with, in this process's part of it
+# Running average
 
 
 AvgFn = Callable[[Tensor, Tensor, Any], Tensor]
@@ -34,13 +34,13 @@ MultiAvgFn = Callable[[Any, Any, Any], None]
 
 
 class AveragedTensors:
-    """The average of a model's parameters, and of its saved buffers if wanted, over the moments of `update`.
+    """Running average of a model's parameters, and of its persistent buffers if requested.
 
-    Every process averages what it holds: the whole model, or its shards.
+    Every process averages the tensors that it holds: the whole model, or its shards.
 
     Attributes:
-        count: How many moments were averaged.
-        swapped: Whether the model has the average, and this the model's own values.
+        count: The number of averaged updates.
+        swapped: True while the model holds the average and this object holds the trained values.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class AveragedTensors:
         self.refresh()
 
     def refresh(self) -> None:
-        """Find the model's parameters again, and let its next forward see what was written to them."""
+        """Look up the model's parameters again, so that the next forward pass uses values written to them."""
         found = self._strategy.state.parameters_in_place(self._model).values()
         self._weights = [local_part(each.detach()) for each in found if not each.is_meta]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the model's present values into the average; the first ones become the average."""
+        """Add the current values of the model to the average. The first values become the average."""
         live = self._live()
         if not self._average:
             self._average = [each.to(self._device or each.device, copy=True) for each in live]
@@ -80,10 +80,10 @@ class AveragedTensors:
             self._update_together(live)
         self.count += 1
 
-    @torch.inference_mode(mode=False)  # that of a validation, in which torch cannot detach a shard
+    @torch.inference_mode(mode=False)  # in the inference mode of a validation, torch cannot detach a shard
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the model's values and the average; call it on all processes. Nothing to do before an average."""
+        """Exchange the values of the model with the average, on all processes. Does nothing before the first update."""
         if not self._average:
             return
         self.refresh()
@@ -94,13 +94,13 @@ class AveragedTensors:
         self.swapped = not self.swapped
 
     def share_buffers(self) -> None:
-        """Give all processes rank 0's values of what is averaged but differs among them: call it on all."""
+        """Broadcast rank 0's buffers to all processes, since averaged buffers may differ between them."""
         buffers = self._own_buffers()
         if buffers and self._strategy.topology.environment.is_distributed:
             broadcast(buffers)
 
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return copies of the model's own state and of that with the average in it; call it on all processes."""
+        """Return copies of the trained and of the averaged state dict. Called by all processes."""
         if self.swapped:
             self.swap()
             own, averaged = self._state(), self._swapped_state()
@@ -110,7 +110,7 @@ class AveragedTensors:
 
     @torch.no_grad()
     def load(self, averaged: dict[str, Any], count: int) -> None:
-        """Take back an average; call it on all processes."""
+        """Restore the averaged weights from a state dict. Called by all processes."""
         own = self._live()
         kept = [each.clone() for each in own]
         self._strategy.state.load_model(self._model, averaged)
@@ -124,7 +124,7 @@ class AveragedTensors:
         return [*self._weights, *self._own_buffers()]
 
     def _own_buffers(self) -> list[Tensor]:
-        """The saved buffers, looked up each time: a module may put another in place of one."""
+        """Return the persistent buffers. They are looked up each time, since a module may replace them."""
         if not self._use_buffers:
             return []
         return [
@@ -163,26 +163,29 @@ class AveragedTensors:
 logger = get_logger(__name__)
 
 OWN_STATE = "current_model_state"
-"""The entry of a checkpoint that holds the weights which are trained; its `state_dict` holds the average."""
+"""The key of a checkpoint for the trained weights. The checkpoint's `state_dict` holds the average."""
 
 
 class WeightAveraging(Callback):
-    """Averages the weights while training. Validation, checkpoints and the model after `fit` have the average.
+    """Callback that averages the weights during training, and uses the average for validation and checkpoints.
 
-    Without a function the average is the mean of all weights that were seen. Until the first of them there is no
-    average, and nothing is exchanged. A checkpoint holds both: the average as the model's weights, so that
-    `test(ckpt_path=...)` and exports use it, and the weights that are trained beside it, so that a resumed run
-    continues exactly. Shards are averaged where they are; strategies that keep weights in an engine of their own
-    (DeepSpeed, Megatron) are refused.
+    After `fit` the model holds the average. Without `avg_fn` and `multi_avg_fn` the average is the mean of all weights
+    at the updates. Before the first update, the trained weights are used. A checkpoint holds both: the average as the
+    model's state dict, which `test(ckpt_path=...)` and exports use, and the trained weights, from which a resumed run
+    continues exactly. Shards are averaged on each process. Strategies whose engine holds the weights (DeepSpeed,
+    Megatron) raise an error.
 
     Args:
-        device: Where the average is kept, such as `"cpu"`; beside the model if None.
-        use_buffers: Average buffers as well, such as the statistics of batch norms; else the average has the model's.
-        avg_fn: The new average of a tensor, from the average, the tensor and the number averaged before.
-        multi_avg_fn: The same for lists of tensors, in place, as `torch.optim.swa_utils.get_ema_multi_avg_fn()` makes.
+        device: The device of the average, such as `"cpu"`. If None, that of the model.
+        use_buffers: Also average buffers such as the statistics of batch norms. If False, the model's current buffers
+            are used.
+        avg_fn: A function from the average of a tensor, its current value and the number of updates so far to the new
+            average.
+        multi_avg_fn: A function like `avg_fn` that takes lists of tensors and changes the averages in place, such as
+            `torch.optim.swa_utils.get_ema_multi_avg_fn()`.
 
     Raises:
-        ConfigurationError: If both functions are given, or the strategy keeps weights elsewhere.
+        ConfigurationError: If both functions are given, or if the strategy's engine holds the weights.
 
     Example:
         ```python
@@ -222,19 +225,21 @@ class WeightAveraging(Callback):
 
     @property
     def n_averaged(self) -> int:
-        """How many moments were averaged."""
+        """The number of updates that are in the average."""
         return 0 if self._average is None else self._average.count
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether the weights are taken into the average now; asked after every step and every epoch.
+        """Return True if the current weights are to be added to the average. Override it to choose the updates.
+
+        It is called after every optimizer step and after every epoch. The default updates after every step.
 
         Args:
-            step_idx: The optimizer step that was taken, from 0; None at the end of an epoch.
-            epoch_idx: The epoch that ended, from 0; None after a step.
+            step_idx: The index of the finished optimizer step, from 0, or None at the end of an epoch.
+            epoch_idx: The index of the finished epoch, from 0, or None after a step.
         """
         return step_idx is not None
 
-    # the state
+    # state
 
     def state_dict(self) -> dict[str, Any]:
         return {"n_averaged": self.n_averaged, "latest_step": self._latest_step}
@@ -247,7 +252,7 @@ class WeightAveraging(Callback):
         if self._average is None or not self._average.count:
             return
         own, checkpoint["state_dict"] = self._average.states()
-        if "optimizer_states" in checkpoint:  # else the weights alone are saved
+        if "optimizer_states" in checkpoint:  # absent if only weights are saved
             checkpoint[OWN_STATE] = own
 
     def on_load_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
@@ -255,9 +260,9 @@ class WeightAveraging(Callback):
         if OWN_STATE in checkpoint:
             self._restored, checkpoint["state_dict"] = checkpoint["state_dict"], checkpoint.pop(OWN_STATE)
         else:
-            logger.warning(f"{type(self).__name__}: the checkpoint holds no average, so averaging begins again.")
+            logger.warning(f"{type(self).__name__}: the checkpoint contains no average, so averaging starts again.")
 
-    # around the loop
+    # hooks
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         if stage == "fit":
@@ -302,9 +307,9 @@ class WeightAveraging(Callback):
             _mark_buffers(trainer)
 
     def on_train_end(self, trainer: Trainer, task: Task) -> None:
-        self.on_validation_epoch_end(trainer, task)  # if a signal has ended a validation
+        self.on_validation_epoch_end(trainer, task)  # a signal may have ended a validation early
         if self._average is not None and self._average.count:
-            self._average.swap()  # what is saved from now on still has both
+            self._average.swap()  # later checkpoints still hold both
 
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
         self.on_validation_epoch_end(trainer, task)
@@ -319,27 +324,29 @@ class WeightAveraging(Callback):
 
 
 def _mark_buffers(trainer: Trainer) -> None:
-    """Let a save within the validation describe the buffers that belong to the weights the model has now."""
+    """Record the model's current buffers for a checkpoint that is saved during the validation."""
     if trainer.loop is not None:
         trainer.loop.batches.snapshot.mark_buffers()
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """Averages the weights exponentially: each update keeps `decay` of the average and adds the rest of the weights.
+    """Callback that keeps an exponential moving average of the weights.
+
+    Each update computes `decay * average + (1 - decay) * weights`.
 
     Args:
-        device: Where the average is kept, such as `"cpu"`; beside the model if None.
-        use_buffers: Average buffers as well; else the average has the model's.
-        decay: What an update keeps of the average, from 0 to 1.
-        update_every_n_steps: Update after every so many optimizer steps, or in another unit: `"1M samples"`, `"1 min"`,
-            `"1%"` of the run. The first step that is averaged begins the first interval.
-        update_starting_at_step: The first step, from 0, that is averaged; or what comes before it, in another unit:
-            `"10%"` of the run.
-        update_starting_at_epoch: The first epoch, from 0, at whose end the weights are averaged as well.
+        device: The device of the average, such as `"cpu"`. If None, that of the model.
+        use_buffers: Also average buffers. If False, the model's current buffers are used.
+        decay: The weight of the previous average in an update, from 0 to 1.
+        update_every_n_steps: The number of optimizer steps between updates, or a duration such as `"1M samples"`, `"1
+            min"` or `"1%"` of the run. The first averaged step begins the first interval.
+        update_starting_at_step: The first step, from 0, that is averaged, or the duration before it, such as `"10%"`
+            of the run.
+        update_starting_at_epoch: The first epoch, from 0, at whose end the weights are averaged too.
 
     Raises:
-        ConfigurationError: If `decay` or `update_every_n_steps` is out of range, or the strategy keeps weights
-            elsewhere.
+        ConfigurationError: If `decay` or `update_every_n_steps` is out of range, or if the strategy's engine holds the
+            weights.
 
     Example:
         ```python
@@ -384,9 +391,9 @@ class EMAWeightAveraging(WeightAveraging):
     def _forget(self) -> None:
         self._rhythm: StepInterval | None = None
         self._start: RunPoint | None = None
-        self._elapsed = 0.0  # of what `_start` waits for, in the run before
+        self._elapsed = 0.0  # the part of `update_starting_at_step` that passed in the resumed run
         self._asked, self._answer = -1, False
-        self._follows_interval = True  # whether the next step begins an interval
+        self._follows_interval = True  # True if the next step begins an interval
         self._has_started = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -427,7 +434,7 @@ class EMAWeightAveraging(WeightAveraging):
         return first_epoch is not None and epoch_idx is not None and epoch_idx >= first_epoch
 
     def _decide(self, step_idx: int) -> bool:
-        """Whether a step is averaged where something is not counted in steps; asked once for each."""
+        """Return True if a step is averaged, for intervals that are not in steps. Called once per step."""
         every, first = self.update_every_n_steps, self.update_starting_at_step
         if isinstance(every, int):
             is_due = step_idx % every == 0
@@ -440,14 +447,14 @@ class EMAWeightAveraging(WeightAveraging):
         return is_due and has_started
 
 
-# Average the weights of the last epochs, at a learning rate of their own
+# Stochastic weight averaging
 
 
 AVERAGE = "average_model_state"
-"""The entry of a checkpoint that holds the average."""
+"""The key of a checkpoint for the averaged weights."""
 
 ENDLESS = sys.maxsize
-"""How many epochs a run has that was given no number of them."""
+"""The number of epochs of a run without `max_epochs`."""
 
 _ANNEALING: dict[str, Callable[[float], float]] = {
     "cos": lambda part: (1 - math.cos(math.pi * part)) / 2,
@@ -456,28 +463,30 @@ _ANNEALING: dict[str, Callable[[float], float]] = {
 
 
 class StochasticWeightAveraging(Callback):
-    """Averages the weights of the last epochs, by Izmailov et al. (2018), https://arxiv.org/abs/1803.05407.
+    """Callback that averages the weights of the last epochs: stochastic weight averaging (SWA).
 
-    From the first of these epochs on the learning rate goes to `swa_lrs` and stays there, whatever schedulers the task
-    has; the weights that each of them begins with are averaged, and are the model's when training ends. Where the model
-    has batch norms one more epoch is run, in which no optimizer steps, for their statistics under the average. A run
-    without a last epoch (`max_epochs=-1`) has no such epoch: there a model with batch norms keeps the weights that were
-    trained last, with a warning, and any other gets the average.
+    The method is that of Izmailov et al. (2018), https://arxiv.org/abs/1803.05407.
+
+    From the first averaged epoch on, the learning rate is annealed to `swa_lrs` and stays there, and the task's
+    schedulers do not step. The weights at the start of each of these epochs are averaged, and become the model's
+    weights when training ends. If the model has batch norms, one more epoch without optimizer steps computes their
+    statistics for the average. A run without a last epoch (`max_epochs=-1`) has no such epoch: a model with batch
+    norms then keeps its trained weights, with a warning, and any other model gets the average.
 
     Args:
-        swa_lrs: The learning rate at the end of the annealing: one, or one for each parameter group.
-        swa_epoch_start: The first epoch of the average, counted from 1; or such a share of `max_epochs`. As a duration
-            `"60 epochs"` is 60 and `"80%"` is 0.8; in another unit, such as `"1M samples"` or `"2 h"`, it is the first
-            epoch that begins once so much of the run is done.
-        annealing_epochs: Epochs in which the learning rate goes there, also as `"10 epochs"`.
-        annealing_strategy: How it goes there: `"cos"` or `"linear"`.
-        avg_fn: The new average of a tensor, from the average, the tensor and the number averaged before; the mean of
-            all if None.
-        device: Where the average is kept; beside the model if None.
+        swa_lrs: The learning rate after the annealing: one value, or one for each parameter group.
+        swa_epoch_start: The first averaged epoch, counted from 1, or a fraction of `max_epochs`. A duration is also
+            allowed: `"60 epochs"` is 60 and `"80%"` is 0.8. In another unit, such as `"1M samples"` or `"2 h"`, it is
+            the first epoch that begins after that part of the run.
+        annealing_epochs: The number of epochs over which the learning rate is annealed, also as `"10 epochs"`.
+        annealing_strategy: The shape of the annealing: `"cos"` or `"linear"`.
+        avg_fn: A function from the average of a tensor, its current value and the number of updates so far to the new
+            average. If None, the mean.
+        device: The device of the average. If None, that of the model.
 
     Raises:
-        ConfigurationError: If an argument is out of range, the run has no last epoch, the task has not one optimizer or
-            steps it by hand, or the strategy keeps weights elsewhere.
+        ConfigurationError: If an argument is out of range, if the run has no last epoch, if the task does not have
+            exactly one optimizer or optimizes manually, or if the strategy's engine holds the weights.
 
     Example:
         ```python
@@ -522,26 +531,26 @@ class StochasticWeightAveraging(Callback):
 
     def _begin(self) -> None:
         self._average: AveragedTensors | None = None
-        self._epochs = 0  # as the Trainer was asked for
+        self._epochs = 0  # `max_epochs` before one is added
         self._latest_epoch = -1
-        self._initial_lrs: list[float] = []  # when averaging began
-        self._schedulers: list[Any] = []  # the task's, while they do not step
-        self._momenta: dict[_BatchNorm, float | None] = {}  # of the batch norms, in the epoch for their statistics
-        self._has_average = False  # the model: from that epoch on
+        self._initial_lrs: list[float] = []  # at the start of averaging
+        self._schedulers: list[Any] = []  # the task's schedulers, while they do not step
+        self._momenta: dict[_BatchNorm, float | None] = {}  # momenta to restore after the statistics epoch
+        self._has_average = False  # True once the model holds the average
         self._restored: dict[str, Any] | None = None
         self._restored_count = 0
         self._start: RunPoint | None = None
-        self._start_epoch: int | None = None  # once `_start` has come
-        self._elapsed = 0.0  # of what `_start` waits for, in the run before
+        self._start_epoch: int | None = None  # set when `_start` is reached
+        self._elapsed = 0.0  # the part of that duration that passed in the resumed run
 
     @property
     def n_averaged(self) -> int:
-        """How many epochs' weights are in the average."""
+        """The number of epochs whose weights are in the average."""
         return 0 if self._average is None else self._average.count
 
     @property
     def swa_start(self) -> int:
-        """The first epoch of the average, from 0; one that is never reached while it is not known."""
+        """The first averaged epoch, from 0. `sys.maxsize` while it is unknown."""
         start = self.swa_epoch_start
         if isinstance(start, Duration):
             return ENDLESS if self._start_epoch is None else self._start_epoch
@@ -549,10 +558,10 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def swa_end(self) -> int:
-        """The last epoch of the average, from 0; a number that is never reached where there is none."""
+        """The last averaged epoch, from 0. A number that is never reached if the run has no last epoch."""
         return self._epochs - 1
 
-    # the state
+    # state
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -584,7 +593,7 @@ class StochasticWeightAveraging(Callback):
     def on_load_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
         self._restored = checkpoint.pop(AVERAGE, None)
 
-    # around the loop
+    # hooks
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         if stage != "fit":
@@ -592,13 +601,13 @@ class StochasticWeightAveraging(Callback):
         is_endless = trainer.max_epochs < 0
         if trainer.max_epochs == 0 or (is_endless and isinstance(self.swa_epoch_start, float)):
             raise ConfigurationError(
-                "StochasticWeightAveraging averages the last epochs, and this run has none. Give it max_epochs, or "
-                "swa_epoch_start as a whole number.",
+                "StochasticWeightAveraging averages the last epochs, but this run has no last epoch. Set "
+                "max_epochs, or give swa_epoch_start as a whole number.",
             )
         if not task.automatic_optimization:
             raise ConfigurationError(
-                f"StochasticWeightAveraging cannot change when {type(task).__name__} steps its optimizer, which it "
-                "does by hand (automatic_optimization = False). Use WeightAveraging, or torch.optim.swa_utils.",
+                f"StochasticWeightAveraging does not support manual optimization, which {type(task).__name__} uses "
+                "(automatic_optimization = False). Use WeightAveraging, or torch.optim.swa_utils.",
             )
         self._begin()
         self._epochs = ENDLESS if is_endless else trainer.max_epochs
@@ -607,14 +616,14 @@ class StochasticWeightAveraging(Callback):
         assert trainer.model is not None
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(
-                f"StochasticWeightAveraging takes one optimizer, and {type(task).__name__} has "
-                f"{len(trainer.optimizers)}. Use WeightAveraging, which leaves learning rates alone.",
+                f"StochasticWeightAveraging takes one optimizer, but {type(task).__name__} has "
+                f"{len(trainer.optimizers)}. Use WeightAveraging, which does not change learning rates.",
             )
         groups = len(trainer.optimizers[0].param_groups)
         if isinstance(self.swa_lrs, Sequence) and len(self.swa_lrs) != groups:
             raise ConfigurationError(
-                f"StochasticWeightAveraging(swa_lrs=...) has {len(self.swa_lrs)} learning rates, and the optimizer "
-                f"{groups} parameter group(s). Give as many, or one for all.",
+                f"StochasticWeightAveraging(swa_lrs=...) has {len(self.swa_lrs)} learning rates, but the optimizer has "
+                f"{groups} parameter group(s). Give one rate for each group, or one for all.",
             )
         self._average = AveragedTensors(
             trainer.strategy, trainer.model, use_buffers=False, device=self.device, avg_fn=self.avg_fn
@@ -637,7 +646,7 @@ class StochasticWeightAveraging(Callback):
             average.load(self._restored, self._restored_count)
             self._restored = None
         if epoch < self.swa_start:
-            if self._schedulers:  # a rollback
+            if self._schedulers:  # after a rollback
                 trainer.lr_scheduler_configs[:], self._schedulers = self._schedulers, []
             return
         self._set_learning_rates(trainer, epoch)
@@ -660,8 +669,8 @@ class StochasticWeightAveraging(Callback):
             return
         if _batch_norms(task):
             logger.warning(
-                "StochasticWeightAveraging: the run ended before the epoch in which batch norms take their statistics "
-                "under the average, so the model has the weights that were trained last."
+                "StochasticWeightAveraging: the run ended before the epoch that computes batch norm statistics for "
+                "the average, so the model keeps its trained weights."
             )
             return
         average.swap()
@@ -675,7 +684,7 @@ class StochasticWeightAveraging(Callback):
             trainer.change_options(max_epochs=self._epochs)
 
     def _set_learning_rates(self, trainer: Trainer, epoch: int) -> None:
-        """Take the place of the task's schedulers."""
+        """Set the annealed learning rate, and stop the task's schedulers."""
         groups = trainer.optimizers[0].param_groups
         if not self._initial_lrs:
             self._initial_lrs = [float(group["lr"]) for group in groups]
@@ -690,7 +699,7 @@ class StochasticWeightAveraging(Callback):
             group["lr"] = after * weight + before * (1 - weight)
 
     def _begin_statistics(self, task: nn.Module, average: AveragedTensors) -> None:
-        """Give the model the average, and reset the statistics of its batch norms."""
+        """Load the average into the model, and reset the statistics of its batch norms."""
         norms = _batch_norms(task)
         if not self._has_average:
             self._has_average = True
@@ -699,7 +708,7 @@ class StochasticWeightAveraging(Callback):
                 norm.reset_running_stats()
         self._momenta = {norm: norm.momentum for norm in norms}
         for norm in norms:
-            norm.momentum = None  # the mean of all batches
+            norm.momentum = None  # cumulative mean over all batches
 
 
 def _batch_norms(task: nn.Module) -> list[_BatchNorm]:
@@ -707,11 +716,11 @@ def _batch_norms(task: nn.Module) -> list[_BatchNorm]:
 
 
 def _start_of(start: Any) -> int | float | Duration:
-    """`swa_epoch_start`, checked; epochs and shares of the run as numbers."""
+    """Convert `swa_epoch_start` to an epoch (int), a fraction of the run (float) or a `Duration`."""
     if isinstance(start, str | Duration):
         read = interval_of(start, "StochasticWeightAveraging.swa_epoch_start")
         if isinstance(read, int):
-            return Duration(read, Unit.STEPS)  # a number alone is an epoch
+            return Duration(read, Unit.STEPS)  # "60 steps" is read as an int, which would mean an epoch
         if read.unit not in (Unit.EPOCHS, Unit.RUN):
             return read
         start = read.amount

@@ -1,4 +1,4 @@
-"""Show how weights and gradients are distributed."""
+"""Callback that logs histograms of weights and gradients."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ if TYPE_CHECKING:
 
 
 class WeightHistograms(Callback):
-    """Gives the distribution of each parameter and of its gradient to the trackers that show histograms.
+    """Callback that logs histograms of each parameter and its gradient.
 
-    Every so many steps `weights/<name>` and `gradients/<name>`, before gradients are clipped and the optimizer steps.
-    TensorBoard, Weights & Biases, Comet, ClearML, Aim, DVCLive and SwanLab show them; other trackers leave them out,
-    with one warning. Under strategies that shard the model every process gives a sample of its shards, so the
-    distribution is that of the whole. Where a strategy keeps weights in an engine (DeepSpeed, Megatron) the callback is
-    refused.
+    They are named `weights/<name>` and `gradients/<name>`, and are taken before gradients are clipped and the
+    optimizer steps. TensorBoard, Weights & Biases, Comet, ClearML, Aim, DVCLive and SwanLab display histograms. Other
+    trackers ignore them, with one warning. If the strategy shards the model, every process contributes a sample of its
+    shards, so the histogram is that of the whole parameter. Strategies whose engine holds the weights (DeepSpeed,
+    Megatron) raise an error.
 
     Args:
-        every_n_steps: Every so many optimizer steps, or in another unit: `"1M samples"`, `"10 min"`, `"10%"`.
-        weights: Whether weights are shown.
-        gradients: Whether gradients are shown.
-        max_values: Of a larger tensor so many values, evenly spaced, are taken.
+        every_n_steps: The number of optimizer steps between logs, or a duration such as `"1M samples"`, `"10 min"` or
+            `"10%"`.
+        weights: Log the weights.
+        gradients: Log the gradients.
+        max_values: The maximum number of values per tensor. Larger tensors are sampled at even distances.
 
     Raises:
-        ConfigurationError: If an argument cannot be, the Trainer has no logger, or the strategy keeps its weights.
+        ConfigurationError: If an argument is out of range, if the Trainer has no logger, or if the strategy's engine
+            holds the weights.
 
     Example:
         ```python
@@ -61,7 +63,7 @@ class WeightHistograms(Callback):
         if (isinstance(interval, int) and interval < 1) or max_values < 1 or not (weights or gradients):
             raise ConfigurationError(
                 f"WeightHistograms(every_n_steps={every_n_steps}, weights={weights}, gradients={gradients}, "
-                f"max_values={max_values}): give at least one step and one value, and leave one of the two kinds on.",
+                f"max_values={max_values}): give at least one step and one value, and enable weights or gradients.",
             )
         self.every_n_steps, self.max_values = interval, max_values
         self._rhythm: StepInterval | None = None
@@ -70,12 +72,12 @@ class WeightHistograms(Callback):
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         if not (trainer.loggers or trainer.barebones):
             raise ConfigurationError(
-                "WeightHistograms has nowhere to log to: the Trainer has no logger. Give it one, such as "
-                "Trainer(logger='tensorboard'), or take this callback out.",
+                "WeightHistograms needs a logger, but the Trainer has none. Give it one, such as "
+                "Trainer(logger='tensorboard'), or remove this callback.",
             )
         assert trainer.model is not None
         self._rhythm = StepInterval(trainer, self.every_n_steps, "WeightHistograms.every_n_steps")
-        trainer.strategy.state.parameters_in_place(trainer.model)  # raises where they are copies
+        trainer.strategy.state.parameters_in_place(trainer.model)  # raises if the strategy's engine holds the weights
 
     def on_before_optimizer_step(self, trainer: Trainer, task: Task, optimizer: Optimizer) -> None:
         step = trainer.global_step + 1
@@ -100,7 +102,6 @@ class WeightHistograms(Callback):
 
 
 def _together(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The samples of all processes; call it on all."""
     found: dict[str, list[Tensor]] = {}
     for each in gather_object([values]):
         for name, sample in each.items():

@@ -1,4 +1,4 @@
-"""Experiment trackers, one a file: where the values of a run are written."""
+"""Experiment trackers, which write the values of a run to files or services."""
 
 from __future__ import annotations
 

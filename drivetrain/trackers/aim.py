@@ -1,4 +1,4 @@
-"""Values of a run in a repository of Aim."""
+"""Tracker that writes to an Aim repository."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from drivetrain.trackers.secrets import Secrets
 from drivetrain.trackers.service import PackageLogger, PackageRun, file_name, flat_scalars
 
 _LOCK_SECONDS = 120.0
-"""How long a run waits for another that makes a new repository."""
+"""The seconds to wait for another run that creates the repository."""
 
 
 class AimLogger(PackageLogger):
-    """Writes to a run in a repository of Aim; all calls return at once, and a thread makes them.
+    """Tracker that writes to a run in an Aim repository. Calls return at once, and a background thread executes them.
 
-    A repository that is not there yet is made; `aim up` shows it. A resumed run continues the run before it. When a
-    `fit` ends, the run gets the parameters `status` and, of a failed one, `error`, and is closed; what logs later
-    continues it. Values that are texts, and tables, are shown as texts.
+    If the repository does not exist, it is created. `aim up` displays it. A resumed run continues its Aim run. When a
+    `fit` ends, the run is closed with the parameters `status` and, if it failed, `error`. Later logging reopens the
+    run. Texts and tables are stored as text.
 
     Args:
-        repo: The directory of the repository, or an address `aim://`; the current directory if None.
-        experiment: The experiment; `"drivetrain"` if None.
+        repo: The directory of the repository, or an address `aim://`. If None, the current directory.
+        experiment: The name of the experiment. If None, `"drivetrain"`.
         run_name: The name of the run.
-        run_hash: The run to continue.
-        prefix: Put before the name of every value, with a `-` between.
-        log_model: Whether the best checkpoint is copied to `artifacts` beside the repository when a `fit` ends.
-        log_system_params: Whether the packages, the environment variables (without secrets), the state of Git and the
-            command line are written.
-        capture_terminal_logs: Whether what the script prints is written, as it is.
-        **kwargs: For `aim.Run`, such as `system_tracking_interval`, or `force_resume` to continue a run that another
-            machine has left open.
+        run_hash: The hash of a run to continue.
+        prefix: A prefix for the names of all values, joined by `-`.
+        log_model: Copy the best checkpoint to `artifacts` beside the repository when a `fit` ends.
+        log_system_params: Store installed packages, environment variables (without secrets), Git state and command
+            line.
+        capture_terminal_logs: Store the unfiltered terminal output of the script.
+        **kwargs: Arguments of `aim.Run`, such as `system_tracking_interval`, or `force_resume` to continue a run that
+            another machine has left open.
 
     Raises:
         ConfigurationError: If `aim` is not installed.
@@ -74,8 +74,6 @@ class AimLogger(PackageLogger):
 
 
 class _AimRun(PackageRun):
-    """One run, called on the thread of an `AimLogger`."""
-
     name = "aim"
     id_form = r"[0-9a-z]{1,64}"
     run_name: str | None = None
@@ -88,7 +86,6 @@ class _AimRun(PackageRun):
         self._repo, self._is_remote, self._experiment, self._options = repo, is_remote, experiment, dict(options)
 
     def load(self) -> None:
-        """Import Aim, and make a new local repository: the first checkpoint does not wait for it."""
         from aim import Repo
 
         if self._is_remote or Repo.exists(self._repo):
@@ -113,7 +110,7 @@ class _AimRun(PackageRun):
         return self._repo if self._is_remote else os.path.join(self._repo, ".aim")
 
     def _system_params(self) -> dict[str, Any]:
-        """What Aim writes of the system, which has secrets among the environment variables, without them."""
+        """Return the system parameters that Aim records, without secrets."""
         import sys
         from importlib.metadata import distributions
 
@@ -121,7 +118,7 @@ class _AimRun(PackageRun):
 
         found: dict[str, Any] = Secrets(self.secrets).hide(
             {
-                # Aim's own list (3.29) needs pkg_resources, which setuptools no longer has.
+                # Aim 3.29 lists packages with pkg_resources, which setuptools no longer has.
                 "packages": {each.name: each.version for each in distributions()},
                 "env_variables": get_environment_variables(),
                 "git_info": get_git_info(),
@@ -138,7 +135,7 @@ class _AimRun(PackageRun):
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         from aim import Text
 
-        numbers, texts = flat_scalars({name: value for name, value in values.items() if not _is_aims(value)})
+        numbers, texts = flat_scalars({name: value for name, value in values.items() if not _is_aim_object(value)})
         epoch = numbers.pop("epoch", None)
         given = {"step": step, "epoch": None if epoch is None else int(epoch), **options}
         for name, value in numbers.items():
@@ -146,7 +143,7 @@ class _AimRun(PackageRun):
         for name, text in texts.items():
             self.tracker.track(Text(text), name=self.prefix + name, **given)
         for name, value in values.items():
-            if _is_aims(value):
+            if _is_aim_object(value):
                 self.tracker.track(value, name=self.prefix + name, **given)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
@@ -183,14 +180,14 @@ class _AimRun(PackageRun):
         if run.artifacts_uri is None:
             if self._is_remote:
                 raise TrackerError(
-                    "AimLogger has no place for artefacts. Call set_artifacts_uri on its `tracker` first."
+                    "AimLogger has no artifact storage yet. Call set_artifacts_uri on its `tracker` first."
                 )
             place = Path(self._repo, "artifacts").absolute()
             place.mkdir(exist_ok=True)
             run.set_artifacts_uri(place.as_uri())
         given = os.fspath(path)
         title = file_name(name or os.path.basename(given))
-        # Aim (3.29) would copy on a thread that the end of the run does not wait for.
+        # Without block=True, Aim 3.29 copies on a thread that the end of the run does not wait for.
         if os.path.isdir(given):
             run.log_artifacts(given, title, block=True)
         else:
@@ -210,6 +207,6 @@ class _AimRun(PackageRun):
         run.close()
 
 
-def _is_aims(value: Any) -> bool:
-    """Whether a value is one of Aim's own kinds, which it takes as it is."""
+def _is_aim_object(value: Any) -> bool:
+    """Return True if a value is an Aim object, which is passed on unchanged."""
     return type(value).__module__.split(".")[0] == "aim"

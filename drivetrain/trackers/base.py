@@ -1,4 +1,4 @@
-"""The base of all experiment trackers: where the values of a run are written."""
+"""Base classes of experiment trackers, and conversions of the values that they receive."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ logger = get_logger(__name__)
 
 COMPLETED = "completed"
 STATUS_WORDS = {"success": COMPLETED, "finished": COMPLETED}
-"""Other words for how a run ends."""
+"""Aliases of the status `"completed"`."""
 
 
 class Tracker(ABC):
-    """Writes the hyper-parameters and the values of one run to one place.
+    """Base class of experiment trackers, which write the hyper-parameters and the values of one run.
 
-    Trackers may be made on every process, but only the main process may call them. A run is opened by the
-    first call that needs it, and a call after `finish` opens it again. Other names
-    (`log_metrics`, `log_hyperparams`, `experiment`) lead to the same methods. What a tracker cannot show, such as
-    images in a table, it leaves out with one warning.
+    Trackers may be created on every process, but only the main process may call them. The first call that needs it
+    opens the run, and a call after `finish` opens it again. `log_metrics`, `log_hyperparams` and `experiment` are
+    aliases of `log`, `store_init_configuration` and `tracker`. Values that a tracker cannot store, such as images in a
+    CSV table, are ignored with one warning.
 
     Attributes:
-        name: The word that names the kind of tracker, such as `"csv"`.
-        in_background: Whether a run calls the tracker on a thread of its own, so that a slow one delays no step. False
-            for what is fast, and for what must stay on the thread that made it.
-        main_process_only: Whether only the main process of a run calls it.
-        log_model: Whether it gets the best checkpoint when a `fit` ends.
+        name: The name of the kind of tracker, such as `"csv"`.
+        in_background: True if a run calls the tracker on a separate thread, so that a slow tracker does not delay
+            training. Set it to False for fast trackers, and for those that must stay on the thread that created them.
+        main_process_only: True if only the main process of a run calls the tracker.
+        log_model: True if the tracker receives the best checkpoint when a `fit` ends.
 
     Example:
         ```python
@@ -71,121 +71,126 @@ class Tracker(ABC):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether everything that this tracker needs is installed."""
+        """Return True if all packages that this tracker needs are installed."""
         return True
 
     @classmethod
     def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> Tracker:
-        """Make the tracker for a run that gave its name alone.
+        """Create the tracker for a run that selects it by name.
 
         Args:
-            save_dir: Where the run writes.
-            project: The name of the project or experiment, if the run gave one.
+            save_dir: The root directory of the run.
+            project: The name of the project or experiment, or None.
             **options: Further arguments of the constructor.
         """
         return cls(**options)
 
     @property
     def secrets(self) -> Sequence[str]:
-        """Values that must be written nowhere, such as the key that the tracker was given."""
+        """Secret values of this tracker, such as its API key, which must not be written anywhere."""
         return ()
 
     def load(self) -> None:
-        """Import what the tracker needs; a run calls it before its first step, on the thread of the loop."""
+        """Import the packages that the tracker needs. A run calls it before its first step, on the main thread."""
 
     def start(self) -> None:
-        """Open the run now rather than at the first use; has no effect on an open run."""
+        """Open the run of this tracker now rather than at its first use. Does nothing if the run is open."""
 
     @abstractmethod
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the hyper-parameters of the run; may be called again with more of them.
+        """Write the hyper-parameters of the run. Later calls add further ones.
 
         Args:
-            values: Names and values; nested mappings and sequences are allowed.
+            values: A dict from name to value. Nested dicts and lists are allowed.
         """
 
     @abstractmethod
     def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
-        """Write values of one step.
+        """Write metric values of one step to the run.
 
         Args:
-            values: Names and values: numbers, or text where the tracker can show it. `epoch` is the epoch of the step.
-            step: The optimizer step that the values belong to.
+            values: A dict from name to a number, or to text if the tracker supports it. `epoch` is the epoch of the
+                step.
+            step: The optimizer step of the values.
         """
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Write images.
+        """Write images to the run.
 
         Args:
-            values: Names and images, one or several of a name: tensors or arrays of shape (H, W), (C, H, W), (H, W, C)
-                or with the number of images before it, in [0, 1] or of bytes; or PIL images.
-            step: The optimizer step that they belong to.
+            values: A dict from name to one or several images. An image is a PIL image, or a tensor or array of shape
+                (H, W), (C, H, W) or (H, W, C), with floats in [0, 1] or bytes. A leading dimension holds several
+                images.
+            step: The optimizer step of the images.
         """
         self._leave_out("images")
 
     def log_table(
         self, name: str, columns: Sequence[str] | None = None, data: Any = None, step: int | None = None
     ) -> None:
-        """Write a table.
+        """Write a table to the run.
 
         Args:
-            name: Its name.
-            columns: The names of its columns; the first row of `data` if None, or a DataFrame's own.
+            name: The name of the table.
+            columns: The column names. If None, the first row of `data`, or the columns of a DataFrame.
             data: The rows, or a pandas DataFrame.
-            step: The optimizer step that it belongs to.
+            step: The optimizer step of the table.
         """
         self._leave_out("tables")
 
     def log_text(self, values: Mapping[str, str], step: int | None = None) -> None:
-        """Write texts, such as samples of a language model.
+        """Write texts to the run, such as samples of a language model.
 
         Args:
-            values: Names and texts.
-            step: The optimizer step that they belong to.
+            values: A dict from name to text.
+            step: The optimizer step of the texts.
         """
         self.log(dict(values), step)
 
     def log_histogram(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Write distributions.
+        """Write histograms to the run.
 
         Args:
-            values: Names and values, as tensors, arrays or sequences.
-            step: The optimizer step that they belong to.
+            values: A dict from name to the values of the distribution, as a tensor, an array or a sequence.
+            step: The optimizer step of the histograms.
         """
         self._leave_out("histograms")
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Write the structure of a model; a `fit` calls it with its task.
+        """Write the structure of a model to the run. `fit` calls it with its task.
 
         Args:
             model: The module, or a text that describes it.
-            input_array: What the model can be called with, for trackers that trace it.
+            input_array: An example input, for trackers that trace the model.
         """
 
     def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
-        """Keep a file or a directory with the run.
+        """Store a file or a directory with the run.
 
         Args:
             path: The file or directory.
-            name: Its name in the run; that of the file if None.
+            name: The name in the run. If None, that of the file.
         """
-        self._leave_out("artefacts")
+        self._leave_out("artifacts")
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Called each time that a `ModelCheckpoint` has saved.
+        """Run code each time a `ModelCheckpoint` has saved a checkpoint.
 
         Args:
             checkpoint_callback: The callback, with its paths and scores.
         """
 
     def _leave_out(self, what: str) -> None:
-        logger.warning_once(f"{type(self).__name__} has no place for {what}, which are left out.")
+        logger.warning_once(f"{type(self).__name__} does not support {what}. They are ignored.")
 
     def _leave_out_value(self, name: str, value: Any) -> None:
         self._leave_out(f"values such as {name!r}, of type {type(value).__name__}")
 
     def _without_arrays(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return flat values with numbers for tensors of one element; those of several are left out with a warning."""
+        """Flatten nested values and convert one-element tensors to numbers.
+
+        Larger tensors are omitted with a warning.
+        """
         kept: dict[str, Any] = {}
         for name, value in flatten(values).items():
             if not (hasattr(value, "item") and hasattr(value, "ndim")):
@@ -197,83 +202,85 @@ class Tracker(ABC):
         return kept
 
     def save(self) -> None:
-        """Bring everything logged so far to disk, or to the server."""
+        """Write all values logged so far to disk, or send them to the server."""
 
     def finish(self) -> None:
-        """Write what is left and close the run."""
+        """Write all remaining values and close the run of this tracker."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to continue where this one is: values that JSON can hold.
+        """Return the state that a resumed run needs to continue this run, as values that JSON can represent.
 
-        Called with each checkpoint, on the main process; what was logged before is on disk when it returns.
+        Called on the main process for each checkpoint. All values logged before must be on disk when it returns.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a run was when `state_dict` was called: what it wrote after that is dropped.
+        """Continue the run from the time of a `state_dict` call. Values written after that time are removed.
 
         Called on the main process, before anything is logged.
 
         Args:
-            state: What `state_dict` returned.
+            state: The dict that `state_dict` returned.
         """
 
     @property
     def tracker(self) -> Any:
-        """The raw object behind this tracker, for what only it can do; opens the run."""
+        """The underlying object, such as a `SummaryWriter`, for features that only it has. Opens the run."""
         self.start()
         return self
 
     @property
     def log_dir(self) -> str | None:
-        """The directory in which this run is written, or None where there is no such directory."""
+        """The directory to which this run is written, or None if the tracker has no directory."""
         return None
 
-    # Other words for the same things
+    # aliases
 
     def log_metrics(self, metrics: Mapping[str, float | int | str], step: int | None = None) -> None:
-        """The same as `log`."""
+        """Write metric values of one step to the run. An alias of `log`."""
         self.log(metrics, step)
 
     def log_hyperparams(self, params: Any) -> None:
-        """The same as `store_init_configuration`, also for a dataclass or an `argparse.Namespace`.
+        """Write the hyper-parameters of the run, given as a dict, a dataclass instance or an `argparse.Namespace`.
 
         Args:
             params: The hyper-parameters.
 
         Raises:
-            ConfigurationError: If they are neither a mapping, a dataclass nor a namespace.
+            ConfigurationError: If `params` has another type.
         """
         self.store_init_configuration(hyperparameters_of(params))
 
     @property
     def experiment(self) -> Any:
-        """The same as `tracker`."""
+        """The underlying object of the tracker. An alias of `tracker`."""
         return self.tracker
 
-    # the end
+    # end of the run
 
     def finalize(self, status: str = COMPLETED, message: str = "") -> None:
-        """Record how the run ended, write what is left, and close it. Without a place for that the same as `finish`.
+        """Record how the run ended, write all remaining values and close the run.
+
+        Trackers that cannot store a status only call `finish`.
 
         Args:
             status: `"completed"` (or `"success"`), `"failed"`, `"interrupted"` or `"preempted"`.
-            message: The first line of the error that ended it.
+            message: The first line of the error that ended the run.
         """
         self.finish()
 
     def record_end(self, status: str, message: str) -> None:
-        """Called when a run ends: `finalize`, with the words that the tracker takes.
+        """Call `finalize` when a run ends. Override it if the tracker uses other words for the status.
 
         Args:
-            status: How it ended; see `finalize`.
-            message: The first line of the error that ended it.
+            status: The status of the run, as for `finalize`.
+            message: The first line of the error that ended the run.
         """
         self.finalize(status, message)
 
 
 def write_values(tracker: Tracker, values: Mapping[str, Any], step: int | None, **options: Any) -> None:
-    """Let a tracker write values of one step, through its own `log_metrics` where it has one."""
+    """Write values with the tracker's `log_metrics` if its class overrides that, else with `log`."""
     if options or type(tracker).log_metrics is Tracker.log_metrics:
         tracker.log(values, step, **options)
     else:
@@ -281,7 +288,7 @@ def write_values(tracker: Tracker, values: Mapping[str, Any], step: int | None, 
 
 
 def write_hyper_parameters(tracker: Tracker, values: Mapping[str, Any]) -> None:
-    """Let a tracker write hyper-parameters, through its own `log_hyperparams` where it has one."""
+    """Write hyper-parameters with the tracker's `log_hyperparams` if overridden, else `store_init_configuration`."""
     if type(tracker).log_hyperparams is Tracker.log_hyperparams:
         tracker.store_init_configuration(values)
     else:
@@ -289,7 +296,7 @@ def write_hyper_parameters(tracker: Tracker, values: Mapping[str, Any]) -> None:
 
 
 def hyperparameters_of(params: Any) -> dict[str, Any]:
-    """Return hyper-parameters given as mapping, dataclass or namespace as a dict."""
+    """Return hyper-parameters as a dict. They may be a dict, a dataclass instance, a namespace or None."""
     if params is None:
         return {}
     if isinstance(params, Mapping):
@@ -299,13 +306,16 @@ def hyperparameters_of(params: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(params) and not isinstance(params, type):
         return dataclasses.asdict(params)
     raise ConfigurationError(
-        f"Hyper-parameters were given as {type(params).__name__}. "
+        f"Hyper-parameters cannot be of type {type(params).__name__}. "
         "Give a dict, a dataclass instance or an argparse.Namespace.",
     )
 
 
 def plain(value: Any, keep: bool = False) -> Any:
-    """Return a value as what YAML and JSON can hold; what has no such form becomes its text."""
+    """Convert a value to types that YAML and JSON can represent.
+
+    Other objects become text, or stay if `keep` is True.
+    """
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
@@ -324,7 +334,7 @@ def plain(value: Any, keep: bool = False) -> Any:
 
 
 def flatten(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
-    """Return nested mappings as one level: `{"a": {"b": 1}}` becomes `{"a/b": 1}`."""
+    """Flatten nested dicts: `{"a": {"b": 1}}` becomes `{"a/b": 1}`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -334,14 +344,14 @@ def flatten(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
     return flat
 
 
-# The base of custom trackers for raw loops
+# Custom trackers
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def on_main_process(function: Method) -> Method:
-    """Decorate a tracker's method so that only the main process runs it, where its class asks for that.
+    """Decorate a tracker method so that only the main process runs it, if the tracker sets `main_process_only`.
 
     Args:
         function: The method.
@@ -360,17 +370,17 @@ def on_main_process(function: Method) -> Method:
 
 
 class GeneralTracker(Tracker):
-    """A tracker of the user's own for raw loops, which also works in a Trainer.
+    """Base class of custom trackers for raw training loops. They also work in a Trainer.
 
-    A subclass has `name`, `requires_logging_directory` and the property `tracker`, and overrides the methods that it
-    needs. With `main_process_only = True` it is called on the main process, on a thread of its own; with False on every
-    process, on the thread of the loop.
+    A subclass defines `name`, `requires_logging_directory` and the property `tracker`, and overrides the methods that
+    it needs. With `main_process_only = True`, only the main process calls it, on a separate thread. With False, every
+    process calls it, on the main thread.
 
     Attributes:
-        requires_logging_directory: Whether it needs a directory to write to.
+        requires_logging_directory: True if the constructor takes a directory to write to.
 
     Raises:
-        ConfigurationError: The class lacks one of the three.
+        ConfigurationError: If the class lacks one of the three definitions.
 
     Example:
         ```python
@@ -404,44 +414,43 @@ class GeneralTracker(Tracker):
         if missing and not _blank:
             raise ConfigurationError(
                 f"The tracker class {type(self).__name__} lacks {', '.join(missing)}. Define them in the class: `name` "
-                "(text), `requires_logging_directory` (bool) and `tracker` (a property, the object behind it).",
+                "(text), `requires_logging_directory` (bool) and `tracker` (a property, the underlying object).",
                 see="trackers.md",
             )
 
     @classmethod
     def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> GeneralTracker:
-        """Make the tracker of the project's name and, if it needs one, a directory.
+        """Create the tracker with the name of the project and, if required, a directory.
 
         Args:
-            save_dir: Where the run writes.
-            project: The name of the project, if the run gave one.
+            save_dir: The root directory of the run.
+            project: The name of the project, or None.
             **options: Further arguments of the constructor.
         """
         places = [os.fspath(save_dir)] if cls.requires_logging_directory else []
         made: Any = cls
         return made(project, *places, **options)  # type: ignore[no-any-return]
 
-    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the hyper-parameters of the run."""
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None: ...
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write values of one step.
+        """Write metric values of one step to the run.
 
         Args:
-            values: Names and values.
-            step: The step that they belong to.
-            **options: What `Accelerator.log` was given for this tracker.
+            values: A dict from name to value.
+            step: The step of the values.
+            **options: Options for this tracker that were passed to `Accelerator.log`.
         """
 
 
-# Images, tables and distributions as the arrays that trackers take, copied so that a run may change its own
+# Conversion of images, tables and distributions. They are copied, since the run may change its tensors later.
 
 
 _CHANNELS = (1, 3, 4)
 
 
 def as_images(values: Mapping[str, Any]) -> dict[str, list[NDArray[Any]]]:
-    """Return images of every form as lists of byte arrays of shape (H, W, 1), (H, W, 3) or (H, W, 4), by name."""
+    """Convert images of all supported forms to uint8 arrays of shape (H, W, C) with 1, 3 or 4 channels."""
     return {
         name: [image for each in _several(value) for image in _images(name, each)] for name, value in values.items()
     }
@@ -461,7 +470,7 @@ def _images(name: str, value: Any) -> list[NDArray[Any]]:
     else:
         first, last = array.ndim > 2 and array.shape[-3] in _CHANNELS, array.ndim > 2 and array.shape[-1] in _CHANNELS
     stack = array if array.ndim == 4 else array[None]
-    # Where both could be meant, a tensor has its channels first.
+    # If both layouts are possible, a tensor has its channels first.
     if stack.ndim == 4 and first and (not last or hasattr(value, "detach")):
         stack = stack.transpose(0, 2, 3, 1)
     if stack.ndim != 4 or stack.shape[-1] not in _CHANNELS:
@@ -477,7 +486,7 @@ def _images(name: str, value: Any) -> list[NDArray[Any]]:
 
 
 def as_array(value: Any) -> NDArray[Any]:
-    """Return a tensor, an array, an image or a sequence of numbers as an array of its own."""
+    """Copy a tensor, an array, an image or a sequence of numbers to a new NumPy array."""
     import numpy as np
 
     if hasattr(value, "detach"):
@@ -487,7 +496,6 @@ def as_array(value: Any) -> NDArray[Any]:
 
 
 def as_rows(columns: Sequence[str] | None, data: Any) -> tuple[list[str], list[list[Any]]]:
-    """Return a table as the names of its columns and its rows."""
     if hasattr(data, "columns") and hasattr(data, "values"):
         names = data.columns if columns is None else columns
         return [str(name) for name in names], [list(row) for row in data.values.tolist()]
@@ -497,15 +505,15 @@ def as_rows(columns: Sequence[str] | None, data: Any) -> tuple[list[str], list[l
     return [str(name) for name in columns], rows
 
 
-# What trackers could not write: one warning for each cause, counted, and reported at the end
+# Lost values
 
 
 class Losses:
-    """Counts the values that one tracker could not write, by cause.
+    """Counter of the values that a tracker could not write, by cause. Each cause is warned about once.
 
     Attributes:
-        owner: The tracker, for messages.
-        secrets: What no message may hold.
+        owner: The name of the tracker, for messages.
+        secrets: The secrets that messages must not contain.
     """
 
     def __init__(self, owner: str) -> None:
@@ -518,16 +526,15 @@ class Losses:
 
     @property
     def total(self) -> int:
-        """How many values were lost since the tracker was made."""
+        """The number of lost values since the tracker was created."""
         return self._total
 
     def count_given(self, values: int) -> None:
-        """Count values that the tracker was given."""
         with self._lock:
             self._given += values
 
     def count_lost(self, values: int, error: BaseException | str, advice: str = "") -> None:
-        """Count values that were lost, and warn of a cause that is new."""
+        """Count lost values. The first loss of each kind logs a warning."""
         cause = self.secrets.in_text(error if isinstance(error, str) else first_line(error))
         kind = re.sub(r"0x[0-9a-f]+|\d+", "#", cause)
         with self._lock:
@@ -536,10 +543,9 @@ class Losses:
             is_new = kind not in self._warned
             self._warned.add(kind)
         if is_new:
-            logger.warning(f"{self.owner}: {cause}{advice or ' The run continues; what is lost is counted.'}")
+            logger.warning(f"{self.owner}: {cause}{advice or ' The run continues without these values.'}")
 
     def report(self) -> None:
-        """Report what was lost since the last report."""
         with self._lock:
             causes, given = [each for each in self._by_cause.most_common() if each[1]], self._given
             self._by_cause.clear()
@@ -547,17 +553,16 @@ class Losses:
         if causes:
             lost = sum(count for _, count in causes)
             listed = "; ".join(f"{count} by {cause.rstrip('.')}" for cause, count in causes)
-            logger.warning(f"{self.owner} has lost {lost} of {max(lost, given)} values: {listed}.")
+            logger.warning(f"{self.owner} lost {lost} of {max(lost, given)} values: {listed}.")
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an error and the first line of its message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 def outcome_of(error: BaseException | None) -> tuple[str, str]:
-    """The status with which a run ends that an error may have ended, and the first line of that error."""
+    """Return the status of a run that ended with an error or None, and the first line of the error."""
     if error is None:
         return COMPLETED, ""
     return ("interrupted" if isinstance(error, KeyboardInterrupt) else "failed"), first_line(error)

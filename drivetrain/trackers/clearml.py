@@ -1,4 +1,4 @@
-"""Values of a run on a ClearML server, or in a session for it."""
+"""Tracker that writes to a ClearML server, or to an offline session."""
 
 from __future__ import annotations
 
@@ -14,43 +14,42 @@ from drivetrain.runtime.errors import CheckpointError, TrackerError
 from drivetrain.trackers.base import COMPLETED, Tracker, flatten
 from drivetrain.trackers.group import BackgroundTracker
 from drivetrain.trackers.index import record_run
-from drivetrain.trackers.service import check_reachable, flat_scalars, refuse_missing, source_is_clean
+from drivetrain.trackers.service import check_reachable, flat_scalars, missing_package, source_is_clean
 
 if TYPE_CHECKING:
     from clearml import Task
 
 _OFFLINE_ADVICE = (
-    "ClearMLLogger(online=False) writes a session to disk, which `clearml.Task.import_offline_session` sends later."
+    "ClearMLLogger(online=False) writes a session to disk, which `clearml.Task.import_offline_session` uploads later."
 )
 _OFFLINE_ID = "offline-"
 _SPLITS = ("train", "val", "valid", "test", "eval")
-# ClearML (2.1) reports from a process of its own otherwise. It forks that while other threads run, and the copy may
-# hold their locks and pipes for ever.
+# By default, ClearML 2.1 reports from a forked process. It forks while other threads run, so the child may hold
+# their locks and pipes forever.
 _NO_FORK = {"sdk": {"development": {"report_use_subprocess": False}}}
 _CONFIGURING = threading.Lock()
 
 
 class ClearMLLogger(BackgroundTracker):
-    """Writes to a task on a ClearML server; all calls return at once, and a thread makes them.
+    """Tracker that writes to a task on a ClearML server. Calls return at once, and a background thread executes them.
 
-    `train_loss` and `val_loss` are two series of one plot, `loss`; `train/loss` is the series `loss` of the plot
-    `train`. Values that are not finite are written as text, since ClearML would show zeros. A resumed run continues the
-    task of the run before it; offline, as a further session that names it as the property `continues`. When a `fit`
-    ends, the task gets the properties `status` and, of a failed one, `error`, and is closed; what logs later continues
-    it.
+    `train_loss` and `val_loss` are two series of one plot, `loss`. `train/loss` is the series `loss` of the plot
+    `train`. NaN and infinite values are written as text, since ClearML would display zeros. A resumed run continues
+    its ClearML task. Offline, it starts a new session with the property `continues`. When a `fit` ends, the task is
+    closed with the properties `status` and, if it failed, `error`. Later logging reopens the task.
 
     Args:
-        project_name: The project; that of `CLEARML_PROJECT` if None, else `"drivetrain"`.
-        task_name: The name of the task; that of `CLEARML_TASK` if None, else that of the project.
-        online: Whether values go to the server; False writes a session below `CLEARML_CACHE_DIR`. If None, as
-            `CLEARML_OFFLINE_MODE` asks.
-        access_key: The access key; that of the environment (`CLEARML_API_ACCESS_KEY`) or of `clearml.conf` if None.
-        secret_key: Its secret; that of the environment (`CLEARML_API_SECRET_KEY`) or of `clearml.conf` if None.
-        api_host: The address of the API server; that of the environment or of `clearml.conf` if None.
-        task_id: The task to continue.
-        prefix: Put before the name of every value, with a `-` between.
-        log_model: Whether the best checkpoint is uploaded when a `fit` ends.
-        **kwargs: For `clearml.Task.init`, such as `tags`, `task_type` or `output_uri`.
+        project_name: The project. If None, `CLEARML_PROJECT`, or else `"drivetrain"`.
+        task_name: The name of the task. If None, `CLEARML_TASK`, or else the name of the project.
+        online: Send values to the server. If False, write a session below `CLEARML_CACHE_DIR`. If None, follow
+            `CLEARML_OFFLINE_MODE`.
+        access_key: The access key. If None, that of `CLEARML_API_ACCESS_KEY` or of `clearml.conf`.
+        secret_key: The secret of the access key. If None, that of `CLEARML_API_SECRET_KEY` or of `clearml.conf`.
+        api_host: The address of the API server. If None, that of the environment or of `clearml.conf`.
+        task_id: The ID of a task to continue.
+        prefix: A prefix for the names of all values, joined by `-`.
+        log_model: Upload the best checkpoint when a `fit` ends.
+        **kwargs: Arguments of `clearml.Task.init`, such as `tags`, `task_type` or `output_uri`.
 
     Raises:
         ConfigurationError: If `clearml` is not installed.
@@ -80,7 +79,7 @@ class ClearMLLogger(BackgroundTracker):
         **kwargs: Any,
     ) -> None:
         if not self.is_available():
-            raise refuse_missing("ClearMLLogger", "clearml", "clearml")
+            raise missing_package("ClearMLLogger", "clearml", "clearml")
         project = project_name or os.environ.get("CLEARML_PROJECT") or "drivetrain"
         names = {"project_name": project, "task_name": task_name or os.environ.get("CLEARML_TASK") or project}
         credentials = {"key": access_key, "secret": secret_key, "api_host": api_host}
@@ -100,16 +99,14 @@ class ClearMLLogger(BackgroundTracker):
 
     @property
     def version(self) -> str | None:
-        """The ID of the task, once it is known."""
+        """The ID of the ClearML task, or None before it is opened."""
         return self._run_of_clearml.task_id
 
 
 class _ClearMLRun(Tracker):
-    """One task, called on the thread of a `ClearMLLogger`."""
-
     name = "clearml"
     save_dir: str | None = None
-    """The directory in whose index of runs it is listed."""
+    """The directory whose index lists the run, or None."""
 
     def __init__(
         self,
@@ -135,10 +132,10 @@ class _ClearMLRun(Tracker):
     def load(self) -> None:
         from clearml.config import ConfigSDKWrapper, config_obj
 
-        with _CONFIGURING:  # a thread may open a run while another one begins to
+        with _CONFIGURING:  # several threads may open runs at the same time
             if config_obj.get("sdk.development.report_use_subprocess", True):
                 config_obj.set_overrides(_NO_FORK)
-                ConfigSDKWrapper.clear_config_impl()  # which is read again at its next use
+                ConfigSDKWrapper.clear_config_impl()  # drop the cached configuration
 
     def start(self) -> None:
         if self._task is not None:
@@ -147,7 +144,7 @@ class _ClearMLRun(Tracker):
         from clearml import Task
 
         running: Task | None = Task.current_task()
-        if running is not None:  # the script's own, which it closes
+        if running is not None:  # opened by the script, which also closes it
             self._task, self._is_shared, self.task_id = running, True, running.id
             return
         if self._online is not None:
@@ -157,10 +154,10 @@ class _ClearMLRun(Tracker):
         if not Task.is_offline():
             _check_server()
         if not source_is_clean("ClearMLLogger", self.secrets):
-            os.environ["CLEARML_VCS_DIFF"] = ""  # in whose place ClearML would put the script
+            os.environ["CLEARML_VCS_DIFF"] = ""  # empty: else ClearML would record the script as the diff
         continued = None if self.task_id is None or self.task_id.startswith(_OFFLINE_ID) else self.task_id
         given: dict[str, Any] = {
-            # What is logged is logged here, and the parser's arguments may hold secrets.
+            # The logger itself records values, and parsed arguments may contain secrets.
             "auto_connect_frameworks": False,
             "auto_connect_arg_parser": False,
             "reuse_last_task_id": False if continued is None or Task.is_offline() else continued,
@@ -260,7 +257,7 @@ class _ClearMLRun(Tracker):
             task.flush()
             return
         task.close()
-        if status != COMPLETED and not is_offline:  # which `close` has called completed
+        if status != COMPLETED and not is_offline:  # `close` marks the task as completed
             mark = task.mark_failed if status == "failed" else task.mark_stopped
             mark(status_message=f"{status}: {message}" if message else status, force=True)
 
@@ -276,13 +273,13 @@ class _ClearMLRun(Tracker):
             return
         if not (isinstance(task_id, str) and task_id.removeprefix(_OFFLINE_ID).isalnum()):
             raise CheckpointError(
-                f"The state of ClearMLLogger in this checkpoint has task_id={task_id!r}, which is no ID of ClearML's."
+                f"The state of ClearMLLogger in this checkpoint has task_id={task_id!r}, which is not a ClearML ID."
             )
         self.task_id = task_id
 
 
 def plot_of(name: str) -> tuple[str, str]:
-    """The plot and the series of it that a value belongs to: `val_loss` is the series `val` of the plot `loss`."""
+    """Return the plot and the series for a metric name: `val_loss` is the series `val` of the plot `loss`."""
     if "/" in name:
         title, _, series = name.partition("/")
         return title, series
@@ -291,16 +288,17 @@ def plot_of(name: str) -> tuple[str, str]:
 
 
 def _wait_for_source(task: Task) -> None:
-    """Wait until ClearML has looked at the source, on a thread that then writes the whole of an offline session.
+    """Wait until the thread in which ClearML analyzes the source code has ended.
 
-    ClearML (2.1) sets properties without the lock of that thread, which would write the session without them.
+    ClearML 2.1 sets properties without the lock of that thread. The thread would then overwrite the offline session
+    without the properties.
     """
-    with contextlib.suppress(AttributeError, TypeError):  # it found no requirements
+    with contextlib.suppress(AttributeError, TypeError):  # raised if no requirements were found
         task.get_requirements()
 
 
 def _check_server() -> None:
-    """Raise where ClearML has no credentials or no connection."""
+    """Raise `TrackerError` if ClearML has no credentials or cannot reach its server."""
     from clearml.backend_api import Session
     from clearml.config import config_obj
 

@@ -1,4 +1,4 @@
-"""Values of a run on Comet, or in an archive for it."""
+"""Tracker that writes to Comet, or to an offline archive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain.runtime.errors import CheckpointError, ConfigurationError, Track
 from drivetrain.trackers.base import COMPLETED, Tracker
 from drivetrain.trackers.group import BackgroundTracker
 from drivetrain.trackers.index import record_run
-from drivetrain.trackers.service import check_reachable, flat_scalars, refuse_missing, script_path, source_is_clean
+from drivetrain.trackers.service import check_reachable, flat_scalars, missing_package, script_path, source_is_clean
 
 if TYPE_CHECKING:
     from comet_ml import CometExperiment
@@ -23,26 +23,26 @@ _SOURCE_OPTIONS = ("log_git_patch", "log_git_metadata", "log_env_host", "parse_a
 
 
 class CometLogger(BackgroundTracker):
-    """Writes to an experiment on Comet; all calls return at once, and a thread makes them.
+    """Tracker that writes to an experiment on Comet. Calls return at once, and a background thread executes them.
 
-    A resumed run continues the experiment of the run before it. When a `fit` ends, the experiment gets `status` and, of
-    a failed one, `error` among its other values, and is closed; what logs later continues it. Offline, each time that
-    it is open makes an archive; `comet upload` sends them in the order in which they were made.
+    A resumed run continues its Comet experiment. When a `fit` ends, the experiment is closed with `status` and, if it
+    failed, `error` as other values. Later logging reopens the experiment. Offline, each time that the experiment is
+    open creates an archive. `comet upload` sends the archives in the order of their creation.
 
     Args:
-        api_key: The API key; that of the environment (`COMET_API_KEY`) or of Comet's own configuration if None.
-        workspace: The workspace; the default one if None.
+        api_key: The API key. If None, that of `COMET_API_KEY` or of Comet's configuration.
+        workspace: The workspace. If None, the default one.
         project: The project.
-        experiment_key: The experiment to continue, or the key that a new one gets: 32 to 50 letters and digits.
+        experiment_key: The key of an experiment to continue, or of the new one: 32 to 50 letters and digits.
         mode: `"create"`, `"get"` or `"get_or_create"`.
-        online: Whether values go to the server; False writes an archive into `offline_directory`.
-        prefix: Put before the name of every value, with a `_` between.
-        log_model: Whether the best checkpoint is uploaded when a `fit` ends.
-        project_name: The same as `project`.
-        **kwargs: For `comet_ml.ExperimentConfig`, such as `name`, `tags`, `offline_directory` or `log_code`.
+        online: Send values to the server. If False, write an archive into `offline_directory`.
+        prefix: A prefix for the names of all values, joined by `_`.
+        log_model: Upload the best checkpoint when a `fit` ends.
+        project_name: An alias of `project`.
+        **kwargs: Arguments of `comet_ml.ExperimentConfig`, such as `name`, `tags`, `offline_directory` or `log_code`.
 
     Raises:
-        ConfigurationError: If `comet_ml` is not installed, or an argument cannot be.
+        ConfigurationError: If `comet_ml` is not installed, or an argument is invalid.
 
     Example:
         ```python
@@ -69,13 +69,13 @@ class CometLogger(BackgroundTracker):
         **kwargs: Any,
     ) -> None:
         if not self.is_available():
-            raise refuse_missing("CometLogger", "comet_ml", "comet")
+            raise missing_package("CometLogger", "comet_ml", "comet")
         if mode is not None and mode not in _MODES:
             raise ConfigurationError(f"CometLogger(mode={mode!r}): allowed are {', '.join(map(repr, _MODES))}.")
         if project is not None and project_name not in (None, project):
             raise ConfigurationError(
-                f"CometLogger got project={project!r} and project_name={project_name!r}, which mean the same. "
-                "Give one.",
+                f"CometLogger got project={project!r} and project_name={project_name!r}, which are aliases. "
+                "Give only one.",
             )
         if mode == "get" and experiment_key is None:
             raise ConfigurationError("CometLogger(mode='get') needs the experiment_key of the experiment to continue.")
@@ -99,19 +99,17 @@ class CometLogger(BackgroundTracker):
 
     @property
     def version(self) -> str:
-        """The key of the experiment."""
+        """The key of the Comet experiment."""
         return self._run_of_comet.key
 
     def state_dict(self) -> dict[str, Any]:
-        return self._run_of_comet.state_dict()  # needs no experiment that is open
+        return self._run_of_comet.state_dict()  # does not wait until the experiment is open
 
 
 class _CometRun(Tracker):
-    """One experiment, called on the thread of a `CometLogger`."""
-
     name = "comet"
     save_dir: str | None = None
-    """The directory in whose index of runs it is listed."""
+    """The directory whose index lists the run, or None."""
 
     def __init__(
         self,
@@ -132,7 +130,7 @@ class _CometRun(Tracker):
         return [self._api_key] if self._api_key else []
 
     def load(self) -> None:
-        # Comet would replace functions of torch and other packages, which log what is logged here.
+        # Comet's auto-logging would patch torch and other packages, and log values twice.
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
         import comet_ml  # noqa: F401
 
@@ -147,7 +145,7 @@ class _CometRun(Tracker):
             online = comet_ml.get_config().get_bool(None, "comet.start.online", default=None, not_set_value=None)
         if online is not False:
             self._check_server(comet_ml)
-        # Comet would take the file that calls it for the script.
+        # Comet would record this file instead of the user's script.
         options = {**self._options, "log_code": False}
         is_clean = source_is_clean("CometLogger", self.secrets)
         if not is_clean:
@@ -160,12 +158,12 @@ class _CometRun(Tracker):
             **self._place,
         )
         if not experiment.alive:
-            raise TrackerError(f"CometLogger got no experiment from the server. {_OFFLINE_ADVICE}")
+            raise TrackerError(f"CometLogger could not open an experiment on the server. {_OFFLINE_ADVICE}")
         script = script_path()
         if is_clean and script is not None and self._options.get("log_code", self._mode != "get"):
             experiment.log_code(script)
             experiment.set_filename(script)
-        self.key, self._mode = experiment.get_key(), "get"  # from now on it is this one that is continued
+        self.key, self._mode = experiment.get_key(), "get"  # a later start continues this experiment
         self._experiment = experiment
         if self.save_dir is not None:
             place = getattr(experiment, "url", None) if online is not False else None
@@ -251,8 +249,8 @@ class _CometRun(Tracker):
             return
         if not (isinstance(key, str) and key.isalnum() and 32 <= len(key) <= 50):
             raise CheckpointError(
-                f"The state of CometLogger in this checkpoint has experiment_key={key!r}, which is no key of Comet's: "
-                "32 to 50 letters and digits."
+                f"The state of CometLogger in this checkpoint has experiment_key={key!r}, which is not a Comet key: "
+                "a key has 32 to 50 letters and digits."
             )
-        if self._mode == "create" or key == self.key:  # unless another experiment was asked for
+        if self._mode == "create" or key == self.key:  # not if the user selected another experiment
             self.key, self._mode = key, "get"

@@ -1,4 +1,4 @@
-"""Values of a run as a table: one row a step, one column a name."""
+"""Tracker that writes a CSV table with one row per step and one column per name."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ _FLUSH_SECONDS = 10.0
 
 
 class CSVLogger(DirectoryTracker):
-    """Writes `metrics.csv` and `hparams.yaml` into `<save_dir>/<name>/version_<n>`.
+    """Tracker that writes `metrics.csv` and `hparams.yaml` into `<save_dir>/<name>/version_<n>`.
 
-    All values of one step share a row, also when they are logged by several calls. A value that appears later
-    adds a column: only then is the file written again. A version that is there already is continued. A resumed run
-    continues the version of the run before it, without the rows that came after the checkpoint.
+    All values of one step share a row, even if several calls log them. A name that first appears later adds a column,
+    for which the file is rewritten. An existing version is continued. A resumed run continues the version of the
+    earlier run, and removes the rows after the checkpoint.
 
     Args:
-        save_dir: The directory of all runs.
+        save_dir: The root directory of all runs.
         name: The name of the experiment, a directory in `save_dir`.
-        version: The run, a directory `version_<n>` (a text: as it is); the next free number without it.
-        prefix: Put before the name of every value, with a `-` between.
-        flush_logs_every_n_steps: Rows that may wait in memory. They wait for 10 seconds at most while values
-            come in.
+        version: The number of the run, for a directory `version_<n>`, or the name of its directory. If None, the next
+            free number.
+        prefix: A prefix for the names of all values, joined by `-`.
+        flush_logs_every_n_steps: The maximum number of rows to hold in memory. While values are logged, rows wait at
+            most 10 seconds.
 
     Example:
         ```python
@@ -60,9 +61,9 @@ class CSVLogger(DirectoryTracker):
         super().__init__(save_dir, name, version, prefix)
         self._flush_rows = max(1, flush_logs_every_n_steps)
         self._table: _Table | None = None
-        self._rows: list[Row] = []  # the last one may still grow
+        self._rows: list[Row] = []  # the last row may still receive values
         self._last_is_written = False
-        self._last_has_grown = False  # since it was written
+        self._last_has_grown = False  # since the last write
         self._written_at = 0.0
 
     def start(self) -> None:
@@ -71,18 +72,18 @@ class CSVLogger(DirectoryTracker):
             self._written_at = time.monotonic()
 
     def __getstate__(self) -> dict[str, Any]:
-        # The file stays with this process; a copy opens it again.
+        # File handles cannot be copied. The copy opens the file again.
         self.save()
         return {**self.__dict__, "_table": None, "_rows": [], "_last_is_written": False}
 
     @property
     def waiting(self) -> list[Row]:
-        """The rows that are not written yet."""
+        """The rows that are not on disk yet."""
         return self._rows[self._last_is_written and not self._last_has_grown :]
 
     @property
     def tracker(self) -> Path:
-        """The path of the table; opens the run."""
+        """The path of the CSV table. Opens the run."""
         self.start()
         return self.run_directory.path / "metrics.csv"
 
@@ -105,7 +106,7 @@ class CSVLogger(DirectoryTracker):
     def log_table(
         self, name: str, columns: Sequence[str] | None = None, data: Any = None, step: int | None = None
     ) -> None:
-        """Write a table as a file of its own, `tables/<name>-<step>.csv`."""
+        """Write a table to its own file, `tables/<name>-<step>.csv`."""
         titles, rows = as_rows(columns, data)
         file_name = re.sub(r"[^\w.-]", "_", name if step is None else f"{name}-{step}")
         path = self.run_directory.create() / "tables" / f"{file_name}.csv"
@@ -114,7 +115,6 @@ class CSVLogger(DirectoryTracker):
             csv.writer(file, lineterminator="\n").writerows([titles, *rows])
 
     def save(self) -> None:
-        """Write the rows that wait. The last row stays open for values of the same step."""
         if self._table is not None and self._rows:
             self._table.write(self._rows, replace_last=self._last_is_written)
             self._rows, self._last_is_written, self._last_has_grown = self._rows[-1:], True, False
@@ -126,7 +126,7 @@ class CSVLogger(DirectoryTracker):
             return {**state, "rows": 0, "columns": [], "last_row": None}
         self.start()
         assert self._table is not None
-        # The last row may still grow, here and in the run that is resumed.
+        # The last row may still receive values, in this run and in a resumed one.
         last_row = dict(self._rows[-1]) if self._rows else None
         return {**state, "rows": self._table.rows, "columns": list(self._table.columns), "last_row": last_row}
 
@@ -138,14 +138,14 @@ class CSVLogger(DirectoryTracker):
         there = _cut_table(path, [str(column) for column in columns], complete)
         if there < complete:
             logger.warning(
-                f"{path} holds {there} of the {rows} rows that the checkpoint was saved with. The others are lost; the "
-                "run continues after those that are there."
+                f"{path} holds only {there} of the {rows} rows that it had at the checkpoint. The others are lost, and "
+                "the run continues after the remaining rows."
             )
         self._rows, self._last_is_written = [], False
         if last_row is not None:
             self.start()
             self._rows = [dict(last_row)]
-            self.save()  # and it stays open
+            self.save()
 
     def finish(self) -> None:
         if self._table is not None:
@@ -159,9 +159,9 @@ class CSVLogger(DirectoryTracker):
 
 
 def _same_step(last: Row, new: Row) -> bool:
-    """Whether a row belongs to the last one: the same known step, and no value that would be overwritten.
+    """Return True if a new row can be merged into the last one: same step, and no value would be overwritten.
 
-    The epoch may differ: what is logged at an epoch's start has the step that ended the epoch before.
+    The epoch may differ, since values logged at the start of an epoch have the last step of the previous epoch.
     """
     if "step" not in new or last.get("step") != new["step"]:
         return False
@@ -169,8 +169,6 @@ def _same_step(last: Row, new: Row) -> bool:
 
 
 class _Table:
-    """A CSV file whose rows are appended and whose columns may grow."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.columns: list[str] = []
@@ -182,12 +180,12 @@ class _Table:
                 self.columns = next(lines, [])
                 self.rows = sum(1 for _ in lines)
         self._file: TextIO = path.open("a", newline="", encoding="utf-8")
-        self._last_row = os.fstat(self._file.fileno()).st_size  # where in the file it begins
+        self._last_row = os.fstat(self._file.fileno()).st_size  # file offset of the last row
 
     def write(self, rows: list[Row], *, replace_last: bool = False) -> None:
-        """Append rows, the first of them in place of the last row written if `replace_last`.
+        """Append rows to the CSV file. If `replace_last` is True, the first of them replaces the last row of the file.
 
-        If they cannot be written, as on a full disk, the table ends where it did before, so they can be given again.
+        If writing fails, for example on a full disk, the file is restored, so that the rows can be written again.
         """
         if replace_last:
             os.ftruncate(self._file.fileno(), self._last_row)
@@ -196,7 +194,7 @@ class _Table:
             self._append(rows)
         except OSError:
             with suppress(OSError):
-                self._file.close()  # with what waits in it
+                self._file.close()  # discards buffered rows
             with suppress(OSError):
                 os.truncate(self.path, self._last_row)
             self._file = self.path.open("a", newline="", encoding="utf-8")
@@ -221,7 +219,6 @@ class _Table:
         self._file.close()
 
     def _widen(self, columns: list[str]) -> None:
-        """Write the file again with more columns, beside itself first: the rows there are never at risk."""
         self._file.close()
         _rewrite(self.path, columns)
         self.columns = columns
@@ -230,7 +227,7 @@ class _Table:
 
 
 def _rewrite(path: Path, columns: list[str], limit: int | None = None) -> int:
-    """Write a table again with other columns and at most so many rows; returns how many it has."""
+    """Rewrite a table atomically with other columns and at most `limit` rows. Returns its number of rows."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     written = 0
     try:
@@ -248,7 +245,7 @@ def _rewrite(path: Path, columns: list[str], limit: int | None = None) -> int:
 
 
 def _cut_table(path: Path, columns: list[str], limit: int) -> int:
-    """Drop all but the first rows of a table, and the columns that only the others have; returns how many are left."""
+    """Cut a table to its first `limit` rows and to the given columns. Returns its number of rows."""
     if not columns:
         path.unlink(missing_ok=True)
         return 0
@@ -259,7 +256,7 @@ def _cut_table(path: Path, columns: list[str], limit: int) -> int:
 
 
 def _cut_broken_line(path: Path) -> None:
-    """Cut a last line without an end, which a killed run may leave: its last number may be half a number."""
+    """Remove an incomplete last line, which a killed run may leave. Its last number may be truncated."""
     with path.open("rb+") as file:
         content = file.read()
         if not content.endswith(b"\n"):

@@ -1,4 +1,4 @@
-"""Where trackers that write files put those of one run."""
+"""Run directories, and the base class of trackers that write files into them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _VERSION = re.compile(r"version_(\d+)")
 
 
 class RunDirectory:
-    """The directory `<save_dir>/<name>/version_<n>` of one run.
+    """Directory `<save_dir>/<name>/version_<n>` of one run.
 
-    Without a version the next free number is taken, when the path is first asked for. Trackers of one run
-    hold the same object, so their files lie in the same directory.
+    Without a version, the next free number is taken when the path is first read. Trackers of one run share the object,
+    so that their files are in the same directory.
 
-    A number is taken by making its directory, so that runs that start at the same moment never share one. One that
-    stays empty is removed again.
+    A number is reserved by creating its directory, so that runs which start at the same moment never share one. A
+    directory that stays empty is removed again.
     """
 
     def __init__(self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None = None) -> None:
@@ -43,17 +43,15 @@ class RunDirectory:
 
     @property
     def root(self) -> Path:
-        """The directory that holds the versions."""
         return Path(self.save_dir, self.name)
 
     @property
     def is_decided(self) -> bool:
-        """Whether the version was given or has been looked up."""
         return self._version is not None
 
     @property
     def version(self) -> int | str:
-        """The version of this run; looked up once, then it stays."""
+        """The version of this run, chosen at the first access."""
         if self._version is None:
             self._version = self._take_version()
         return self._version
@@ -64,12 +62,12 @@ class RunDirectory:
 
     @property
     def path(self) -> Path:
-        """The directory of this run, which may not be there yet."""
+        """The directory of this run, which may not exist yet."""
         version = self.version
         return self.root / (version if isinstance(version, str) else f"version_{version}")
 
     def resume(self, version: Any) -> bool:
-        """Continue the directory of a run to resume, unless another version was asked for, or it is gone."""
+        """Continue the directory of an earlier run. Returns False if it is gone or if another version was given."""
         if self.is_given:
             return bool(self._version == version)
         is_number = type(version) is int and version >= 0
@@ -77,21 +75,21 @@ class RunDirectory:
         if not is_number and not (is_name and all(part not in ("", ".", "..") for part in version.split("/"))):
             raise CheckpointError(
                 f"The state of a tracker in this checkpoint has version={version!r}, which no run writes: a version is "
-                f"a number, or the name of a directory in {self.root}. Do not resume from this checkpoint unless you "
-                "know who made it."
+                f"a number, or the name of a directory in {self.root}. Do not resume from a checkpoint of unknown "
+                "origin."
             )
         before, self._version, self._is_free_again = self._version, version, False
         if not self.path.is_dir():
             self._version = before
         elif not os.path.realpath(self.path).startswith(os.path.realpath(self.root) + os.sep):
-            logger.warning(f"{self.path} leads out of {self.root}, so it is not continued; give version= to do so.")
+            logger.warning(f"{self.path} links outside of {self.root}, so it is not continued. Give version= to do so.")
             self._version = before
         return bool(self._version == version)
 
     def create(self) -> Path:
-        """Make the directory unless it is there, list it in the index of runs, and return it."""
+        """Create the directory if needed, and add the run to the index. Returns the path."""
         if self._is_free_again and self.path.exists():
-            self._version = None  # another run has taken the number meanwhile
+            self._version = None  # another run has taken the number in the meantime
         self._is_free_again = False
         path = self.path
         path.mkdir(parents=True, exist_ok=True)
@@ -99,22 +97,22 @@ class RunDirectory:
             self._is_listed = True
             if self.url is not None:
                 logger.warning(
-                    f"{self.url} is a URL, and trackers write local files: they are in {path.absolute()}. Checkpoints "
-                    "go to a URL, that of default_root_dir or of ModelCheckpoint(dirpath=...)."
+                    f"{self.url} is a URL, but trackers write local files: they are in {path.absolute()}. Only "
+                    "checkpoints go to the URL of default_root_dir or of ModelCheckpoint(dirpath=...)."
                 )
             record_run(self.save_dir, path)
         return path
 
     def existing(self) -> list[Path]:
-        """The directories of runs that are there, the newest first; only this run's where its version was given."""
+        """Return the existing run directories, newest first. If a version was given, only this run's directory."""
         if self.is_given:
             return [self.path]
         return [self.root / f"version_{number}" for number in sorted(self._numbers(), reverse=True)]
 
     def _take_version(self) -> int:
-        """Make the directory of the next free number, as the only one that does. Returns the number.
+        """Reserve the next free version by creating its directory. Returns the number.
 
-        On other processes than the main one nothing is made: the Trainer gives them the number of the main process.
+        Other processes than the main one create nothing. The Trainer sends them the number of the main process.
         """
         number = max(self._numbers(), default=-1) + 1
         if rank_and_world_size()[0] != 0:
@@ -127,13 +125,13 @@ class RunDirectory:
             except FileExistsError:
                 number += 1
                 continue
-            except OSError:  # it cannot be written to, which the writers report
+            except OSError:  # not writable: the first write raises the error
                 return number
             self._remove_empty = weakref.finalize(self, _remove_if_empty, [path, *made], os.getpid())
             return number
 
     def release(self) -> None:
-        """Remove the directory if nothing was written to it."""
+        """Remove the directory if it is empty."""
         if self._remove_empty is not None and self._remove_empty():
             self._is_free_again = True
 
@@ -145,8 +143,8 @@ class RunDirectory:
 
 
 def _remove_if_empty(folders: Sequence[Path], process: int) -> bool:
-    """Remove directories that are empty, that of the run first. Returns whether that one is gone."""
-    if os.getpid() == process:  # not in a process that was forked
+    """Remove empty directories, the run's directory first. Returns True if the run's directory is gone."""
+    if os.getpid() == process:  # a forked child must not remove the parent's directory
         with suppress(OSError):
             for folder in folders:
                 folder.rmdir()
@@ -154,16 +152,17 @@ def _remove_if_empty(folders: Sequence[Path], process: int) -> bool:
 
 
 class DirectoryTracker(Tracker):
-    """A tracker that writes files into a `RunDirectory`, the hyper-parameters among them as `hparams.yaml`.
+    """Base class of trackers that write files into a `RunDirectory`, including the hyper-parameters as `hparams.yaml`.
 
     Args:
-        save_dir: The directory of all runs.
+        save_dir: The root directory of all runs.
         name: The name of the experiment, a directory in `save_dir`.
-        version: The run, a directory `version_<n>` (a text: as it is); the next free number without it.
-        prefix: Put before the name of every value, with a `-` between.
+        version: The number of the run, for a directory `version_<n>`, or the name of its directory. If None, the next
+            free number.
+        prefix: A prefix for the names of all values, joined by `-`.
     """
 
-    in_background = False  # a file is fast
+    in_background = False  # writing files is fast
 
     def __init__(
         self,
@@ -183,20 +182,18 @@ class DirectoryTracker(Tracker):
 
     @property
     def save_dir(self) -> str:
-        """The directory of all runs."""
         return self.run_directory.save_dir
 
     @property
     def version(self) -> int | str:
-        """The version of this run."""
         return self.run_directory.version
 
     @property
     def log_dir(self) -> str:
         """The directory of this run.
 
-        On several processes only the main process's answer counts: another process may look when the
-        directory is there already and would find the next number.
+        Only the value of the main process is reliable. Another process may read it when the directory already exists,
+        and would then find the next number.
         """
         return str(self.run_directory.path)
 
@@ -215,13 +212,13 @@ class DirectoryTracker(Tracker):
             try:
                 found = load_yaml(written.read_text(encoding="utf-8"))
             except (OSError, ValueError, yaml.YAMLError) as error:
-                logger.warning(f"{written} cannot be read, so it is written anew: {error}.")
+                logger.warning(f"{written} cannot be read, so it is replaced: {error}.")
                 found = None
             self._hyperparameters = found if isinstance(found, dict) else {}
         self._resume_from(state)
 
     def _checked(self, state: Mapping[str, Any], key: str, kind: type) -> Any:
-        """One entry of a checkpoint's state."""
+        """Return an entry of a state dict. Raises `CheckpointError` if it has another type than `kind`."""
         value = state.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise CheckpointError(
@@ -231,17 +228,21 @@ class DirectoryTracker(Tracker):
         return value
 
     def _resume_from(self, state: Mapping[str, Any]) -> None:
-        """Drop what was written into this run's directory after `state_dict` was called."""
+        """Remove what was written into the run directory after the `state_dict` call."""
 
     def finalize(self, status: str = COMPLETED, message: str = "") -> None:
-        """Write what is left. The files stay open where the run is completed: values of the same step may follow."""
+        """Write all remaining values. After a completed run the files stay open, since further values may follow.
+
+        Args:
+            status: The status of the run, as for `Tracker.finalize`.
+            message: The first line of the error that ended the run.
+        """
         if STATUS_WORDS.get(status, status) == COMPLETED:
             self.save()
         else:
             self.finish()
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the hyper-parameters to `hparams.yaml`, together with those given before, and without secrets."""
         self._hyperparameters.update(Secrets().hide(plain(values)))
         import yaml
 

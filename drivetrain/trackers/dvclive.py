@@ -1,4 +1,4 @@
-"""Values of a run as the files of DVCLive."""
+"""Tracker that writes the files of DVCLive."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from drivetrain.trackers.service import PackageLogger, PackageRun, file_name
 logger = get_logger(__name__)
 
 _OWN_FILE = "run_id"
-"""The file in the directory that says whose it is."""
+"""The name of the file in the directory that stores the ID of the run."""
 
 
 class DVCLiveLogger(PackageLogger):
-    """Writes the files of DVCLive; all calls return at once, and a thread makes them.
+    """Tracker that writes the files of DVCLive. Calls return at once, and a background thread executes them.
 
-    A new run takes the place of the one before it in its directory, as DVC wants it. A resumed run continues the run of
-    its checkpoint, without the values that came after the checkpoint; it begins a new one where the directory holds
-    another run by then. When a `fit` ends, the summary gets `status` and, of a failed one, `error`, and, in a Git
-    repository with DVC, is saved as an experiment; what logs later continues it. Tables and histograms become custom
-    plots.
+    A new run replaces the earlier one in its directory, as is usual with DVC. A resumed run continues the run of its
+    checkpoint, and removes the values after the checkpoint. If the directory holds another run by then, it starts a
+    new one. When a `fit` ends, `status` and, if it failed, `error` are added to the summary, and in a Git repository
+    with DVC the run is saved as an experiment. Later logging reopens the run. Tables and histograms are stored as
+    custom plots.
 
     Args:
         run_name: The name of the experiment.
-        prefix: Put before the name of every value, with a `-` between.
-        log_model: Whether the best checkpoint is tracked with DVC when a `fit` ends; needs a DVC repository.
-        dir: The directory.
-        live: A `dvclive.Live` of the script's own, which stays open.
-        save_dir: The directory in whose index of runs this one is listed.
-        **kwargs: For `dvclive.Live`, such as `report`, `save_dvc_exp`, `dvcyaml` or `monitor_system`.
+        prefix: A prefix for the names of all values, joined by `-`.
+        log_model: Track the best checkpoint with DVC when a `fit` ends. This needs a DVC repository.
+        dir: The directory to write to.
+        live: A `dvclive.Live` object of the script, which is left open.
+        save_dir: The directory whose index lists the run.
+        **kwargs: Arguments of `dvclive.Live`, such as `report`, `save_dvc_exp`, `dvcyaml` or `monitor_system`.
 
     Raises:
         ConfigurationError: If `dvclive` is not installed.
@@ -72,8 +72,6 @@ class DVCLiveLogger(PackageLogger):
 
 
 class _DVCLiveRun(PackageRun):
-    """One run, called on the thread of a `DVCLiveLogger`."""
-
     name = "dvclive"
     id_form = r"[0-9a-f]{1,32}"
 
@@ -106,16 +104,15 @@ class _DVCLiveRun(PackageRun):
         file = self._directory / _OWN_FILE
         found = file.read_text(encoding="utf-8").strip() if file.is_file() else None
         if found != self.run_id:
-            logger.warning(f"{self._directory} does not hold the run to continue any more, so a new one begins there.")
+            logger.warning(f"{self._directory} no longer contains the run to continue, so a new run starts there.")
         return found == self.run_id
 
     def _files(self) -> dict[str, Path]:
-        """The files that grow, by their path within the directory."""
+        """Return the files that grow during a run, by their path within the directory."""
         found = sorted((self._directory / "plots" / "metrics").rglob("*.tsv"))
         return {path.relative_to(self._directory).as_posix(): path for path in found}
 
     def _cut(self, sizes: Mapping[str, int]) -> None:
-        """Drop what was written after the checkpoint."""
         for name, path in self._files().items():
             if name not in sizes:
                 path.unlink()
@@ -162,7 +159,7 @@ class _DVCLiveRun(PackageRun):
     def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
         live = self.tracker
         if live._dvc_repo is None:
-            raise TrackerError("DVCLiveLogger keeps files in a DVC repository only. Make one with `dvc init`.")
+            raise TrackerError("DVCLiveLogger can store files only in a DVC repository. Create one with `dvc init`.")
         title = re.sub(r"[^0-9a-z]+", "-", (name or os.path.basename(path)).lower()).strip("-") or "file"
         live.log_artifact(os.fspath(path), type="model" if name == "best" else None, name=title, copy=True)
 

@@ -1,4 +1,4 @@
-"""The trackers of one run, called together: for the Trainer and for a raw loop alike."""
+"""Groups of trackers, and trackers that run on background threads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from drivetrain.trackers.base import (
 from drivetrain.trackers.directory import DirectoryTracker
 from drivetrain.trackers.secrets import Secrets
 
-# Calls that run one after the other on a thread of their own
+# Queue of calls
 
 
 Call = Callable[[], Any]
@@ -44,7 +44,7 @@ Item = tuple[Call, int]
 
 
 class CallQueue:
-    """A bounded queue of calls and the thread that makes them; the thread lives while there is anything to do."""
+    """Bounded queue of calls, and the thread that executes them. The thread is started with the first call."""
 
     def __init__(self, name: str, run: Callable[[Call, int], None], limit: int) -> None:
         self._name, self._run, self._limit = name, run, limit
@@ -56,16 +56,14 @@ class CallQueue:
 
     @property
     def pending(self) -> int:
-        """How many calls wait or run."""
         return self._pending
 
     @property
     def is_current(self) -> bool:
-        """Whether this is the thread that makes the calls."""
         return threading.current_thread() is self._thread
 
     def put(self, call: Call, values: int = 1, *, always: bool = False) -> bool:
-        """Let the thread make a call after those before it; returns at once."""
+        """Add a call to the queue. Returns False if the queue is full, unless `always` is True."""
         with self._changed:
             if self._pending >= self._limit and not always:
                 return False
@@ -79,12 +77,12 @@ class CallQueue:
         return True
 
     def drain(self, timeout: float) -> bool:
-        """Wait until all calls are made; returns whether they are."""
+        """Wait until all queued calls are done. Returns False on a timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._pending == 0, timeout)
 
     def stop(self) -> int:
-        """End the thread after the call that it makes now, if any; returns how many values still waited."""
+        """Stop the queue's thread after the running call. Returns the number of values in discarded calls."""
         with self._changed:
             items, self._items = self._items, queue.SimpleQueue()
             idle = self._thread if self._pending == 0 else None
@@ -105,19 +103,17 @@ class CallQueue:
     def _work(self, items: queue.SimpleQueue[Item | None], generation: int) -> None:
         while (item := items.get()) is not None:
             self._run(*item)
-            del item  # the values of a call that is made are not kept
+            del item  # free the values before waiting for the next call
             with self._changed:
                 if generation == self._generation:
                     self._pending -= 1
                     self._changed.notify_all()
 
 
-# What stands where there is no tracker: on other processes, in a trial run, and where one could not be started
+# Objects in place of a tracker, on other processes and in trial runs
 
 
 class Absent:
-    """Takes every attribute, item and call, and does nothing."""
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -149,7 +145,7 @@ class Absent:
 
 
 class AbsentTracker(Tracker):
-    """Takes the place of a tracker on processes that do not call it, and in a trial run."""
+    """Tracker that does nothing, for processes that must not call the real tracker and for trial runs."""
 
     def __init__(self, name: str = "absent") -> None:
         self.name = name  # type: ignore[misc]
@@ -165,7 +161,6 @@ class AbsentTracker(Tracker):
 
     @property
     def tracker(self) -> Any:
-        """An object that ignores every call."""
         return Absent()
 
     def __getattr__(self, name: str) -> Any:
@@ -174,37 +169,37 @@ class AbsentTracker(Tracker):
         return Absent()
 
 
-# Trackers on a thread of their own, so that none of them stops or slows a step
+# Background threads
 
 
 logger = get_logger(__name__)
 
 QUEUE_LIMIT = 1000
-"""Calls that may wait for a slow tracker; further ones are left out and counted."""
+"""The maximum number of calls that wait for a slow tracker. Further calls are dropped and counted."""
 
 STATE_SECONDS = 10.0
-"""How long a checkpoint waits for a tracker that is still being opened, or that is behind."""
+"""The seconds that a checkpoint waits for a tracker that is still opening its run or is behind."""
 
 OPEN_SECONDS = 60.0
-"""How long a caller of `tracker` waits for the raw object."""
+"""The seconds that a caller of `tracker` waits for the underlying object."""
 
 FINISH_SECONDS, INTERRUPTED_SECONDS, UPLOAD_SECONDS = 60.0, 30.0, 3600.0
-"""How long the end of a run waits for what is not written yet: a completed one, another, one with files to upload."""
+"""The seconds that a run's end waits for unwritten values: after completion, an interrupt, and with uploads."""
 
 
 class BackgroundTracker(Tracker):
-    """Calls another tracker on a thread of its own: every method returns at once.
+    """Tracker that calls another tracker on a background thread. Every method returns at once.
 
-    What that tracker raises becomes one warning for each cause; what it could not write, or was too slow for, is
-    counted, and reported when the run ends. One that cannot be opened is not tried again before the next run. On other
-    processes than the main one nothing happens.
+    Each kind of error of the other tracker logs one warning. Values that could not be written are counted and reported
+    when the run ends. If the run cannot be opened, the tracker is disabled until the next run. Only the main process
+    calls the other tracker.
 
     Args:
-        inner: The tracker to call. Nothing else may call it.
-        limit: Calls that may wait.
+        inner: The tracker to call. No other code may call it.
+        limit: The maximum number of waiting calls.
     """
 
-    in_background = False  # it has its own thread
+    in_background = False  # has its own thread already
 
     def __init__(self, inner: Tracker, limit: int = QUEUE_LIMIT) -> None:
         self._inner = inner
@@ -217,7 +212,6 @@ class BackgroundTracker(Tracker):
 
     @property
     def lost(self) -> int:
-        """How many values could not be written."""
         return self._losses.total
 
     @property
@@ -231,7 +225,6 @@ class BackgroundTracker(Tracker):
     # calls
 
     def load(self) -> None:
-        """Import what the tracker needs; an import that fails becomes a warning."""
         if _is_main():
             try:
                 self._inner.load()
@@ -239,24 +232,15 @@ class BackgroundTracker(Tracker):
                 self._refuse(error)
 
     def start(self) -> None:
-        """Let the thread open the run."""
         self._submit(lambda: None, 0)
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the hyper-parameters of the run, without secrets."""
         kept = self._clean.hide(plain(hyperparameters_of(values)))
         self._submit(lambda: write_hyper_parameters(self._inner, kept), len(kept))
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write values of one step.
-
-        Args:
-            values: Names and values.
-            step: The optimizer step that the values belong to.
-            **options: For the tracker's own `log`.
-        """
         if not _is_main():
-            return  # and no tensor is waited for
+            return  # return before tensors are read from the device
         kept = as_numbers(values, self._clean)
         self._submit(lambda: write_values(self._inner, kept, step, **options), len(kept))
 
@@ -293,36 +277,36 @@ class BackgroundTracker(Tracker):
         self._submit(lambda: self._inner.after_save_checkpoint(checkpoint_callback))
 
     def save(self) -> None:
-        """Let the thread bring everything to its place; does not wait for it."""
         if self._is_open:
             self._submit(self._inner.save, 0)
 
     @property
     def tracker(self) -> Any:
-        """The raw object behind the tracker; opens the run and waits for it.
+        """The underlying object of the tracker. Opens the run and waits for it.
 
-        Where the run could not be opened, and on other processes than the main one, an object that ignores every call.
+        If the run cannot be opened, and on other processes than the main one, this is an object that ignores every
+        call.
         """
         if self._calls.is_current:
             return self._inner.tracker
         found: Any = self._ask(lambda: self._inner.tracker, OPEN_SECONDS)
         return Absent() if found is None else found
 
-    # the state of the run
+    # state
 
     def state_dict(self) -> dict[str, Any]:
         if type(self._inner).state_dict is Tracker.state_dict:
             return {}
         if self._is_behind and self._calls.pending:
-            return self._state  # it was waited for once
+            return self._state  # an earlier checkpoint has waited already
         if not (self._was_used or self._is_open):
             return self._inner.state_dict()
         found = self._ask(self._inner.state_dict, STATE_SECONDS)
         self._is_behind = found is None
         if found is None:
             logger.warning_once(
-                f"{self._losses.owner} had not opened or written its run {STATE_SECONDS:.0f} s after a checkpoint "
-                "asked for its state: a run that resumes from there may begin a new one."
+                f"{self._losses.owner} did not return its state to a checkpoint within {STATE_SECONDS:.0f} s. A run "
+                "that resumes from that checkpoint may start a new tracker run."
             )
         else:
             self._state = found
@@ -334,18 +318,12 @@ class BackgroundTracker(Tracker):
         self._inner.load_state_dict(state)
         self._state = dict(state)
 
-    # the end
+    # end of the run
 
     def finish(self) -> None:
         self.finalize()
 
     def finalize(self, status: str = COMPLETED, message: str = "") -> None:
-        """Record how the run ended, wait for what is not written yet, close the run and report what was lost.
-
-        Args:
-            status: How it ended.
-            message: The first line of the error that ended it.
-        """
         if not self._was_used:
             return
         self._was_used = False
@@ -371,10 +349,9 @@ class BackgroundTracker(Tracker):
                 self._is_open = False
 
     def _at_exit(self) -> None:
-        """Close a run that the script has left open."""
         self.finalize(*outcome_of(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)))
 
-    # the thread
+    # background thread
 
     @property
     def _clean(self) -> Secrets:
@@ -391,11 +368,11 @@ class BackgroundTracker(Tracker):
         self._losses.count_given(values)
         taken = self._calls.put(call, values)
         if not taken:
-            self._losses.count_lost(values, "It is slower than the run, and its queue is full.")
+            self._losses.count_lost(values, "It is slower than the run, so its queue is full.")
         return taken
 
     def _ask(self, call: Callable[[], Any], seconds: float) -> Any:
-        """What a call returns; None if it raises, or is not made in time."""
+        """Run a call on the background thread and return its result. None if it fails or takes too long."""
         found: list[Any] = []
         done = threading.Event()
 
@@ -416,11 +393,10 @@ class BackgroundTracker(Tracker):
             if not self._open(values):
                 return
             call()
-        except BaseException as error:  # a package that exits must not end the thread, either
+        except BaseException as error:  # SystemExit of a package must not end the thread
             self._losses.count_lost(values, error)
 
     def _open(self, values: int) -> bool:
-        """Open the run unless it is open; returns whether it is."""
         if not self._is_open and not self._refused:
             try:
                 self._inner.start()
@@ -428,7 +404,7 @@ class BackgroundTracker(Tracker):
                 self._refuse(error, values)
                 return False
             self._is_open = True
-            # A package that closes its run when the interpreter ends does so after this: the last is called first.
+            # Exit handlers run in reverse order: register after the package's own handler, to run before it.
             atexit.unregister(self._at_exit)
             atexit.register(self._at_exit)
         if self._refused:
@@ -442,7 +418,7 @@ class BackgroundTracker(Tracker):
 
 
 def as_numbers(values: Mapping[str, Any], secrets: Secrets | None = None) -> dict[str, Any]:
-    """Return values with tensors and arrays of one element as numbers, and secrets in texts hidden."""
+    """Convert one-element tensors and arrays to numbers, and hide secrets in texts."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if hasattr(value, "item") and getattr(value, "size", None) is not None:
@@ -464,21 +440,21 @@ def _is_main() -> bool:
 
 
 ALIASES = {"comet_ml": "comet"}
-"""Other names of trackers."""
-_RECORDED = "recorded"  # the entry of a checkpoint that has the state of `recorder`
+"""Aliases of tracker names."""
+_RECORDED = "recorded"  # key of the recorder's state in a checkpoint
 
 
 @dataclass(eq=False)
 class TrackerGroup:
-    """Calls the trackers of a run: on the main process, each guarded, the slow ones on threads of their own.
+    """Trackers of one run, called together on the main process, slow ones on background threads.
 
-    What a tracker raises becomes one warning for each cause, and what it could not write is counted and reported at
-    the end. Secrets among the hyper-parameters reach none of them.
+    Each kind of error of a tracker logs one warning. Values that it could not write are counted and reported at the
+    end. Secrets are removed from hyper-parameters.
 
     Attributes:
-        trackers: The trackers, as they were given. The list may grow.
-        is_main: Whether this is the main process.
-        recorder: What keeps the run's values for its report, where none of the trackers does; it is none of them.
+        trackers: The trackers. The list may grow.
+        is_main: True on the main process.
+        recorder: A further tracker that stores values for the run report if none of the others writes files, or None.
     """
 
     trackers: list[Tracker]
@@ -489,66 +465,58 @@ class TrackerGroup:
 
     @property
     def writes_here(self) -> bool:
-        """Whether any tracker is called on this process."""
+        """True if any tracker is called on this process."""
         return any(self._is_called(tracker) for tracker in self._writers)
 
     @property
     def keeps_values(self) -> bool:
-        """Whether values are written by any process."""
+        """True if any tracker on any process writes values."""
         return bool(self.trackers) or self.recorder is not None
 
     @property
     def _writers(self) -> list[Tracker]:
-        """The trackers, and what keeps values for the report."""
         return self.trackers if self.recorder is None else [*self.trackers, self.recorder]
 
     def record_with(self, recorder: Tracker | None) -> None:
-        """Let another tracker, which is none of those that were given, keep the values for the run's report.
-
-        Args:
-            recorder: The tracker; None for none.
-        """
+        """Set the tracker that stores values for the run report, or None."""
         self.recorder = recorder
 
     @property
     def secrets(self) -> Secrets:
-        """What none of the trackers may get, nor a checkpoint."""
+        """Secrets that neither trackers nor checkpoints may contain."""
         if self._clean is None:
             self._clean = Secrets(each for tracker in self.trackers for each in tracker.secrets)
         return self._clean
 
-    # before
+    # start of the run
 
     def start(self) -> None:
-        """Import what trackers need, and let those with a thread of their own open their runs there."""
+        """Import the packages of all trackers, and open the runs of background trackers."""
         self._clean = None
         self._each(lambda target: target.load())
         self._each(lambda target: target.start() if isinstance(target, BackgroundTracker) else None)
 
     def share_directories(self) -> None:
-        """Let all processes write to the directories that the main process has taken; all of them call it."""
+        """Make all processes write to the run directories of the main process. Called by all processes."""
         held = [each.run_directory for each in self._writers if isinstance(each, DirectoryTracker)]
         [versions] = broadcast_object_list([[each.version for each in held] if self.is_main else None])
         for directory, version in zip(held, versions, strict=False):
             directory.version = version
 
     def open(self) -> None:
-        """Open the runs of all trackers."""
         self._clean = None
         self._each(lambda target: target.load())
         self._each(lambda target: target.start())
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write hyper-parameters, without secrets."""
         if self.writes_here:
             shown = self.secrets.hide(dict(values))
             self._each(lambda target: write_hyper_parameters(target, shown), len(shown))
 
     def log_graph(self, model: Any) -> None:
-        """Write the structure of a model, to trackers that show it."""
         self._each_given(lambda target: target.log_graph(model))
 
-    # during
+    # during the run
 
     def log(
         self,
@@ -556,12 +524,9 @@ class TrackerGroup:
         step: int | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Write values of one step.
+        """Write the values of one step to all trackers.
 
-        Args:
-            values: Names and values.
-            step: The optimizer step.
-            options: Further arguments of a tracker's `log`, by its name.
+        `options` is a dict from tracker name to arguments of its `log`.
         """
         if not self.writes_here:
             return
@@ -572,58 +537,44 @@ class TrackerGroup:
             self._call(tracker, partial(_log, values=kept, step=step, options=given), len(kept))
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Write images, to trackers that show them; see `Tracker.log_images`."""
         self._each_given(lambda target: target.log_images(values, step), len(values))
 
     def log_histogram(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Write distributions, to trackers that show them; see `Tracker.log_histogram`."""
         self._each_given(lambda target: target.log_histogram(values, step), len(values))
 
     def log_table(self, name: str, columns: Sequence[str] | None, data: Any, step: int | None = None) -> None:
-        """Write a table, to trackers that show it; see `Tracker.log_table`."""
         if self.writes_here:
             titles, rows = as_rows(columns, data)
             kept = self.secrets.hide(rows)
             self._each_given(lambda target: target.log_table(name, titles, kept, step=step), 1)
 
     def save(self) -> None:
-        """Bring everything logged so far to its place."""
         self._each(lambda target: target.save())
 
     def checkpoint_saved(self, callback: Any) -> None:
-        """Let the trackers see what a checkpoint callback has saved, those that have `after_save_checkpoint`.
-
-        Args:
-            callback: The callback.
-        """
+        """Call `after_save_checkpoint` of all trackers that override it."""
         for tracker in self.trackers:
             if type(tracker).after_save_checkpoint is not Tracker.after_save_checkpoint:
                 self._call(tracker, lambda target: target.after_save_checkpoint(callback))
 
-    # the end
+    # end of the run
 
     def log_best_model(self, path: str | os.PathLike[str]) -> None:
-        """Give the best checkpoint to the trackers that want it."""
+        """Send the best checkpoint to all trackers with `log_model`."""
         for tracker in self.trackers:
             if tracker.log_model:
                 self._call(tracker, lambda target: target.log_artifact(path, "best"))
 
     def finalize(self, status: str = COMPLETED, message: str = "") -> None:
-        """Record how the run ended, write what is left, close the runs and report what was lost.
-
-        Args:
-            status: How it ended; see `Tracker.finalize`.
-            message: The first line of the error that ended it.
-        """
         text = self.secrets.in_text(message) if message else ""
         self._each(lambda target: target.record_end(STATUS_WORDS.get(status, status), text))
         for _, _, losses in self._targets.values():
             losses.report()
 
-    # the state of the run
+    # state
 
     def state(self) -> list[dict[str, Any]]:
-        """What a resumed run needs of each tracker; nothing on other processes than the main one."""
+        """Return the state dict of each tracker, for a checkpoint. Empty on other processes than the main one."""
         if not self.is_main:
             return []
         states: list[dict[str, Any]] = []
@@ -637,14 +588,7 @@ class TrackerGroup:
         return states
 
     def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Let each tracker continue where a run was.
-
-        Args:
-            states: What `state` returned there.
-
-        Raises:
-            CheckpointError: No run writes such a state.
-        """
+        """Continue the runs of all trackers from their states. Raises `CheckpointError` for an invalid state."""
         if self.is_main:
             given = [state for state in states if _RECORDED not in state]
             for tracker, state in zip(self.trackers, given, strict=False):
@@ -653,23 +597,19 @@ class TrackerGroup:
             if self.recorder is not None and isinstance(recorded, Mapping):
                 self._call(self.recorder, partial(_load, state=recorded))
 
-    # one tracker
+    # single trackers
 
     def get(self, name: str) -> Tracker:
-        """The tracker with a name; one that does nothing, on a process that does not call it.
+        """Return the tracker with the given name or alias, or an `AbsentTracker` on processes that must not call it.
 
-        Args:
-            name: The name of its class, such as `"csv"`, or one of `ALIASES`.
-
-        Raises:
-            ConfigurationError: There is none with this name.
+        Raises `ConfigurationError` if the run has no tracker with this name.
         """
         wanted = ALIASES.get(name, name)
         for tracker in self.trackers:
             if tracker.name == wanted:
                 return tracker if self._is_called(tracker) else AbsentTracker(wanted)
         known = ", ".join(repr(tracker.name) for tracker in self.trackers) or "none"
-        raise ConfigurationError(f"There is no tracker {name!r} in this run, which has: {known}.")
+        raise ConfigurationError(f"There is no tracker {name!r} in this run. Its trackers: {known}.")
 
     def _is_called(self, tracker: Tracker) -> bool:
         return self.is_main or not tracker.main_process_only
@@ -683,7 +623,7 @@ class TrackerGroup:
             self._call(tracker, call, values)
 
     def _call(self, tracker: Tracker, call: Callable[[Tracker], Any], values: int = 0) -> None:
-        """Call one tracker, or what calls it in the background; what it raises is counted."""
+        """Call a tracker, or its background tracker. Errors are counted, except for `CheckpointError`."""
         if not self._is_called(tracker):
             return
         target, losses = self._target(tracker)
@@ -699,7 +639,7 @@ class TrackerGroup:
     def _target(self, tracker: Tracker) -> tuple[Tracker, Losses]:
         known = self._targets.get(id(tracker))
         if known is None:
-            # One that every process calls may hold collectives, which must stay in the order of the loop.
+            # A tracker that every process calls may use collectives, so it must stay on the main thread.
             is_separate = tracker.in_background and tracker.main_process_only
             target = BackgroundTracker(tracker) if is_separate else tracker
             known = self._targets[id(tracker)] = (tracker, target, Losses(type(tracker).__name__))

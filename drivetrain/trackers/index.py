@@ -1,4 +1,4 @@
-"""The list of runs in a directory of runs: when each began, where it writes and with which command, newest first."""
+"""Index of the runs in a directory: start, location and command of each, newest first."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import IO, Any
 from drivetrain.runtime.environment import COMMAND_VARIABLE
 from drivetrain.trackers.secrets import HIDDEN, Secrets, is_secret_name
 
-# A lock among processes
+# File lock
 
 
-# Not by name: each has a type only on the systems that have it.
+# Imported by `import_module`, because type checkers know fcntl and msvcrt only on their own systems.
 try:
     fcntl: Any = importlib.import_module("fcntl")
 except ImportError:  # Windows
@@ -28,21 +28,20 @@ except ImportError:  # Windows
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike[str], seconds: float) -> Iterator[None]:
-    """Hold the lock of a file, which other processes and other threads wait for."""
+    """Hold an exclusive file lock across processes and threads. Raises `TimeoutError` if it is not free in time."""
     deadline = time.monotonic() + seconds
     with open(path, "a", encoding="utf-8") as file:
-        while not _takes(file):
+        while not _try_lock(file):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{path} was locked by another run for {seconds:.0f} s")
             time.sleep(0.01)
         try:
             yield
         finally:
-            _give_back(file)
+            _unlock(file)
 
 
-def _takes(file: IO[str]) -> bool:
-    """Take the lock of an open file, unless it is taken."""
+def _try_lock(file: IO[str]) -> bool:
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,8 +52,8 @@ def _takes(file: IO[str]) -> bool:
     return True
 
 
-def _give_back(file: IO[str]) -> None:
-    """Give the lock back, before the file is closed: a fork may have the file too, and Windows takes its time."""
+def _unlock(file: IO[str]) -> None:
+    # Needed even though the file is closed next: a fork may hold it open, and Windows unlocks late.
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_UN)
     else:
@@ -63,22 +62,22 @@ def _give_back(file: IO[str]) -> None:
 
 def _lock_first_byte(file: IO[str], mode: str) -> None:
     msvcrt: Any = importlib.import_module("msvcrt")
-    file.seek(0)  # what is locked begins where the file stands
+    file.seek(0)  # msvcrt locks from the current position
     msvcrt.locking(file.fileno(), getattr(msvcrt, mode), 1)
 
 
 DIRECTORY = "drivetrain_logs"
 NAME = "index"
 LOCK_SECONDS = 10.0
-"""How long a run waits for others that write the same index."""
+"""The seconds to wait for other runs that write to the index."""
 
 _TITLE = "# when, where and with which command each run began, newest first\n"
 
 
 def record_run(save_dir: str | os.PathLike[str], place: str | os.PathLike[str], secrets: Sequence[str] = ()) -> None:
-    """Put a line for this run at the top of `<save_dir>/drivetrain_logs/index`; a problem becomes a warning.
+    """Add this run at the top of the index `<save_dir>/drivetrain_logs/index`. Errors are logged as warnings.
 
-    Several runs may do so at once.
+    Several runs may call it at the same time.
     """
     directory = Path(save_dir, DIRECTORY)
     shown = os.fspath(place)
@@ -91,20 +90,20 @@ def record_run(save_dir: str | os.PathLike[str], place: str | os.PathLike[str], 
         with locked(directory / f".{NAME}.lock", LOCK_SECONDS):
             _put_first(directory / NAME, " ".join(line.splitlines()))
     except OSError as error:
-        from drivetrain.runtime.logging import get_logger  # here: it imports torch, and a list of runs needs none
+        from drivetrain.runtime.logging import get_logger  # imported late, because it imports torch
 
         get_logger(__name__).warning_once(f"This run is not listed in {directory / NAME}: {error}.")
 
 
 @dataclass(frozen=True)
 class ListedRun:
-    """A run as the index lists it.
+    """Entry of the index.
 
     Attributes:
-        when: When it began, as text; when it was last resumed, where it was.
-        place: Its directory or file, or its address.
-        name: The same as the index shows it: the name to ask for it by.
-        command: The command that began it, without secrets.
+        when: The time when the run started or was last resumed, as text.
+        place: The directory, file or address of the run.
+        name: The place as written in the index, by which commands find the run.
+        command: The command that started the run, without secrets.
     """
 
     when: str
@@ -114,7 +113,7 @@ class ListedRun:
 
 
 def read_runs(save_dir: str | os.PathLike[str]) -> list[ListedRun]:
-    """The runs that `<save_dir>/drivetrain_logs/index` lists, newest first, each once."""
+    """Return the runs in `<save_dir>/drivetrain_logs/index`, newest first. Each run is listed once."""
     directory = Path(save_dir, DIRECTORY)
     path = directory / NAME
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
@@ -130,13 +129,13 @@ def read_runs(save_dir: str | os.PathLike[str]) -> list[ListedRun]:
 
 
 def words_of_command() -> list[str]:
-    """The command line that began this run: the launcher's, where one has started this process."""
+    """Return the command line that started this run. If a launcher started the process, this is its command line."""
     launched = os.environ.get(COMMAND_VARIABLE)
     return shlex.split(launched) if launched else list(sys.orig_argv or sys.argv)
 
 
 def command(secrets: Sequence[str] = ()) -> str:
-    """The command line of this run as a shell takes it, with `<hidden>` in the place of secrets."""
+    """Return the command line of this run as shell text, with secrets replaced by `<hidden>`."""
     words = words_of_command()
     words[:1] = [os.path.basename(word) for word in words[:1]]
     kept: list[str] = []
@@ -154,7 +153,6 @@ def command(secrets: Sequence[str] = ()) -> str:
 
 
 def _put_first(path: Path, line: str) -> None:
-    """Write the index again with one more line, beside itself first: the lines there are never at risk."""
     before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else _TITLE
     title, rest = (_TITLE, before[len(_TITLE) :]) if before.startswith(_TITLE) else ("", before)
     beside = path.with_name(f".{path.name}.{os.getpid()}")

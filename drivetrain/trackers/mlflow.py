@@ -1,4 +1,4 @@
-"""Values of a run in MLflow: on a server, or in a database of its own."""
+"""Tracker that writes to MLflow, on a server or in a local database."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ logger = get_logger(__name__)
 _LOCAL_ADVICE = "MLFlowLogger(tracking_uri='sqlite:///mlflow.db') writes to a local database."
 _STATUS = {COMPLETED: "FINISHED", "failed": "FAILED"}
 _LOCK_SECONDS = 120.0
-"""How long a run waits for another that makes the tables of a new database."""
+"""The seconds to wait for another run that creates the tables of a new database."""
 
 _BATCH = 100
-"""How many parameters or tags MLflow takes in one request."""
+"""The maximum number of parameters or tags in one MLflow request."""
 
 
 class MLFlowLogger(PackageLogger):
-    """Writes to a run of MLflow; all calls return at once, and a thread makes them.
+    """Tracker that writes to a run of MLflow. Calls return at once, and a background thread executes them.
 
-    Without a `tracking_uri` the run is written to the database `mlflow.db` in `save_dir`, and its files beside it;
-    `mlflow ui --backend-store-uri` shows it. A resumed run continues the run before it. When a `fit` ends, the run is
-    finished, failed or killed, with the tags `status` and, of a failed one, `error`; what logs later continues it.
-    MLflow keeps the first value of a parameter: another one is left out with a warning.
+    Without a `tracking_uri`, the run is written to the database `mlflow.db` in `save_dir`, with its files beside it.
+    `mlflow ui --backend-store-uri` displays it. A resumed run continues its MLflow run. When a `fit` ends, the MLflow
+    run is marked as finished, failed or killed, with the tags `status` and, if it failed, `error`. Later logging
+    reopens the run. MLflow never changes a parameter: a second value is ignored with a warning.
 
     Args:
-        experiment_name: The experiment; that of `MLFLOW_EXPERIMENT_NAME` if None, else `"drivetrain"`.
+        experiment_name: The name of the experiment. If None, `MLFLOW_EXPERIMENT_NAME`, or else `"drivetrain"`.
         run_name: The name of the run.
-        tracking_uri: The address of a server or database; that of `MLFLOW_TRACKING_URI` if None.
+        tracking_uri: The address of a server or database. If None, that of `MLFLOW_TRACKING_URI`.
         tags: Tags of the run.
-        save_dir: The directory of all runs.
-        log_model: Whether the best checkpoint is uploaded when a `fit` ends.
-        prefix: Put before the name of every value, with a `-` between.
-        artifact_location: Where a new experiment keeps files; the server's choice, or `save_dir`, if None.
-        run_id: The run to continue.
-        synchronous: Whether MLflow's own calls wait until they are done; True if None.
+        save_dir: The root directory of all runs.
+        log_model: Upload the best checkpoint when a `fit` ends.
+        prefix: A prefix for the names of all values, joined by `-`.
+        artifact_location: The location of the files of a new experiment. If None, the server's default, or `save_dir`.
+        run_id: The ID of a run to continue.
+        synchronous: Wait until each MLflow call is done. None means True.
         description: The description of the run.
-        nested_run: Whether the run is a child of the one that the script has open.
-        logging_dir: Another name of `artifact_location`.
+        nested_run: Create the run as a child of the run that the script has opened.
+        logging_dir: An alias of `artifact_location`.
 
     Raises:
         ConfigurationError: If `mlflow` is not installed.
@@ -99,12 +99,12 @@ class MLFlowLogger(PackageLogger):
 
     @property
     def run_id(self) -> str | None:
-        """The ID of the run, once it is known; the same as `version`."""
+        """The ID of the MLflow run, or None before it is opened. An alias of `version`."""
         return self.version
 
 
 class _MLFlowRun(PackageRun):
-    """One run, called on the thread of an `MLFlowLogger`; its raw object is the `MlflowClient`."""
+    """Run of MLflow on the background thread. Its underlying object is the `MlflowClient`."""
 
     name = "mlflow"
     id_form = r"[0-9a-zA-Z]{1,64}"
@@ -132,7 +132,7 @@ class _MLFlowRun(PackageRun):
         return [urllib.parse.unquote(parsed.password), parsed.password] if parsed.password else []
 
     def load(self) -> None:
-        """Import MLflow, and make the tables of a new local database: the first checkpoint does not wait for them."""
+        """Import MLflow and create the tables of a new local database, so that the first checkpoint need not wait."""
         from mlflow import MlflowClient
 
         _, _, path = self._uri.partition("sqlite:///")
@@ -160,7 +160,7 @@ class _MLFlowRun(PackageRun):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other runs away while MLflow (3.17) makes the tables of a new database, which it does without a lock."""
+        """Lock a local database. MLflow 3.17 creates the tables of a new database without a lock."""
         _, is_sqlite, path = self._uri.partition("sqlite:///")
         if not is_sqlite:
             yield
@@ -177,12 +177,12 @@ class _MLFlowRun(PackageRun):
             found = client.get_experiment_by_name(name)
             if found is not None and found.lifecycle_stage != "deleted":
                 return str(found.experiment_id)
-            with contextlib.suppress(MlflowException):  # another run makes it at the same time
+            with contextlib.suppress(MlflowException):  # another run may create it at the same time
                 return str(client.create_experiment(name, artifact_location=files))
         return str(client.create_experiment(name, artifact_location=files))
 
     def _context(self) -> dict[str, str]:
-        """The tags of a new run: those given, and what MLflow adds about the script and the user."""
+        """Return the tags of a new run: the given ones, and those that MLflow adds about script and user."""
         import mlflow
         from mlflow.tracking.context.registry import resolve_tags
 
@@ -197,13 +197,13 @@ class _MLFlowRun(PackageRun):
         from mlflow.entities import Param
 
         client = self.tracker
-        # One changed value would take its whole request down, and what does not wait may be on its way still.
+        # A changed value would make its whole request fail. Asynchronous requests may not have arrived yet.
         known = {**client.get_run(self.run_id).data.params, **self._sent}
         given = {_valid(key): str(value) for key, value in flatten(values).items()}
         changed = sorted(key for key, value in given.items() if known.get(key, value) != value)
         if changed:
             logger.warning(
-                f"MLFlowLogger: the run has other values of {', '.join(changed)} already, which MLflow does not change."
+                f"MLFlowLogger: the run has other values of {', '.join(changed)}. MLflow cannot change parameters."
             )
         params = [Param(key, value) for key, value in given.items() if key not in known]
         for first in range(0, len(params), _BATCH):
@@ -272,5 +272,5 @@ class _MLFlowRun(PackageRun):
 
 
 def _valid(name: str) -> str:
-    """A name in the characters that MLflow takes."""
+    """Replace the characters that MLflow does not allow in names."""
     return "".join(each if each.isalnum() or each in "_-. /:" else "_" for each in name)

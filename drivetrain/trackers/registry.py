@@ -1,4 +1,4 @@
-"""Trackers by name."""
+"""Registry of trackers by name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from drivetrain.trackers.base import Tracker
 from drivetrain.trackers.directory import DirectoryTracker, RunDirectory
 from drivetrain.trackers.group import ALIASES
 
-# The module and class of each tracker here, which is imported when a run asks for it. One whose file is not there is
-# left out.
+# Built-in trackers, imported on first use. Those whose module is missing are omitted.
 _TRACKERS: dict[str, str | type[Tracker]] = {
     name: place
     for name, place in {
@@ -36,24 +35,27 @@ TrackerClass = TypeVar("TrackerClass", bound=type[Tracker])
 
 
 def register_tracker(tracker: TrackerClass) -> TrackerClass:
-    """Make a tracker known by its `name`; also a class decorator.
+    """Register a tracker class under its `name`. Can be used as a class decorator.
 
     Args:
-        tracker: The class. `Tracker.for_run` makes it where a run gives its name alone.
+        tracker: The class. `Tracker.for_run` creates the tracker if a run selects it by name.
+
+    Returns:
+        The class.
 
     Raises:
-        ConfigurationError: If the class has no name, or another class has the same.
+        ConfigurationError: If the class has no name, or if the name belongs to another class.
     """
     name = getattr(tracker, "name", None)
     if not isinstance(name, str) or not name:
         raise ConfigurationError(
-            f"{tracker.__qualname__} has no `name`. Give the class one to register it, such as name = 'mine'.",
+            f"{tracker.__qualname__} has no `name`. Define one in the class, such as name = 'mine'.",
             see="trackers.md",
         )
     known = _registered(name)
     if known is not None and known.__qualname__ != tracker.__qualname__:
         raise ConfigurationError(
-            f"The tracker name {name!r} belongs to {known.__qualname__}. Give {tracker.__qualname__} another.",
+            f"The tracker name {name!r} belongs to {known.__qualname__}. Give {tracker.__qualname__} another name.",
         )
     _TRACKERS[name] = tracker
     return tracker
@@ -68,7 +70,10 @@ def _registered(name: str) -> type[Tracker] | None:
 
 
 def find_tracker(name: str) -> type[Tracker]:
-    """Return the class of the trackers of a name, also one of `ALIASES`.
+    """Return the tracker class with the given name or alias.
+
+    Args:
+        name: The name, such as `"csv"`.
 
     Raises:
         ConfigurationError: If no class has the name.
@@ -76,14 +81,14 @@ def find_tracker(name: str) -> type[Tracker]:
     tracker = _registered(ALIASES.get(name, name))
     if tracker is None:
         raise ConfigurationError(
-            f"There is no tracker {name!r}.{nearest(name, _TRACKERS)} Known are "
-            f"{', '.join(map(repr, _TRACKERS))}; `register_tracker` adds one of your own.",
+            f"There is no tracker {name!r}.{nearest(name, _TRACKERS)} Known trackers: "
+            f"{', '.join(map(repr, _TRACKERS))}. `register_tracker` adds your own.",
         )
     return tracker
 
 
 def available_trackers() -> list[str]:
-    """Return the names of the trackers whose needs are installed."""
+    """Return the names of the trackers whose packages are installed."""
     return [name for name in _TRACKERS if find_tracker(name).is_available()]
 
 
@@ -94,20 +99,23 @@ def resolve_trackers(
     name: str | None = None,
     init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Tracker]:
-    """Return the trackers that a user asked for.
+    """Create the trackers that a user selects by name or as objects.
 
-    Trackers that write files, into the same directory and with no version given, share one version: all files
-    of a run lie together.
+    Trackers that write files into the same directory, and have no version, share one version. All files of a run are
+    then in the same folder.
 
     Args:
-        spec: Names (also those of `ALIASES`), tracker objects or several of them. `"all"` means each one that is
-            installed, True the CSV table, None and False none.
-        save_dir: The directory of all runs, for trackers given by name.
-        name: The name of the project or experiment, for trackers given by name; their own default if None.
+        spec: Names or aliases, tracker objects, or a list of both. `"all"` selects all installed trackers, True the
+            CSV table, None and False none.
+        save_dir: The root directory of all runs, for trackers given by name.
+        name: The name of the project or experiment, for trackers given by name. If None, the default of each tracker.
         init_kwargs: Further arguments for trackers given by name: `{"tensorboard": {"flush_secs": 30}}`.
 
+    Returns:
+        The list of trackers.
+
     Raises:
-        ConfigurationError: If a name is unknown, or something else than a name or a tracker is given.
+        ConfigurationError: If a name is unknown, or if an item is neither a name nor a tracker.
     """
     if spec is None or spec is False:
         return []
@@ -117,7 +125,7 @@ def resolve_trackers(
     trackers: list[Tracker] = []
     made: set[str] = set()
     for item in wanted:
-        item = getattr(item, "value", item)  # a member of an enumeration of names
+        item = getattr(item, "value", item)  # an enum member
         if isinstance(item, str):
             names = available_trackers() if item == "all" else [ALIASES.get(item, item)]
             trackers += [_make(each, save_dir, name, init_kwargs) for each in names if each not in made]
@@ -126,7 +134,7 @@ def resolve_trackers(
             trackers.append(item)
         else:
             raise ConfigurationError(
-                f"A tracker was given as {item!r}. Give a Tracker object, or one of the names "
+                f"{item!r} is not a tracker. Give a Tracker object, or one of the names "
                 f"{', '.join(map(repr, _TRACKERS))}.",
                 see="trackers.md",
             )
@@ -147,7 +155,6 @@ def _make(
 
 
 def _share_version(trackers: Iterable[Tracker]) -> None:
-    """Give trackers with the same place and no version yet the same run directory."""
     shared: dict[str, RunDirectory] = {}
     for tracker in trackers:
         if isinstance(tracker, DirectoryTracker) and not tracker.run_directory.is_decided:

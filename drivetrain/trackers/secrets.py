@@ -1,4 +1,4 @@
-"""Keys, tokens and passwords, which reach no tracker, no checkpoint and no message."""
+"""Removal of keys, tokens and passwords from values that trackers, checkpoints and messages receive."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ _SECRET_NAME = re.compile(
     r"(?:^|[_\W])(?:api_?key|(?:access|secret|private|encryption|signing)_?key(?:_id)?|secrets?|token|password|passwd"
     r"|passphrase|credentials?)$"
 )
-# Tokens that a vocabulary has.
+# Vocabulary tokens, which are no secrets.
 _VOCABULARY = re.compile(
     r"(?:^|_)(?:pad|bos|eos|sos|unk|mask|sep|cls|start|end|stop|special|prefix|suffix|middle|image|video|audio|tool"
     r"|boundary|begin|first|last|next|per|each)_token$"
 )
 _SHORTEST = 8
-"""Characters below which a value in the environment is taken for a switch rather than for a secret."""
+"""The minimum length of a secret in an environment variable. Shorter values are taken for switches."""
 
 
 class Secrets:
-    """Finds secrets by the names that values have, and wherever known ones are repeated.
+    """Filter that finds secrets in values and texts, by the names of values and by known secrets.
 
-    A name such as `api_key`, `hf_token`, `password` or `clientSecret` makes a text secret, whatever it is. The values
-    of environment variables with such names are known, and so are those that are given.
+    A text is secret if its name is like `api_key`, `hf_token`, `password` or `clientSecret`. Known secrets are the
+    given values and those of environment variables with such names.
     """
 
     def __init__(self, values: Iterable[str] = ()) -> None:
         known = {value for value in values if value}
         known |= {value for name, value in os.environ.items() if is_secret_name(name) and len(value) >= _SHORTEST}
-        # The longest first, so that no rest of one remains where another is a part of it.
+        # Longest first: a secret may contain another one, and its rest must not remain.
         parts = sorted(map(re.escape, known), key=len, reverse=True)
         self._known = re.compile("|".join(parts)) if parts else None
 
     def in_text(self, text: str) -> str:
-        """Return a text with `<hidden>` in the place of every known secret and of what URLs hold of the kind."""
+        """Return a text in which known secrets and credentials in URLs are replaced by `<hidden>`."""
         text = without_credentials(text)
         return self._known.sub(HIDDEN, text) if self._known is not None else text
 
     def hide(self, value: Any) -> Any:
-        """Return nested values with `<hidden>` in the place of every secret; the original is left as it is."""
+        """Return a copy of nested values in which secrets are replaced by `<hidden>`."""
         return self._clean(value, drops=False)
 
     def drop(self, value: Any) -> Any:
-        """Return nested values without the entries whose names are those of secrets, and known secrets hidden."""
+        """Return a copy of nested values without entries that have secret names, and with known secrets hidden."""
         return self._clean(value, drops=True)
 
     def _clean(self, value: Any, drops: bool) -> Any:
@@ -65,13 +65,13 @@ class Secrets:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether what has this name is a secret: `api_key`, `HF_TOKEN`, `clientSecret`; not `max_tokens`, `pad_token`."""
+    """Return True for names of secrets such as `api_key` or `clientSecret`, not for `max_tokens` or `pad_token`."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_")
     return bool(_SECRET_NAME.search(snake)) and not _VOCABULARY.search(snake)
 
 
 def _covered(value: Any) -> Any:
-    """`<hidden>` for a text or for anything that holds one; numbers, switches and None as they are."""
+    """Return `<hidden>` for a text or a container. Numbers, booleans and None are returned unchanged."""
     if value is None or isinstance(value, (bool, int, float)) or value in ("", HIDDEN):
         return value
     return HIDDEN

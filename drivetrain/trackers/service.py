@@ -1,4 +1,4 @@
-"""What trackers of servers check before they start, so that each problem gets a message of its own."""
+"""Base classes and checks of trackers that use a service or a package."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ logger = get_logger(__name__)
 CONNECT_SECONDS = 10.0
 
 
-def refuse_missing(owner: str, package: str, extra: str) -> PackageMissingError:
-    """The error for a package that is not installed."""
+def missing_package(owner: str, package: str, extra: str) -> PackageMissingError:
     return PackageMissingError(
         f"{owner} needs {package}, which is not installed. Install it with `pip install 'drivetrain[{extra}]'`, or use "
         "CSVLogger instead."
@@ -35,9 +34,9 @@ def refuse_missing(owner: str, package: str, extra: str) -> PackageMissingError:
 
 
 def check_reachable(owner: str, url: str, advice: str) -> None:
-    """Raise where the server of a tracker cannot be connected to; packages themselves try for minutes."""
+    """Raise `TrackerError` if a server cannot be reached. The packages themselves would retry for minutes."""
     if any(scheme in urllib.request.getproxies() for scheme in ("http", "https", "all")):
-        return  # through which the package connects
+        return  # the package connects through a proxy
     parsed = urllib.parse.urlsplit(url)
     place = (parsed.hostname or "", parsed.port or (80 if parsed.scheme == "http" else 443))
     try:
@@ -47,7 +46,7 @@ def check_reachable(owner: str, url: str, advice: str) -> None:
 
 
 def source_is_clean(owner: str, secrets: Iterable[str]) -> bool:
-    """Whether a tracker may record the script and its command line; warns where they hold a secret as it is."""
+    """Return True if the script and its command line contain no secrets. Otherwise log a warning."""
     script, text = script_path(), " ".join(sys.argv)
     try:
         text += "" if script is None else Path(script).read_text(encoding="utf-8", errors="replace")
@@ -56,19 +55,19 @@ def source_is_clean(owner: str, secrets: Iterable[str]) -> bool:
     if HIDDEN not in Secrets(secrets).in_text(text.replace(HIDDEN, "")):
         return True
     logger.warning(
-        f"{owner} records neither source code nor command line: a key or token is written in them. Take it from the "
-        "environment instead."
+        f"{owner} does not record source code or command line, because they contain a key or token. Read it from "
+        "the environment instead."
     )
     return False
 
 
 def script_path() -> str | None:
-    """The path of the script that runs; None in a console."""
+    """Return the path of the running script, or None in an interactive session."""
     return os.path.abspath(sys.argv[0]) if sys.argv and os.path.isfile(sys.argv[0]) else None
 
 
 def flat_scalars(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, float], dict[str, str]]:
-    """Sort values into numbers and texts; nested ones become names with a `/`."""
+    """Split values into numbers and texts. Nested names are joined by `/`."""
     numbers: dict[str, float] = {}
     texts: dict[str, str] = {}
     for key, value in values.items():
@@ -83,24 +82,25 @@ def flat_scalars(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str,
     return numbers, texts
 
 
-# What trackers over a package have in common: whether it is there, which run is continued, where it is listed
+# Base classes
 
 
 class PackageRun(Tracker):
-    """One run of a package's, called on the thread of a `PackageLogger`.
+    """Base class of runs of a package, called on the thread of a `PackageLogger`.
 
-    A subclass opens the package's run in `open` and leaves it in `_run`; `close` ends it.
+    A subclass implements `open`, which opens the run of the package and assigns it to `_run`, and `finalize`, which
+    ends it.
 
     Attributes:
-        run_id: The ID of the run, once it is known.
-        save_dir: The directory of all runs.
+        run_id: The ID of the run, or None before it is opened.
+        save_dir: The root directory of all runs.
     """
 
     name = "package"
     id_form: ClassVar[str] = r"[\w.-]{1,128}"
-    """The form of an ID, as a regular expression."""
+    """The regular expression that valid IDs match."""
     has_own_id: ClassVar[bool] = False
-    """Whether the tracker chooses the ID, so that a checkpoint does not wait until the run is open."""
+    """True if the tracker chooses the ID, so that a checkpoint need not wait until the run is open."""
 
     def __init__(self, owner: str, save_dir: str | os.PathLike[str], run_id: str | None) -> None:
         self.owner, self.save_dir, self.run_id = owner, os.fspath(save_dir), run_id
@@ -111,13 +111,13 @@ class PackageRun(Tracker):
         self._run: Any = None
 
     def open(self) -> str | None:
-        """Open the run, leave it in `_run`, and return its directory or address for the index."""
+        """Open the package's run and assign it to `_run`. Returns its directory or address for the index, or None."""
         raise NotImplementedError
 
     def start(self) -> None:
         if self._run is None:
             place = self.open()
-            self._continues = True  # whenever it is opened again
+            self._continues = True  # a later start continues this run
             if place is not None:
                 record_run(self.save_dir, place, self.secrets)
 
@@ -127,7 +127,7 @@ class PackageRun(Tracker):
         return self._run
 
     def _leave_out(self, what: str) -> None:
-        logger.warning_once(f"{self.owner} has no place for {what}, which are left out.")
+        logger.warning_once(f"{self.owner} does not support {what}. They are ignored.")
 
     def finish(self) -> None:
         self.finalize()
@@ -142,17 +142,17 @@ class PackageRun(Tracker):
             return
         if not (isinstance(run_id, str) and re.fullmatch(self.id_form, run_id) and run_id.strip(".")):
             raise CheckpointError(
-                f"The state of {self.owner} in this checkpoint has run_id={run_id!r}, which is no ID of a run."
+                f"The state of {self.owner} in this checkpoint has run_id={run_id!r}, which is not a run ID."
             )
         self.run_id, self._continues = run_id, True
 
 
 class PackageLogger(BackgroundTracker):
-    """A tracker over a package that has the tracker's name; all calls return at once, and a thread makes them.
+    """Base class of trackers that use a package of the same name. Calls return at once, on a background thread.
 
     Args:
-        run: Its run.
-        log_model: Whether the run gets the best checkpoint when a `fit` ends.
+        run: The run of the package.
+        log_model: Send the best checkpoint to the run when a `fit` ends.
 
     Raises:
         ConfigurationError: If the package is not installed.
@@ -160,14 +160,14 @@ class PackageLogger(BackgroundTracker):
 
     def __init__(self, run: PackageRun, log_model: bool | str = False) -> None:
         if not self.is_available():
-            raise refuse_missing(type(self).__name__, self.name, self.name)
+            raise missing_package(type(self).__name__, self.name, self.name)
         super().__init__(run)
         self._package_run = run
         self.log_model = bool(log_model)
         if log_model == "all":
             logger.warning(
-                f"{type(self).__name__}(log_model='all') keeps the best checkpoint when a fit ends, as log_model=True "
-                "does. For others call log_artifact."
+                f"{type(self).__name__}(log_model='all') stores only the best checkpoint when a fit ends, as "
+                "log_model=True does. Call log_artifact to store others."
             )
 
     @classmethod
@@ -180,16 +180,14 @@ class PackageLogger(BackgroundTracker):
 
     @property
     def version(self) -> str | None:
-        """The ID of the run, once it is known."""
+        """The ID of the run, or None before it is opened."""
         return self._package_run.run_id
 
     @property
     def save_dir(self) -> str:
-        """The directory of all runs."""
         return self._package_run.save_dir
 
 
 def file_name(name: str, step: int | None = None, suffix: str = "") -> str:
-    """A name with its step as that of a file, within directories where it has a `/`."""
     parts = [re.sub(r"[^\w.-]", "_", part).strip(".") or "_" for part in name.split("/")]
     return "/".join(parts) + ("" if step is None else f"-{step}") + suffix

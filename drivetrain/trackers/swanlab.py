@@ -1,4 +1,4 @@
-"""Values of a run on SwanLab, or in a directory for it."""
+"""Tracker that writes to SwanLab, or to an offline directory."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from drivetrain.trackers.service import PackageLogger, PackageRun, check_reachab
 _OFFLINE_ADVICE = "SwanLabLogger(mode='offline') writes the run to disk, which `swanlab sync` sends later."
 _STATES = {COMPLETED: "success", "failed": "crashed"}
 _PROBES = ("runtime", "git")
-"""What records the command line and the repository."""
+"""The SwanLab probes that record the command line and the repository."""
 
 
 class SwanLabLogger(PackageLogger):
-    """Writes to a run on SwanLab; all calls return at once, and a thread makes them.
+    """Tracker that writes to a run on SwanLab. Calls return at once, and a background thread executes them.
 
-    A resumed run continues the run before it; offline, as a further directory with the same ID. When a `fit` ends, the
-    run's configuration gets `status` and, of a failed one, `error`, and the run is closed as successful, crashed or
-    aborted; what logs later continues it. A run that the script has opened itself is used, and left open.
+    A resumed run continues its SwanLab run. Offline, it writes another directory with the same ID. When a `fit` ends,
+    `status` and, if it failed, `error` are added to the configuration, and the run is closed as successful, crashed or
+    aborted. Later logging reopens the run. A run that the script has opened is used, and left open.
 
     Args:
-        project: The project; that of `SWANLAB_PROJ_NAME` if None, else `"drivetrain"`.
+        project: The project. If None, `SWANLAB_PROJ_NAME`, or else `"drivetrain"`.
         experiment_name: The name of the run.
-        workspace: The workspace; the default one if None.
-        mode: `"online"`, `"offline"`, `"local"` or `"disabled"`; that of `SWANLAB_MODE` if None.
-        save_dir: The directory of all runs; `swanlog/` within it gets this one.
-        run_id: The run to continue, or the ID that a new one gets.
-        prefix: Put before the name of every value, with a `-` between.
-        log_model: Whether the best checkpoint is kept with the run when a `fit` ends.
-        **kwargs: For `swanlab.init`, such as `tags`, `description`, `group` or `settings`.
+        workspace: The workspace. If None, the default one.
+        mode: `"online"`, `"offline"`, `"local"` or `"disabled"`. If None, that of `SWANLAB_MODE`.
+        save_dir: The root directory of all runs. The run is written below its subdirectory `swanlog/`.
+        run_id: The ID of a run to continue, or of the new run.
+        prefix: A prefix for the names of all values, joined by `-`.
+        log_model: Store the best checkpoint with the run when a `fit` ends.
+        **kwargs: Arguments of `swanlab.init`, such as `tags`, `description`, `group` or `settings`.
 
     Raises:
         ConfigurationError: If `swanlab` is not installed.
@@ -78,8 +78,6 @@ class SwanLabLogger(PackageLogger):
 
 
 class _SwanLabRun(PackageRun):
-    """One run, called on the thread of a `SwanLabLogger`."""
-
     name = "swanlab"
     has_own_id = True
 
@@ -94,7 +92,7 @@ class _SwanLabRun(PackageRun):
     def open(self) -> str | None:
         import swanlab
 
-        if swanlab.has_run():  # the script's own, which it closes
+        if swanlab.has_run():  # opened by the script, which also closes it
             self._run, self._is_shared = swanlab.get_run(), True
             self.run_id = self._run.id
             return str(self._run.dir)
@@ -106,12 +104,11 @@ class _SwanLabRun(PackageRun):
         try:
             self._run, self._is_shared = swanlab.init(**given), False
         finally:
-            # SwanLab (0.10) would write the whole traceback of an error, with what secrets it holds, and close the run.
+            # The hook of SwanLab 0.10 would record full tracebacks, which may contain secrets, and close the run.
             sys.excepthook = hook
         return str(self._run.dir) if self._run.mode != "online" else str(self._run.url)
 
     def _settings(self, swanlab: Any) -> Any:
-        """The settings of the run: those given, without the source where it holds a secret."""
         from swanlab.sdk.internal.settings import create_settings
 
         settings = create_settings()

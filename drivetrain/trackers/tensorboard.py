@@ -1,4 +1,4 @@
-"""Values of a run as TensorBoard event files."""
+"""Tracker that writes TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
 
 
 class TensorBoardLogger(DirectoryTracker):
-    """Writes event files and `hparams.yaml` into `<save_dir>/<name>/version_<n>`.
+    """Tracker that writes event files and `hparams.yaml` into `<save_dir>/<name>/version_<n>`.
 
-    TensorBoard itself is imported when the first value is written. A version that is there already is
-    continued in a further event file. A resumed run continues the version of the run before it; what that one wrote
-    after the checkpoint is cut off its event files, and dropped by a TensorBoard that has read it already.
+    TensorBoard is imported when the first value is written. An existing version is continued in a new event file. A
+    resumed run continues the version of the earlier run. Values after the checkpoint are cut from its event files, and
+    a running TensorBoard discards them.
 
     Args:
-        save_dir: The directory of all runs.
+        save_dir: The root directory of all runs.
         name: The name of the experiment, a directory in `save_dir`.
-        version: The run, a directory `version_<n>` (a text: as it is); the next free number without it.
-        prefix: Put before the name of every value, with a `-` between.
-        sub_dir: A directory in that of the run, for the event files.
-        **kwargs: For `torch.utils.tensorboard.SummaryWriter`, such as `flush_secs` or `purge_step`.
+        version: The number of the run, for a directory `version_<n>`, or the name of its directory. If None, the next
+            free number.
+        prefix: A prefix for the names of all values, joined by `-`.
+        sub_dir: A subdirectory of the run directory, for the event files.
+        **kwargs: Arguments of `torch.utils.tensorboard.SummaryWriter`, such as `flush_secs` or `purge_step`.
 
     Raises:
         ConfigurationError: If TensorBoard is not installed.
@@ -64,7 +65,7 @@ class TensorBoardLogger(DirectoryTracker):
         self._writer_options = kwargs
         self._writer: SummaryWriter | None = None
         self._unnumbered = 0
-        self._groups: set[str] = set()  # directories of the curves that share a chart
+        self._groups: set[str] = set()  # directories of charts with several curves
         self._last_step = -1
         self._purge_step: int | None = None
 
@@ -82,7 +83,7 @@ class TensorBoardLogger(DirectoryTracker):
             self._purge_step = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # The file stays with this process; a copy begins another one.
+        # File handles cannot be copied. The copy opens a new event file.
         self.save()
         return {**self.__dict__, "_writer": None}
 
@@ -92,18 +93,17 @@ class TensorBoardLogger(DirectoryTracker):
 
     @property
     def tracker(self) -> SummaryWriter:
-        """The `SummaryWriter`, for images, histograms and the like; opens the run."""
+        """The `SummaryWriter`, for all of its features. Opens the run."""
         self.start()
         assert self._writer is not None
         return self._writer
 
     @property
     def writer(self) -> SummaryWriter:
-        """Return the same as `tracker`."""
+        """The `SummaryWriter`. An alias of `tracker`."""
         return self.tracker
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the hyper-parameters to `hparams.yaml` and to TensorBoard's page of them."""
         super().store_init_configuration(values)
         from torch.utils.tensorboard.summary import hparams
 
@@ -116,11 +116,11 @@ class TensorBoardLogger(DirectoryTracker):
             file_writer.add_summary(summary)
 
     def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
-        """Write values of one step: numbers as curves, a dict of numbers as curves of one chart, text as text.
+        """Write metric values of one step: numbers as curves, a dict of numbers as one chart, and strings as text.
 
         Args:
-            values: Names and values.
-            step: The optimizer step that the values belong to. Without it calls are numbered from 0.
+            values: A dict from name to value.
+            step: The optimizer step of the values. If None, calls are numbered from 0.
         """
         writer = self.tracker
         if step is None:
@@ -139,7 +139,7 @@ class TensorBoardLogger(DirectoryTracker):
                 writer.add_scalar(name, number, step)
 
     def _number(self, name: str, value: Any) -> float | None:
-        """Return a value as a number, or None if it has no such form, which is warned of once."""
+        """Convert a value to a number. Returns None, with one warning, if that is impossible."""
         try:
             return float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -169,11 +169,11 @@ class TensorBoardLogger(DirectoryTracker):
             self.tracker.add_histogram(self._prefix + name, as_array(each), step)
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Trace the model with `input_array` and write its graph; nothing without an input.
+        """Trace the model with `input_array` and write its graph. Does nothing without an input.
 
         Args:
             model: The module.
-            input_array: What it can be called with.
+            input_array: An example input of the module.
         """
         if input_array is not None:
             self.tracker.add_graph(model, input_array)
@@ -201,7 +201,7 @@ class TensorBoardLogger(DirectoryTracker):
                 path.unlink()
             elif path.stat().st_size > max(0, size):
                 os.truncate(path, max(0, size))
-        # Event files are read once; a TensorBoard that watches the run still holds what was cut off.
+        # A running TensorBoard has already read the values that were cut: the purge step makes it discard them.
         self._purge_step = self._last_step + 1
 
     def _event_files(self) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Values of a run in Trackio: in a local database, a Space of Hugging Face or on a server."""
+"""Tracker that writes to Trackio: a local database, a Hugging Face Space or a server."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from drivetrain.trackers.service import PackageLogger, PackageRun, check_reachab
 _LOCAL_ADVICE = "TrackioLogger without space_id and server_url writes to a local database."
 
 _BATCH_SECONDS = 10.0
-"""How long the configuration waits for values before it to be written."""
+"""The maximum seconds to wait for pending values before the configuration is written."""
 
 
 class TrackioLogger(PackageLogger):
-    """Writes to a run of Trackio; all calls return at once, and a thread makes them.
+    """Tracker that writes to a run of Trackio. Calls return at once, and a background thread executes them.
 
-    Without `space_id` and `server_url` the run is written to the database of the project below `TRACKIO_DIR`, and
-    `trackio show` shows it. A resumed run continues the run before it, by its name. When a `fit` ends, the run's
-    configuration gets `status` and, of a failed one, `error`, and it is closed; what logs later continues it.
+    Without `space_id` and `server_url`, the run is written to the database of the project below `TRACKIO_DIR`, and
+    `trackio show` displays it. A resumed run continues its Trackio run, identified by its name. When a `fit` ends, the
+    run is closed, with `status` and, if it failed, `error` in its configuration. Later logging reopens the run.
 
     Args:
-        project: The project; `"drivetrain"` if None.
-        run_name: The name of the run; one that no other has if None.
-        space_id: The Space of Hugging Face to write to; that of `TRACKIO_SPACE_ID` if None.
-        prefix: Put before the name of every value, with a `-` between.
-        log_model: Whether the best checkpoint is kept as an artifact when a `fit` ends.
-        save_dir: The directory in whose index of runs this one is listed.
-        **kwargs: For `trackio.init`, such as `server_url`, `group` or `auto_log_gpu`.
+        project: The project. If None, `"drivetrain"`.
+        run_name: The name of the run. If None, a unique name.
+        space_id: The Hugging Face Space to write to. If None, that of `TRACKIO_SPACE_ID`.
+        prefix: A prefix for the names of all values, joined by `-`.
+        log_model: Store the best checkpoint as an artifact when a `fit` ends.
+        save_dir: The directory whose index lists the run.
+        **kwargs: Arguments of `trackio.init`, such as `server_url`, `group` or `auto_log_gpu`.
 
     Raises:
         ConfigurationError: If `trackio` is not installed.
@@ -57,7 +57,7 @@ class TrackioLogger(PackageLogger):
         save_dir: str | os.PathLike[str] = ".",
         **kwargs: Any,
     ) -> None:
-        name = kwargs.pop("name", run_name)  # trackio's own word
+        name = kwargs.pop("name", run_name)  # `name` is the argument of `trackio.init`
         options = {"project": project or "drivetrain", "space_id": space_id, **kwargs}
         super().__init__(_TrackioRun(os.fspath(save_dir), name, options, f"{prefix}-" if prefix else ""), log_model)
 
@@ -67,14 +67,14 @@ class TrackioLogger(PackageLogger):
 
 
 class _TrackioRun(PackageRun):
-    """One run, called on the thread of a `TrackioLogger`; its ID is its name, by which Trackio finds it."""
+    """Run of Trackio on the background thread. Its ID is its name."""
 
     name = "trackio"
     has_own_id = True
 
     def __init__(self, save_dir: str, run_name: str | None, options: Mapping[str, Any], prefix: str) -> None:
         super().__init__("TrackioLogger", save_dir, run_name)
-        self._continues = False  # Several runs may have one name.
+        self._continues = False  # a given name is that of a new run, since several runs may share a name
         self._options, self._prefix = dict(options), prefix
         self._last_step: int | None = None
         self._configuration: dict[str, Any] = {}
@@ -109,7 +109,7 @@ class _TrackioRun(PackageRun):
         return f"https://huggingface.co/spaces/{space}" if space else server.partition("?")[0] if server else where
 
     def _check_space(self) -> None:
-        """Raise where there is no token or no connection, for which Trackio would try for a long time."""
+        """Raise `TrackerError` without a token or a connection. Trackio itself would retry for a long time."""
         import huggingface_hub
 
         if not huggingface_hub.get_token():
@@ -125,9 +125,10 @@ class _TrackioRun(PackageRun):
         self.tracker.log(named, step=step)
 
     def _configure(self, values: Mapping[str, Any]) -> None:
-        """Put values into the configuration, which Trackio (0.43) writes with the next values, and only once.
+        """Add values to the configuration.
 
-        Of several in one batch it would write the first.
+        Trackio 0.43 writes the configuration once, together with the next values. If one batch holds several
+        configurations, it writes the first, so pending values must be sent before.
         """
         run = self.tracker
         deadline = time.monotonic() + _BATCH_SECONDS
@@ -180,11 +181,10 @@ class _TrackioRun(PackageRun):
         self._configuration.pop("error", None)
         self._run.config.pop("error", None)
         self._configure({"status": status, **({"error": message} if message else {})})
-        self._run.log({}, step=self._last_step)  # which takes the configuration with it
+        self._run.log({}, step=self._last_step)  # sends the configuration
         run, self._run = self._run, None
         run.finish()
 
 
 def _shown(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without the names that Trackio keeps for itself: those that begin with `_`."""
     return {key: value for key, value in values.items() if not key.startswith("_")}

@@ -1,4 +1,4 @@
-"""Values of a run on Weights & Biases, or in a directory for it."""
+"""Tracker that writes to Weights & Biases, or to an offline directory."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from drivetrain.trackers.service import PackageLogger, PackageRun, check_reachab
 
 _OFFLINE_ADVICE = "WandbLogger(offline=True) writes the run to disk, which `wandb sync` sends later."
 STEP = "trainer/global_step"
-"""The value that is the axis of all others."""
+"""The name of the value that is the x axis of all others."""
 
 _OFFLINE_MODES = ("offline", "dryrun")
 _POLICIES = ("mutable", "immutable")
 
 
 class WandbLogger(PackageLogger):
-    """Writes to a run on Weights & Biases; all calls return at once, and a thread makes them.
+    """Tracker that writes to a run on Weights & Biases. Calls return at once, and a background thread executes them.
 
-    All values have the axis `trainer/global_step`, so none is dropped that belongs to an earlier step than the one
-    before. A resumed run continues the run before it; offline, as a further directory with the same ID. When a `fit`
-    ends, the run's summary gets `status` and, of a failed one, `error`, and it is closed; what logs later continues it.
-    A run that the script has opened itself is used, and left open.
+    The x axis of all values is `trainer/global_step`, so values of an earlier step than the last one are not dropped.
+    A resumed run continues its W&B run. Offline, it writes another directory with the same ID. When a `fit` ends, the
+    run is closed, with `status` and, if it failed, `error` in its summary. Later logging reopens the run. A run that
+    the script has opened is used, and left open.
 
     Args:
         name: The name of the run.
-        save_dir: The directory of all runs; `wandb/` within it gets this one.
-        version: The ID of the run to continue, or that a new one gets.
-        offline: Whether the run is written to disk only. If False, as `mode` or `WANDB_MODE` asks.
-        dir: The same as `save_dir`.
-        id: The same as `version`.
-        anonymous: Without effect: Weights & Biases has no anonymous runs any more.
-        project: The project; that of `WANDB_PROJECT` if None, else `"drivetrain"`.
-        log_model: Whether the best checkpoint is kept as an artifact when a `fit` ends.
-        experiment: A run that is open, which stays open.
-        prefix: Put before the name of every value, with a `-` between.
-        checkpoint_name: The name of the artifact of the best checkpoint; `model-<id>` if None.
-        add_file_policy: `"mutable"` copies files of artifacts before they are uploaded, `"immutable"` does not.
-        **kwargs: For `wandb.init`, such as `entity`, `group`, `tags`, `notes`, `job_type` or `settings`.
+        save_dir: The root directory of all runs. The run is written below its subdirectory `wandb/`.
+        version: The ID of a run to continue, or of the new run.
+        offline: Write the run to disk only. If False, `mode` or `WANDB_MODE` decides.
+        dir: An alias of `save_dir`.
+        id: An alias of `version`.
+        anonymous: Has no effect, since Weights & Biases no longer has anonymous runs.
+        project: The project. If None, `WANDB_PROJECT`, or else `"drivetrain"`.
+        log_model: Store the best checkpoint as an artifact when a `fit` ends.
+        experiment: An open run to use, which is left open.
+        prefix: A prefix for the names of all values, joined by `-`.
+        checkpoint_name: The artifact name of the best checkpoint. If None, `model-<id>`.
+        add_file_policy: `"mutable"` copies artifact files before they are uploaded, `"immutable"` does not.
+        **kwargs: Arguments of `wandb.init`, such as `entity`, `group`, `tags`, `notes`, `job_type` or `settings`.
 
     Raises:
-        ConfigurationError: If `wandb` is not installed, or an argument cannot be.
+        ConfigurationError: If `wandb` is not installed, or an argument is invalid.
 
     Example:
         ```python
@@ -96,8 +96,6 @@ class WandbLogger(PackageLogger):
 
 
 class _WandbRun(PackageRun):
-    """One run, called on the thread of a `WandbLogger`."""
-
     name = "wandb"
     has_own_id = True
     artifact_name: str | None = None
@@ -123,7 +121,7 @@ class _WandbRun(PackageRun):
         import wandb
 
         running = self._experiment or wandb.run
-        if running is not None:  # the script's own, which it closes
+        if running is not None:  # opened by the script, which also closes it
             self._run, self._is_shared, self.run_id = running, True, running.id
         else:
             os.makedirs(self.save_dir, exist_ok=True)
@@ -136,7 +134,6 @@ class _WandbRun(PackageRun):
         return str(Path(self._run.dir).parent) if self._run.offline else str(self._run.url)
 
     def _settings(self, wandb: Any) -> Any:
-        """The settings of the run: those given, without the source where it holds a secret."""
         given = self._options.get("settings") or {}
         settings = wandb.Settings(**given) if isinstance(given, Mapping) else given
         if not source_is_clean("WandbLogger", self.secrets):
@@ -145,7 +142,7 @@ class _WandbRun(PackageRun):
         return settings
 
     def _check_server(self, wandb: Any, settings: Any) -> None:
-        """Raise where no key is found, which wandb would ask for, or there is no connection."""
+        """Raise `TrackerError` without an API key, for which wandb would prompt, or without a connection."""
         known = wandb.setup().settings
         mode = self._options.get("mode") or os.environ.get("WANDB_MODE") or known.mode
         if mode in (*_OFFLINE_MODES, "disabled"):
@@ -212,14 +209,14 @@ class _WandbRun(PackageRun):
 
 
 def _picture(array: Any) -> Any:
-    """An image as Pillow's, whose values wandb takes as they are."""
+    """Convert an array to a PIL image. wandb does not rescale the values of PIL images."""
     from PIL import Image
 
     return Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
 
 
 def _is_in_netrc(host: str | None) -> bool:
-    import netrc  # here: no other part needs it
+    import netrc  # imported late: rarely needed
 
     try:
         return host is not None and netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None

@@ -25,7 +25,7 @@ def test_every_hook_does_nothing_by_itself_and_says_when_it_is_called(name: str)
     assert [parameter.name for parameter in parameters[:3]] == ["self", "trainer", "task"]
     given = [None for parameter in parameters[1:] if parameter.default is inspect.Parameter.empty]
     assert hook(Callback(), *given) is None
-    assert hook.__doc__.startswith("Called ")
+    assert hook.__doc__.startswith("Run code ")
 
 
 def test_the_hooks_are_those_of_lightning_and_one_more() -> None:

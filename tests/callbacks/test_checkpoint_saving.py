@@ -156,7 +156,7 @@ def test_with_warn_the_run_goes_on_past_a_full_disk(
     assert os.readlink(tmp_path / "ckpt" / "last.ckpt") == "step=10.ckpt"
     assert checkpoint.best_model_path == str(tmp_path / "ckpt" / "step=10.ckpt")
     assert caplog.text.count("No space left on device") == 2
-    assert "the checkpoints before this one are intact" in caplog.text
+    assert "Earlier checkpoints are intact" in caplog.text
 
 
 def test_without_warn_a_full_disk_ends_the_run_and_the_last_good_one_is_intact(tmp_path: Path) -> None:

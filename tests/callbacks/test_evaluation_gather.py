@@ -151,7 +151,7 @@ def test_what_else_a_step_returns_for_each_sample_is_in_the_file(
     world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_in_processes(predict_with_ids, world_size, args=(str(tmp_path),))
-    assert "leaves 'note' out of the file" in "".join(capsys.readouterr())
+    assert "omits 'note' from the file" in "".join(capsys.readouterr())
     with (tmp_path / "predict.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert list(table[0]) == ["index", "prediction", "id", "pair_0", "pair_1", "output_index"]
@@ -205,7 +205,7 @@ class Returning(Scripted):
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        (None, "what validation_step returns, and it returned None. Return a dict such as"),
+        (None, "predictions, but validation_step returned None. Return a dict such as"),
         ({"prediction": torch.ones(2)}, "returned a dict with 'prediction'. Did you mean 'prediction'"),
         ({"predictions": torch.ones(2)}, "the outputs hold no targets"),
         ({"predictions": torch.ones(3), "targets": torch.ones(3)}, "3 rows for a batch of 2"),

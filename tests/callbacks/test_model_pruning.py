@@ -163,7 +163,7 @@ def prune_over_processes() -> list[Any]:
     torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
     callback = ModelPruning("random_unstructured", amount=0.3)
     train(task, ".", [callback], batches=2, epochs=2, strategy="ddp", enable_checkpointing=False, seed=None)
-    with pytest.raises(ConfigurationError, match="FSDP divides over processes"):
+    with pytest.raises(ConfigurationError, match="FSDP shards them"):
         train(Wide(), ".", [ModelPruning("l1_unstructured")], strategy="fsdp", enable_checkpointing=False)
     return [value.tolist() for value in task.state_dict().values()]
 

@@ -187,7 +187,7 @@ def test_values_of_the_device_can_be_chosen(tmp_path: Path, caplog: pytest.LogCa
 
 @pytest.mark.parametrize("make", [DeviceStatsMonitor, GradientNorm, SpeedMonitor, ThroughputMonitor])
 def test_without_a_logger_they_say_so(make: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=f"Cannot use `{make.__name__}` callback. It has nowhere to log to"):
+    with pytest.raises(ConfigurationError, match=f"Cannot use `{make.__name__}` callback. The Trainer has no logger"):
         train(Regression({}), tmp_path, [make()], enable_checkpointing=False)
 
 

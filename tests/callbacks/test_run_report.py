@@ -459,7 +459,7 @@ def test_a_run_that_is_killed_at_once_is_listed_as_failed(processes: int, moment
         run_in_processes(fit_until_killed, processes, args=(str(tmp_path), moment))
     [run] = list_runs(tmp_path)
     assert run.state == "failed"
-    assert "ended without recording why" in run.record["reason"]
+    assert "ended without recording a reason" in run.record["reason"]
     assert run.record["sessions"] == []
 
 

@@ -110,7 +110,7 @@ def test_a_run_without_a_last_epoch_averages_until_it_ends(
     assert (trainer.max_epochs, trainer.global_step, callback.n_averaged) == (-1, 8, 3)
     if kind is Plain:
         assert torch.allclose(task.layer.weight, torch.stack(weights[1:4]).mean(0))
-    assert ("ended before the epoch in which batch norms" in caplog.text) is (kind is Normed)
+    assert ("ended before the epoch that computes batch norm" in caplog.text) is (kind is Normed)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def fit(forward: float, every: int) -> tuple[list[str], list[Any], list[tuple[An
         enable_model_summary=False,
     )
     trainer.fit(SlowOnRank1(forward, 0.0), ones(20))
-    named = [line for line in messages.lines if "All wait for it" in line]
+    named = [line for line in messages.lines if "All processes wait for this one" in line]
     rows = [(step, row) for step, row in tracker.rows if "straggler/rank" in row]
     return named, rows, [tuple(each) for each in monitor.latest]
 
@@ -112,7 +112,7 @@ def fit_with_a_slow_loader() -> tuple[list[str], Any]:
     monitor = StragglerMonitor(every_n_steps=10, measured_steps=5)
     trainer = Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, callbacks=[monitor], **options)
     trainer.fit(SlowOnRank1(0.0, 0.0), torch.utils.data.DataLoader(Loading()))
-    return [line for line in messages.lines if "All wait for it" in line], None
+    return [line for line in messages.lines if "All processes wait for this one" in line], None
 
 
 def test_one_process_alone_has_nothing_to_compare(tmp_path: Any) -> None:

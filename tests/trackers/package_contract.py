@@ -236,7 +236,7 @@ class PackageContract:
 
     def test_an_id_that_is_none_is_refused_and_a_given_one_is_kept(self, tmp_path: Path) -> None:
         logger = self.kit.make(tmp_path)
-        with pytest.raises(CheckpointError, match="no ID of a run"):
+        with pytest.raises(CheckpointError, match="not a run ID"):
             logger.load_state_dict({"run_id": "../../etc"})
         logger.load_state_dict({"run_id": "0a1b2c3d4e5f"})
         assert logger.version == "0a1b2c3d4e5f"

@@ -115,8 +115,8 @@ def test_what_finds_no_room_in_the_queue_is_counted_and_reported_at_the_end(capl
     tracker.finish()
     assert tracker.lost == 30
     full, report = warnings_in(caplog)
-    assert full.startswith("Recorded: It is slower than the run, and its queue is full.")
-    assert report == "Recorded has lost 30 of 50 values: 30 by It is slower than the run, and its queue is full."
+    assert full.startswith("Recorded: It is slower than the run, so its queue is full.")
+    assert report == "Recorded lost 30 of 50 values: 30 by It is slower than the run, so its queue is full."
 
 
 def test_a_tracker_that_raises_in_the_middle_warns_once_and_is_called_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -128,8 +128,8 @@ def test_a_tracker_that_raises_in_the_middle_warns_once_and_is_called_again(capl
     assert [call[2] for call in inner.calls if call[0] == "log"] == list(range(1, 11))
     assert tracker.lost == 3
     once, report = warnings_in(caplog)
-    assert once == "Broken: ConnectionError: server said no at step 3 The run continues; what is lost is counted."
-    assert report == "Broken has lost 3 of 10 values: 3 by ConnectionError: server said no at step #."
+    assert once == "Broken: ConnectionError: server said no at step 3 The run continues without these values."
+    assert report == "Broken lost 3 of 10 values: 3 by ConnectionError: server said no at step #."
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_checkpoint_waits_for_one_that_is_behind_once(
     assert time.monotonic() - started < 5
     inner.gate.set()
     tracker.finish()
-    assert "may begin a new one" in warnings_in(caplog)[0]
+    assert "may start a new tracker run" in warnings_in(caplog)[0]
 
 
 def test_the_raw_object_is_given_once_the_run_is_open() -> None:

@@ -197,7 +197,7 @@ def test_hyperparameters_are_plain_yaml_and_grow(tmp_path: Path) -> None:
 
 
 def test_hyperparameters_of_an_unknown_form_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"given as int.*dict, a dataclass instance or an argparse"):
+    with pytest.raises(ValueError, match=r"of type int.*dict, a dataclass instance or an argparse"):
         CSVLogger(tmp_path).log_hyperparams(3)
 
 

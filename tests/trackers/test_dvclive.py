@@ -144,7 +144,7 @@ def artifact_complaint(directory: Path) -> tuple[str, int]:
 
 def test_files_without_a_repository_are_counted_as_lost(tmp_path: Path) -> None:
     [(line, lost)] = run_in_processes(artifact_complaint, 1, args=(tmp_path,))
-    assert "keeps files in a DVC repository only. Make one with `dvc init`." in line
+    assert "can store files only in a DVC repository. Create one with `dvc init`." in line
     assert lost == 3
 
 

@@ -63,8 +63,8 @@ def test_one_tracker_that_raises_leaves_the_run_and_the_others_alone(caplog: pyt
     assert fine.given == [({"loss": 0.5}, step, {}) for step in range(3)]
     warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warned == [
-        "Direct: OSError: disk full The run continues; what is lost is counted.",
-        "Direct has lost 3 of 3 values: 3 by OSError: disk full.",
+        "Direct: OSError: disk full The run continues without these values.",
+        "Direct lost 3 of 3 values: 3 by OSError: disk full.",
     ]
 
 
@@ -99,7 +99,7 @@ def test_a_tracker_is_found_by_its_name_and_does_nothing_on_other_processes(tmp_
     absent.log({"loss": 1.0}, 1)
     absent.tracker.anything.at_all(1)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ConfigurationError, match="no tracker 'wandb' in this run, which has: 'csv'"):
+    with pytest.raises(ConfigurationError, match=r"no tracker 'wandb' in this run. Its trackers: 'csv'"):
         TrackerGroup([table], is_main=True).get("wandb")
 
 
@@ -155,7 +155,7 @@ def test_a_value_without_a_place_costs_only_itself(tmp_path: Path, caplog: pytes
     read = [EventAccumulator(str(path)).Reload() for path in Path(board.log_dir).rglob("") if path.is_dir()]
     found = [(tag, [event.value for event in each.Scalars(tag)]) for each in read for tag in each.Tags()["scalars"]]
     assert sorted(found) == [("first", [1, 1]), ("last", [4, 4]), ("pair", [2, 2]), ("pair", [3, 3])]
-    warnings = [line for line in caplog.messages if "has no place" in line]
+    warnings = [line for line in caplog.messages if "does not support" in line]
     assert len(warnings) == len(set(warnings)) == 3 + len(ODD_VALUES)
 
 

@@ -174,4 +174,4 @@ def test_what_is_wrong_with_the_arguments_is_raised_at_once(caplog: pytest.LogCa
     with pytest.raises(ConfigurationError, match=r"add_file_policy='copy'.*'immutable'"):
         WandbLogger(add_file_policy="copy")
     assert WandbLogger(log_model="all").log_model is True
-    assert "keeps the best checkpoint" in caplog.text
+    assert "stores only the best checkpoint" in caplog.text

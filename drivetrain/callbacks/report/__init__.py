@@ -1,1 +1,1 @@
-"""What runs have written, as pages for people: read, compared and drawn. Imports no torch."""
+"""Reports of runs: reading, comparing and drawing what runs have written. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Which curves belong into one chart, and in which order charts come."""
+"""Charts of a report: samples of each process, grouping of curves into charts, and HTML helpers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from drivetrain.callbacks.report.record import Curve, RunValues
 from drivetrain.runtime.terminal import visible
 
-# What each process of a run measured of itself, one small table a rank: `ranks/rank_<n>.csv` in the run's folder
+# Samples of each rank, in `ranks/rank_<n>.csv` of the run's folder
 
 
 FOLDER = "ranks"
@@ -23,26 +23,26 @@ FOLDER = "ranks"
 
 @dataclass
 class Sample:
-    """What a process did in a stretch of time.
+    """Measurements of a process over a stretch of time.
 
     Attributes:
-        time: When it ended, in seconds since 1970.
-        seconds: How long it was.
-        step: Optimizer steps taken when it ended.
-        steps_per_sec: Optimizer steps in a second of training.
-        samples_per_sec: Samples of this process in a second of training; nan where they are not counted.
-        data: The share of the time in which it waited for its loader; see `Timing` for this and the following.
-        forward: The share of forwards.
-        backward: The share of backwards.
-        optimizer: The share of optimizers.
-        sync: The share in which it waited for other processes.
-        logging: The share of logging.
-        callbacks: The share of callbacks.
-        checkpoint: The share in which it wrote checkpoints.
-        evaluation: The share in which it validated.
-        idle: The share of everything else.
-        memory: Bytes in use: of the device, or of the process where the device is the CPU.
-        lr: The learning rate of the first optimizer's first group.
+        time: The end of the stretch, in seconds since 1970.
+        seconds: The length of the stretch.
+        step: The number of optimizer steps at its end.
+        steps_per_sec: Optimizer steps per second of training.
+        samples_per_sec: Samples of this process per second of training, or NaN if they are not counted.
+        data: The fraction of time spent waiting for the loader. `Timing` documents this and the following fractions.
+        forward: The fraction of time in the forward pass.
+        backward: The fraction of time in the backward pass.
+        optimizer: The fraction of time in optimizer steps.
+        sync: The fraction of time spent waiting for other processes.
+        logging: The fraction of time spent logging.
+        callbacks: The fraction of time in callbacks.
+        checkpoint: The fraction of time spent writing checkpoints.
+        evaluation: The fraction of time in validations.
+        idle: The remaining fraction of time.
+        memory: The memory in use in bytes: of the device, or of the process if the device is the CPU.
+        lr: The learning rate of the first optimizer's first parameter group.
     """
 
     time: float
@@ -65,7 +65,7 @@ class Sample:
 
     @property
     def busy(self) -> float:
-        """The share of the time in which it trained, without waiting for its loader."""
+        """The fraction of time spent training, without waiting for the loader."""
         return 1.0 - self.data - self.checkpoint - self.evaluation
 
 
@@ -73,7 +73,7 @@ COLUMNS = tuple(each.name for each in fields(Sample))
 
 
 class Lane:
-    """Writes the samples of one process."""
+    """Writer of the measurements of one process to a CSV file."""
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, about: Mapping[str, str]) -> None:
         self._path = Path(folder, FOLDER, f"rank_{rank}.csv")
@@ -82,11 +82,9 @@ class Lane:
 
     @property
     def is_open(self) -> bool:
-        """Whether a sample was written."""
         return self._file is not None
 
     def write(self, sample: Sample) -> None:
-        """Append a sample; it is in the file when this returns."""
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             is_new = not self._path.exists()
@@ -96,7 +94,6 @@ class Lane:
         self._file.write(",".join(f"{getattr(sample, name):.15g}" for name in COLUMNS) + "\n")
 
     def close(self) -> None:
-        """Close the file; what waits in it is lost if it cannot be written."""
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):
@@ -104,7 +101,10 @@ class Lane:
 
 
 def read_lanes(folder: str | os.PathLike[str]) -> dict[int, tuple[str, list[Sample]]]:
-    """What each rank runs on, and its samples in the order of time."""
+    """Read the measurements that each rank has written.
+
+    Returns a dict from rank to a description of its machine and its samples in order of time.
+    """
     found: dict[int, tuple[str, list[Sample]]] = {}
     for path in Path(folder, FOLDER).glob("rank_*.csv"):
         match = re.fullmatch(r"rank_(\d+)\.csv", path.name)
@@ -123,14 +123,14 @@ def _read(path: Path) -> tuple[str, list[Sample]]:
                 try:
                     samples.append(Sample(*map(float, row)))
                 except ValueError:
-                    continue  # a line that a killed process has cut short
+                    continue  # a killed process may leave an incomplete line
     return about, samples
 
 
 _STAGES = {"train": "train", "training": "train", "fit": "train", "test": "test", "testing": "test"}
 _STAGES |= dict.fromkeys(("val", "valid", "validate", "validation", "eval", "dev"), "val")
 _EDGES = {"step", "epoch", "dataloader", "idx"}
-# Kinds of charts, and what names of curves in them look like; compiled for the first chart, not as a run starts.
+# Kinds of charts with the names of their curves. Compiled on first use, to keep the start of a run fast.
 _PATTERNS = (
     ("Loss", r"(^|[_/ ])(loss|nll|cross_?entropy|elbo|perplexity|ppl)"),
     ("Learning rate", r"^(lr\b|lr[-_/]|learning_rate)|[-_/]lr$"),
@@ -151,13 +151,13 @@ _HIGHER_IS_BETTER = (
 
 @dataclass
 class Series:
-    """One curve of a chart.
+    """Curve of a chart in a run report.
 
     Attributes:
-        name: What the legend shows.
+        name: The text in the legend.
         curve: The points.
-        run: The number of its colour: that of its run where several are compared, that of its share in a whole.
-        is_dashed: Whether it is drawn dashed.
+        run: The index of the color: that of the run in a comparison, or that of the part in a stacked chart.
+        is_dashed: True if the line is dashed.
     """
 
     name: str
@@ -168,15 +168,15 @@ class Series:
 
 @dataclass
 class Chart:
-    """One chart.
+    """Line chart of a run report.
 
     Attributes:
-        title: Its title.
-        kind: What it shows, such as `"Loss"` or `"Memory"`.
-        series: Its curves.
-        x: What is on the x axis: `"step"` or `"seconds"`.
-        unit: How values are shown: `""`, `"%"` of a share, or `"B"` for bytes.
-        is_stacked: Whether the curves are shares of a whole, drawn one on the other.
+        title: The title.
+        kind: The group of the chart, such as `"Loss"` or `"Memory"`.
+        series: The curves.
+        x: The quantity on the x axis: `"step"` or `"seconds"`.
+        unit: The format of the values: `""`, `"%"` for a fraction, or `"B"` for bytes.
+        is_stacked: True if the curves are fractions of a whole, drawn on top of each other.
     """
 
     title: str
@@ -188,11 +188,10 @@ class Chart:
 
     @property
     def section(self) -> str:
-        """The heading on the page that it is under."""
         return _PARTS.get(self.kind, "Speed and memory")
 
     def as_data(self) -> dict[str, Any]:
-        """The chart as the page's script takes it: all curves over one list of x, None where a curve has no point."""
+        """Return the chart as JSON data for the page's script: one list of x, and None for missing points."""
         curves = [each.curve.thinned() for each in self.series]
         xs = sorted({x for curve in curves for x in curve.steps})
         columns = []
@@ -212,28 +211,27 @@ class Chart:
 
 
 def stage_of(name: str) -> str:
-    """The stage that a name was logged in: `"train"`, `"val"`, `"test"` or an empty text."""
+    """Return the stage in a metric name: `"train"`, `"val"`, `"test"` or an empty string."""
     return next((_STAGES[word] for word in _words(name) if word in _STAGES), "")
 
 
 def is_higher_better(name: str) -> bool:
-    """Whether higher values of a metric are better, by its name."""
+    """Return True if higher values of a metric are better, judged by its name."""
     return bool(re.search(_HIGHER_IS_BETTER, name.lower())) and "loss" not in name.lower()
 
 
 def kind_of(name: str) -> str:
-    """The kind of chart that a curve belongs to."""
+    """Return the kind of chart for a metric name, such as `"Loss"`."""
     lowered = name.lower()
     return next((kind for kind, pattern in _PATTERNS if re.search(pattern, lowered)), "Metrics")
 
 
 def in_order(charts: Sequence[Chart]) -> list[Chart]:
-    """Charts in the order of the page."""
     return sorted(charts, key=lambda chart: _KINDS.index(chart.kind))
 
 
 def subject_of(name: str) -> str:
-    """What a name is about, without its stage: `loss` of `train_loss_epoch` and of `val/loss`."""
+    """Return a metric name without its stage: `loss` for `train_loss_epoch` and for `val/loss`."""
     words = _words(name)
     kept = [word for word in words if word not in _STAGES and word not in _EDGES and not word.isdigit()]
     return "_".join(kept) or name
@@ -244,12 +242,12 @@ def _words(name: str) -> list[str]:
 
 
 def charts_of(runs: Sequence[RunValues], names: Sequence[str] = ()) -> list[Chart]:
-    """Charts of everything that runs have logged, curves of one subject together."""
+    """Return charts of all logged values of one or more runs. Metrics with the same subject share a chart."""
     charts: dict[tuple[str, str], Chart] = {}
     for number, run in enumerate(runs):
         for name, curve in run.curves.items():
             if stage_of(name) == "test" and len(curve) == 1:
-                continue  # the result of one evaluation, which a table shows
+                continue  # a single test result is shown in a table
             kind = kind_of(name)
             title = name if kind in ("Throughput", "Data wait", "Device") else subject_of(name)
             chart = charts.setdefault((kind, title), Chart(title, kind))
@@ -261,7 +259,7 @@ def charts_of(runs: Sequence[RunValues], names: Sequence[str] = ()) -> list[Char
 def sampled_charts(
     lanes: Mapping[int, tuple[str, Sequence[Sample]]], has_rate: bool = False, run: int = 0, name: str = ""
 ) -> list[Chart]:
-    """Charts of what processes measured of themselves: a curve a rank."""
+    """Return charts of speed, waiting time and memory, with one curve per rank."""
     charts = [
         Chart("steps per second", "Throughput", x="seconds"),
         Chart("samples per second", "Throughput", x="seconds"),
@@ -276,7 +274,7 @@ def sampled_charts(
         times = times_of(samples)
         for chart, column in zip(charts, fields, strict=True):
             if column == "lr" and rank:
-                continue  # that of every rank
+                continue  # all ranks have the same learning rate
             xs = [sample.step for sample in samples] if chart.x == "step" else times
             pairs = [(x, getattr(sample, column)) for x, sample in zip(xs, samples, strict=True)]
             curve = Curve(*map(list, zip(*(pair for pair in pairs if math.isfinite(pair[1])), strict=True)))
@@ -287,7 +285,7 @@ def sampled_charts(
 
 
 def lane_charts(lanes: Mapping[int, tuple[str, Sequence[Sample]]]) -> list[Chart]:
-    """For each rank where there are several, what it spent its time with."""
+    """Return one stacked chart per rank that shows where its time went. Empty for a single rank."""
     charts = []
     for rank, (about, samples) in lanes.items() if len(lanes) > 1 else ():
         times = times_of(samples)
@@ -312,11 +310,10 @@ SPENT = (
     ("evaluation", "validating", 2),
     ("idle", "everything else", 9),
 )
-"""The shares of a sample, what the page calls them, and their colours."""
+"""Fields of `Sample` with their labels and the indices of their colors."""
 
 
 def times_of(samples: Sequence[Sample]) -> list[float]:
-    """The seconds that a process had run at the end of each of its samples."""
     seconds, found = 0.0, []
     for sample in samples:
         seconds += sample.seconds
@@ -325,7 +322,10 @@ def times_of(samples: Sequence[Sample]) -> list[float]:
 
 
 def _short(value: float | None) -> float | int | None:
-    """A number with six digits, as many as a chart shows; None where it is not finite: JSON has no such number."""
+    """Round a number to the six digits that a chart shows.
+
+    Returns None for NaN and infinity, which JSON cannot represent.
+    """
     if value is None or not math.isfinite(value):
         return None
     if value == (whole := int(value)):
@@ -333,7 +333,7 @@ def _short(value: float | None) -> float | int | None:
     return float(f"{value:.6g}") if abs(value) < 1e6 else round(value)
 
 
-# HTML from Python: elements in which every text is escaped
+# HTML
 
 
 _ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&#34;", "'": "&#39;"})
@@ -341,23 +341,22 @@ _WITHIN_SCRIPTS = str.maketrans({"&": "\\u0026", "<": "\\u003c", ">": "\\u003e",
 
 
 class Markup(str):
-    """A text that is HTML already: an element takes it as it is."""
+    """String that is already HTML. Elements insert it without escaping."""
 
     __slots__ = ()
 
 
 def escaped(text: object) -> Markup:
-    """A value as HTML: text escaped, its control characters spelled out, `Markup` as it is."""
+    """Escape a value for HTML. `Markup` is returned unchanged."""
     return text if isinstance(text, Markup) else Markup(visible(str(text)).translate(_ESCAPES))
 
 
 def joined(parts: Iterable[object], between: str = "") -> Markup:
-    """Values one after the other as HTML."""
     return Markup(between.join(map(escaped, parts)))
 
 
 def element(tag: str, *children: object, **attributes: object) -> Markup:
-    """An element with its end tag."""
+    """Return an HTML element with its end tag. Children and attribute values are escaped."""
     given = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{escaped(value)}"' for name, value in attributes.items() if value
     )
@@ -365,5 +364,4 @@ def element(tag: str, *children: object, **attributes: object) -> Markup:
 
 
 def json_within_script(text: str) -> Markup:
-    """JSON as the content of a `<script>` element, which nothing in it ends."""
     return Markup(text.translate(_WITHIN_SCRIPTS))

@@ -1,4 +1,4 @@
-"""The page of one run: `report.html` in its folder."""
+"""HTML page of a run, `report.html` in the run's folder, and pages and tables of several runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from drivetrain.runtime.host import as_bytes
 from drivetrain.runtime.terminal import shown
 from drivetrain.trackers.index import DIRECTORY, NAME, read_runs
 
-# The HTML of all pages: what they have in common, and their parts in order
+# HTML of all pages
 
 
 Rows = list[tuple[str, str]]
@@ -62,20 +62,20 @@ _HINT = (
 
 @dataclass
 class PageParts:
-    """What a page shows beside its charts. Everything is text, and escaped; what is empty has no heading.
+    """Content of a report page besides its charts. All of it is text and is escaped. Empty parts have no heading.
 
     Attributes:
-        title: The heading and the title of the window.
+        title: The heading and the window title.
         state: The state of the run.
-        lines: Lines under the heading.
+        lines: The lines under the heading.
         figures: Names and values of key figures.
-        spent: The parts of the time: what each is called, its percentage, and its class of colour.
-        tables: Tables: `title`, `columns`, `rows` of a `name` and `cells`, and a `note`.
+        spent: The parts of the run's time: label, percentage and color class.
+        tables: Tables with `title`, `columns`, `rows` of a `name` and `cells`, and a `note`.
         checkpoint: `facts` and `code` about the run's checkpoints.
-        ended: Why the run ended.
-        traceback: The traceback of the exception that ended it.
+        ended: The reason for the end of the run.
+        traceback: The traceback of the exception that ended the run.
         warnings: Time and text of each warning.
-        facts: What was run: a heading, and names with values.
+        facts: Facts about the run: headings with names and values.
     """
 
     title: str
@@ -92,7 +92,6 @@ class PageParts:
 
 
 def render(parts: PageParts, charts: Sequence[Chart] = ()) -> bytes:
-    """A page, whole."""
     before, after = _shell()
     title = joined([element("title", parts.title), Markup('<link rel="icon" href="data:,">\n</head>\n<body>')], "\n")
     main = element("main", "\n", joined(_main(parts, charts), "\n"), "\n")
@@ -102,7 +101,7 @@ def render(parts: PageParts, charts: Sequence[Chart] = ()) -> bytes:
 
 @cache
 def _shell() -> tuple[bytes, bytes]:
-    """What all pages begin with, and what all pages end with."""
+    """Return the HTML before and after the content of a report page: styles and scripts."""
 
     def own(*names: str) -> str:
         return "\n".join(_HERE.joinpath(name).read_text(encoding="utf-8").strip() for name in names)
@@ -114,7 +113,7 @@ def _shell() -> tuple[bytes, bytes]:
 
 def _header(parts: PageParts) -> Markup:
     state = element("span", parts.state, class_=f"state {parts.state}") if parts.state else ""
-    # Words are elements of their own: an option or a date is not broken at its hyphens.
+    # Each word is an element, so that options and dates are not broken at hyphens.
     lines = (
         element("p", joined((element("span", word) for word in line.split()), " "), class_="under")
         for line in parts.lines
@@ -168,7 +167,7 @@ def _spent_bars(spent: Sequence[tuple[str, str, str]]) -> Iterator[Markup]:
 
 
 def _charts(charts: Sequence[Chart]) -> Iterator[Markup]:
-    """The places of charts, which the page's script draws."""
+    """Yield empty HTML elements for the charts. The page's script draws the charts in them."""
     sections: dict[str, list[Markup]] = {}
     for index, chart in enumerate(charts):
         head = element("div", element("h3", chart.title), class_="head")
@@ -205,7 +204,6 @@ def _footer() -> Markup:
 
 
 def _data(charts: Sequence[Chart]) -> Markup:
-    """The values of the charts, as the page's script reads them."""
     values = json.dumps([chart.as_data() for chart in charts], separators=(",", ":"))
     return element("script", json_within_script(values), type="application/json", id="charts")
 
@@ -215,13 +213,13 @@ _MOST_ROWS = 200
 
 @dataclass
 class RunPage:
-    """What a run has left in its folder.
+    """Content of a run's folder, as shown on its report page.
 
     Attributes:
         folder: The folder, or a single file of values.
-        record: What `run.json` holds; empty where there is none.
-        values: What the trackers have written.
-        lanes: What each process measured of itself.
+        record: The content of `run.json`, or an empty dict.
+        values: The values that trackers have written.
+        lanes: The measurements of each rank.
     """
 
     folder: Path
@@ -231,7 +229,6 @@ class RunPage:
 
     @classmethod
     def read(cls, place: str | os.PathLike[str], record: Mapping[str, Any] | None = None) -> RunPage:
-        """Read a run."""
         path = Path(place)
         known = dict(record) if record is not None else read_record(path) if path.is_dir() else {}
         values = RunValues() if known and not has_values(path) else read_values(path)
@@ -239,19 +236,17 @@ class RunPage:
 
     @property
     def samples(self) -> list[Sample]:
-        """The samples of the first rank."""
+        """The measurements of the lowest rank."""
         return next((samples for _, samples in self.lanes.values()), [])
 
     @property
     def configuration(self) -> dict[str, str]:
-        """What the run was configured with, by name, as the page shows it."""
         found: dict[str, str] = {}
         for part in ("hyper_parameters", "trainer", "model", "data"):
             found.update({name: plain_text(value) for name, value in self.record.get(part, {}).items()})
         return found
 
     def charts(self) -> list[Chart]:
-        """All charts, in order."""
         logged = charts_of([self.values])
         has_rate = any(chart.kind == "Learning rate" for chart in logged)
         found = [*logged, *sampled_charts(self.lanes, has_rate)]
@@ -261,7 +256,7 @@ class RunPage:
 def write_page(
     place: str | os.PathLike[str], record: Mapping[str, Any] | None = None, with_values: bool = True
 ) -> Path:
-    """Write the page of a run into its folder, whole, and return its path."""
+    """Write the report page of a run into its folder atomically. Returns the path of the page."""
     target = Path(place, PAGE)
     run = RunPage.read(place, record) if with_values else RunPage(Path(place), dict(record or {}))
     write_whole(target, page_of(run))
@@ -269,7 +264,6 @@ def write_page(
 
 
 def page_of(run: RunPage) -> bytes:
-    """The page of a run, as HTML."""
     record = run.record
     reason = str(record.get("reason", ""))
     state = str(record.get("state", ""))
@@ -290,12 +284,12 @@ def page_of(run: RunPage) -> bytes:
 
 
 def name_of(place: Path) -> str:
-    """The name of a run: the last parts of its path that distinguish it from others."""
+    """Return the name of a run: the last one or two parts of its path."""
     path = Path(os.path.abspath(place))
     return path.name if path.parent.name in ("", "drivetrain_logs") else f"{path.parent.name}/{path.name}"
 
 
-# the parts of the page
+# Parts of a run's page
 
 
 def _lines(run: RunPage) -> list[str]:
@@ -309,7 +303,6 @@ def _lines(run: RunPage) -> list[str]:
 
 
 def _figures(run: RunPage) -> Rows:
-    """The numbers at the top."""
     record, found = run.record, []
     if record.get("started"):
         found.append(("took" if record.get("state") != RUNNING else "so far", duration(seconds_of(record))))
@@ -326,7 +319,7 @@ def _figures(run: RunPage) -> Rows:
     busy = [(each.samples_per_sec, each.seconds * each.busy) for each in samples if each.samples_per_sec > 0]
     weight = sum(seconds for _, seconds in busy)
     if weight > 0:
-        shards = record.get("data_shards", len(run.lanes))  # fewer than processes where several share a batch
+        shards = record.get("data_shards", len(run.lanes))  # fewer than processes if several share a batch
         rate = shards * sum(rate * seconds for rate, seconds in busy) / weight
         found.append(("samples per second", number(float(f"{rate:.3g}"))))
     used = [each.memory for _, lane in run.lanes.values() for each in lane if each.memory > 0]
@@ -336,7 +329,7 @@ def _figures(run: RunPage) -> Rows:
 
 
 def _spent(samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
-    """The shares of the run's time, in percent, each with its colour."""
+    """Return the parts of the run's time: label, percentage and color class."""
     whole = sum(each.seconds for each in samples)
     if whole <= 0:
         return []
@@ -349,7 +342,6 @@ def _spent(samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
 
 
 def _tables(run: RunPage) -> list[dict[str, Any]]:
-    """The validations, a row each, and the results of tests."""
     tables = []
     curves = run.values.curves
     names = [name for name in curves if stage_of(name) == "val"]
@@ -420,7 +412,6 @@ def _warnings(recorded: Iterable[Sequence[Any]]) -> Rows:
 
 
 def _facts(record: Mapping[str, Any]) -> list[tuple[str, Rows]]:
-    """What was run, in parts."""
     run = {"command": record.get("command"), "folder": record.get("cwd")}
     commit = record.get("commit") or {}
     if commit:
@@ -450,11 +441,11 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, Rows]]:
     return [*found, ("Parts", parts_of_run)] if parts_of_run else found
 
 
-# Several runs on one page: curves over each other, results side by side, and what differs between them
+# Comparison of runs
 
 
 def comparison_of(runs: Sequence[RunPage]) -> bytes:
-    """The page that compares runs, as HTML."""
+    """Return a page that compares several runs, as HTML."""
     names = distinct_names([run.folder for run in runs])
     charts = charts_of([run.values for run in runs], names)
     has_rate = any(chart.kind == "Learning rate" for chart in charts)
@@ -473,7 +464,7 @@ def comparison_of(runs: Sequence[RunPage]) -> bytes:
 
 
 def distinct_names(places: Sequence[Path]) -> list[str]:
-    """For each path its last parts, as many as distinguish it from the others."""
+    """Return the last parts of each path, as many as make all of them different."""
     paths = [Path(os.path.abspath(place)) for place in places]
     for count in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-count:]) for path in paths]
@@ -483,7 +474,6 @@ def distinct_names(places: Sequence[Path]) -> list[str]:
 
 
 def _runs(runs: Sequence[RunPage], names: Sequence[str]) -> dict[str, Any]:
-    """When each run began, how it stands and with which command."""
     rows = []
     for run, name in zip(runs, names, strict=True):
         record = run.record
@@ -507,7 +497,6 @@ def _runs(runs: Sequence[RunPage], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _results(runs: Sequence[RunPage], names: Sequence[str]) -> dict[str, Any]:
-    """The best and the last value of each metric; that of the best run is marked."""
     metrics = dict.fromkeys(name for run in runs for name in run.values.curves)
     rows = []
     for metric in metrics:
@@ -529,7 +518,7 @@ def _results(runs: Sequence[RunPage], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _configuration(runs: Sequence[RunPage], names: Sequence[str]) -> dict[str, Any]:
-    """What the runs were configured with: what differs first, and marked."""
+    """Return the table of configurations. Settings that differ between the runs come first and are marked."""
     configurations = [run.configuration for run in runs]
     rows = []
     for name in dict.fromkeys(name for each in configurations for name in each):
@@ -542,19 +531,19 @@ def _configuration(runs: Sequence[RunPage], names: Sequence[str]) -> dict[str, A
     return {"title": "Configuration", "columns": ["", *names], "rows": rows, "note": note}
 
 
-# The runs in a directory of runs, as its index lists them and as their own records describe them
+# Index of runs
 
 
 @dataclass(frozen=True)
 class KnownRun:
-    """A run.
+    """Run that is listed in the index of a log directory.
 
     Attributes:
-        when: When it began, as the index has it.
-        name: Its name in the index.
-        place: Its folder, its file or its address.
-        command: The command that began it.
-        record: What it has recorded of itself; empty where it has not.
+        when: The start time, as written in the index.
+        name: The name in the index.
+        place: The folder, file or address of the run.
+        command: The command that started the run.
+        record: The content of `run.json`, or an empty dict.
     """
 
     when: str
@@ -565,14 +554,14 @@ class KnownRun:
 
     @property
     def state(self) -> str:
-        """`"running"`, `"finished"`, `"failed"`, `"interrupted"`, `"preempted"`, or an empty text if not known."""
+        """The run's state: `"running"`, `"finished"`, `"failed"`, `"interrupted"`, `"preempted"`, or empty."""
         return str(self.record.get("state", ""))
 
     @property
     def metric(self) -> str:
-        """The best value of the metric that its checkpoints are chosen by; where there is none, a loss, as the last.
+        """The best value of the metric that ranks the run's checkpoints, or else the last value of a loss.
 
-        Of a run whose record cannot be read, the reason.
+        If the record of the run cannot be read, this is the reason.
         """
         if self.state == UNREADABLE:
             return str(self.record.get("reason", ""))
@@ -587,7 +576,10 @@ class KnownRun:
 
 
 def list_runs(directory: str | os.PathLike[str]) -> list[KnownRun]:
-    """The runs that a directory's index lists, newest first. A run that writes to several folders is there once."""
+    """Return the runs in the index of a directory, newest first.
+
+    A run that writes to several folders is listed once.
+    """
     found = [
         KnownRun(each.when, each.name, each.place, each.command, read_record(each.place))
         for each in read_runs(directory)
@@ -597,22 +589,21 @@ def list_runs(directory: str | os.PathLike[str]) -> list[KnownRun]:
 
 
 def find_run(name: str, directory: str | os.PathLike[str] = ".") -> Path:
-    """The folder or file of a run."""
+    """Return the folder or file of a run, given by its path or its name in the index."""
     if os.path.exists(name):
         return Path(name)
     known = {each.name: each.place for each in read_runs(directory)}
     if name in known and os.path.exists(known[name]):
         return Path(known[name])
     if name in known:
-        raise ConfigurationError(f"The run {name!r} is in the index, but {known[name]} is gone.")
+        raise ConfigurationError(f"The run {name!r} is in the index, but {known[name]} does not exist any more.")
     raise ConfigurationError(
         f"There is no run {name!r}: it is neither a path nor a name in {Path(directory, DIRECTORY, NAME)}."
-        f"{nearest(name, known)} `drivetrain runs --dir {os.fspath(directory)}` lists those that are there.",
+        f"{nearest(name, known)} `drivetrain runs --dir {os.fspath(directory)}` lists the known runs.",
     )
 
 
 def as_table(runs: Sequence[KnownRun], width: int) -> list[str]:
-    """Lines that list runs."""
     rows: list[tuple[str, ...]] = [("began", "run", "state", "metric", "command")]
     rows += [tuple(map(shown, (run.when, run.name, run.state or "-", run.metric or "-", run.command))) for run in runs]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]

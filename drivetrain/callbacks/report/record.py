@@ -1,4 +1,4 @@
-"""`run.json`: what a run is and how it stands, written beside its metrics while it runs."""
+"""Record of a run, `run.json`, and the values that its trackers have written."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from drivetrain.runtime.environment import COMMAND_VARIABLE, RESUME_VARIABLE
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.terminal import HIDDEN, shown
 
-# Files that appear complete or not at all
+# Atomic writes
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file beside its name first: a reader, or a killed process, leaves the old one or the new one."""
+    """Write a file atomically: readers and killed processes find the old content or the new one."""
     target = Path(path)
     beside = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
@@ -45,52 +45,51 @@ INTERRUPTED, PREEMPTED = "interrupted", "preempted"
 UNREADABLE = "unreadable"
 
 _LATE_SECONDS = 600.0
-"""How much later than announced a run on another machine may write before it counts as ended."""
+"""The delay in seconds after which a run on another machine counts as ended, if it has not updated its record."""
 
 
 def write_record(folder: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
-    """Write the record of a run into its folder."""
     text = json.dumps({"version": VERSION, **record}, ensure_ascii=False, default=str)
     write_whole(Path(folder, NAME), text)
 
 
 def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the record in a run's folder, with the state that the run is in now.
+    """Read the record in a run's folder, and update its state if the process has ended.
 
-    Returns an empty dict if there is none. One that is damaged gives the state `"unreadable"` and the reason.
+    Returns an empty dict if there is no record. A damaged record returns the state `"unreadable"` and the reason.
     """
     path = Path(folder, NAME)
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
-            return _unreadable("it is no file of a size that runs write")
+            return _unreadable("it is not a regular file, or it is too large")
         record = json.loads(path.read_text(encoding="utf-8"), parse_int=_integer)
     except OSError:
         return {}
     except (ValueError, RecursionError) as error:
-        return _unreadable(f"it is no JSON ({type(error).__name__})")
+        return _unreadable(f"it is not valid JSON ({type(error).__name__})")
     if not isinstance(record, dict):
-        return _unreadable("it holds no names and values")
+        return _unreadable("it is not a JSON object")
     wrong = next(_wrong_entries(record), None)
     if wrong is not None:
-        return _unreadable(f"{wrong!r} is of another type than runs write")
+        return _unreadable(f"{wrong!r} has an unexpected type")
     return with_present_state(record)
 
 
 def _integer(text: str) -> int:
-    """Return a whole number that a float can hold. Raises ValueError of a longer one."""
+    """Parse an integer. Raises `ValueError` if it has more digits than a float can hold."""
     if len(text) > _MOST_DIGITS:
         raise ValueError(f"a number of {len(text)} digits")
     return int(text)
 
 
 def _wrong_entries(record: Mapping[str, Any]) -> Iterator[str]:
-    """Find the entries that are of another type than a run writes them in."""
+    """Yield the names of entries of `run.json` whose type differs from what a run writes."""
     kinds = _KINDS | dict.fromkeys(_TIMES, float)
     for name, kind in kinds.items():
         if not _is_a(record.get(name), kind):
             yield name
-            return  # the others look into it
+            return  # the checks below need the right types here
     for part, entries in _ENTRIES.items():
         found = record.get(part) or {}
         yield from (f"{part}.{name}" for name, kind in entries.items() if not _is_a(found.get(name), kind))
@@ -111,13 +110,13 @@ def _wrong_entries(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_a(value: Any, kind: type) -> bool:
-    """Whether a value is of a type, or None; a float may be a whole number."""
+    """Return True if a value is None or of the given type. An int is accepted as a float."""
     if value is None:
         return True
     return isinstance(value, int | float) if kind is float else isinstance(value, kind)
 
 
-# The types of the parts that are looked into.
+# Expected types of the entries that are read.
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("best", "metrics", "progress", "hyper_parameters", "trainer", "model", "data"), dict),
     **dict.fromkeys(("environment", "process", "commit"), dict),
@@ -133,10 +132,10 @@ _ENTRIES: dict[str, dict[str, type]] = {
     "process": {"host": str, "id": int, "started": float, "since_boot": float, "boot": str},
 }
 _LATEST = 1e12
-"""Seconds since 1970 that no clock shows."""
+"""An upper bound for times, in seconds since 1970."""
 _MOST_DIGITS = 300
 _LARGEST = 64 * 2**20
-"""Bytes of a file; the longest that runs write have some hundred thousand."""
+"""The maximum size of a record in bytes. Real records have at most some hundred thousand."""
 
 
 def _unreadable(reason: str) -> dict[str, Any]:
@@ -144,24 +143,24 @@ def _unreadable(reason: str) -> dict[str, Any]:
 
 
 def with_present_state(record: dict[str, Any]) -> dict[str, Any]:
-    """A record whose state is that of a run which ended without recording it, where its process is gone."""
+    """Return the record with the state `"failed"` if its process has ended without recording an end."""
     if record.get("state") != RUNNING or _is_alive(record):
         return record
     return {
         **record,
         "state": FAILED,
-        "reason": "its process ended without recording why, as a process does that is killed",
+        "reason": "its process ended without recording a reason, so it was probably killed",
     }
 
 
 def seconds_of(record: Mapping[str, Any]) -> float:
-    """How long a run has taken, without the time between its parts where it was resumed."""
+    """Return the duration of a run in seconds, without the time between a stop and a resume."""
     spans = [*record.get("sessions", ()), record]
     return sum(float(each.get("updated", 0)) - float(each.get("started", 0)) for each in spans)
 
 
 def _is_alive(record: Mapping[str, Any]) -> bool:
-    """Whether the process that wrote a record still runs; on another machine, whether it writes as announced."""
+    """Return True if the process that wrote a record is running. On another machine, its last update decides."""
     process = record.get("process")
     process = process if isinstance(process, dict) else {}
     if process.get("host") != platform.node():
@@ -178,7 +177,7 @@ def _is_alive(record: Mapping[str, Any]) -> bool:
         return False
 
 
-# The values of a run, read from what its trackers have written: a CSV table or TensorBoard's event files
+# Logged values
 
 
 TABLE = "metrics.csv"
@@ -187,16 +186,16 @@ EVENTS = "*tfevents*"
 _STEPS = ("step", "global_step", "_step", "steps", "iteration")
 _NOT_VALUES = {*_STEPS, "epoch", "time", "wall_time", "_timestamp", "_runtime", "created_at"}
 _MOST_POINTS = 1500
-"""Points of a curve beyond which only the extremes of each stretch are kept."""
+"""The number of points above which a curve is reduced to the extremes of each stretch."""
 
 
 @dataclass
 class Curve:
-    """The values of one name.
+    """Values of one logged metric by step.
 
     Attributes:
-        steps: The step of each.
-        values: The values, finite or not.
+        steps: The step of each value.
+        values: The values, which may be NaN or infinite.
     """
 
     steps: list[float] = field(default_factory=list)
@@ -207,11 +206,10 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """The last value."""
         return self.values[-1]
 
     def best(self, highest: bool) -> tuple[float, float]:
-        """The best finite value and its step; of several the first."""
+        """Return the best finite value and its first step, or NaN for both."""
         pairs = [(value, step) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
         if not pairs:
             return math.nan, math.nan
@@ -219,7 +217,7 @@ class Curve:
         return value, next(step for each, step in pairs if each == value)
 
     def thinned(self, most: int = _MOST_POINTS) -> Curve:
-        """The curve with at most about so many points: of each stretch the lowest and the highest value."""
+        """Return the curve with about `most` points: the lowest and the highest value of each stretch."""
         if len(self) <= most:
             return self
         width = len(self) / (most // 2)
@@ -234,18 +232,18 @@ class Curve:
 
 @dataclass
 class RunValues:
-    """All values of a run.
+    """All logged values of a run.
 
     Attributes:
-        curves: The curves by name, in the order in which they first appeared.
-        epochs: The epoch of each step of which it is known.
+        curves: A dict from metric name to curve, in the order of first appearance.
+        epochs: A dict from step to epoch, for steps with a known epoch.
     """
 
     curves: dict[str, Curve] = field(default_factory=dict)
     epochs: dict[float, float] = field(default_factory=dict)
 
     def add(self, name: str, step: float, value: float) -> None:
-        """Add one value; one of the same step as the last takes its place."""
+        """Add a metric value. It replaces the last value if that has the same step."""
         curve = self.curves.setdefault(name, Curve())
         if curve.steps and curve.steps[-1] == step:
             curve.values[-1] = value
@@ -254,7 +252,7 @@ class RunValues:
             curve.values.append(value)
 
     def put_in_order(self) -> RunValues:
-        """Put every curve into the order of its steps, each of which it has once: of several values the last counts."""
+        """Sort every curve by step, and keep the last value of each step. Returns this object."""
         for curve in self.curves.values():
             if any(map(operator.ge, curve.steps, curve.steps[1:])):
                 pairs = sorted(dict(zip(curve.steps, curve.values, strict=True)).items())
@@ -263,7 +261,7 @@ class RunValues:
 
 
 def read_values(place: str | os.PathLike[str]) -> RunValues:
-    """The values in a run's folder, or in one file: those of its table, else those of TensorBoard's event files."""
+    """Read the values in a run's folder or in one file, from a CSV table or else from TensorBoard event files."""
     path = Path(place)
     if path.is_file():
         return read_table(path) if "tfevents" not in path.name else read_events(path)
@@ -275,26 +273,25 @@ def read_values(place: str | os.PathLike[str]) -> RunValues:
     if len(tables) == 1:
         return read_table(tables[0])
     raise ConfigurationError(
-        f"{os.fspath(place)!r} holds no values of a run. Give the folder of a run, with a {TABLE} or TensorBoard's "
-        "event files in it, or one such file.",
+        f"{os.fspath(place)!r} holds no values of a run. Give the folder of a run that has a {TABLE} or TensorBoard "
+        "event files, or one such file.",
     )
 
 
 def has_values(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds what `read_values` reads."""
     path = Path(folder)
     return (path / TABLE).is_file() or any(path.glob(EVENTS))
 
 
 def read_table(path: str | os.PathLike[str]) -> RunValues:
-    """The values of a CSV table with a row for each step, as `CSVLogger` and others write them.
+    """Read a CSV table with one row per step, as written by `CSVLogger` and others.
 
-    The step of a row is in its column `step`, else it is the row's number. Cells that are no numbers are left out.
+    The step is the column `step`, or else the row number. Cells that are not numbers are ignored.
     """
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
         rows = csv.reader(file)
         header = next(rows, [])
-        columns = list(zip_longest(*rows, fillvalue=""))  # by column, which takes less time than row by row
+        columns = list(zip_longest(*rows, fillvalue=""))  # parsing by column is faster than by row
     cells = dict(zip(header, columns, strict=False))
     named = next((name for name in _STEPS if name in cells), None)
     count = len(columns[0]) if columns else 0
@@ -315,14 +312,13 @@ def read_table(path: str | os.PathLike[str]) -> RunValues:
 
 
 def _curve(steps: Sequence[float | None], values: Sequence[float | None]) -> Curve:
-    """The values that are there, at steps that are there."""
     pairs = zip(steps, values, strict=True)
     kept = [(step, value) for step, value in pairs if step is not None and value is not None]
     return Curve([step for step, _ in kept], [value for _, value in kept])
 
 
 def _numbers(cells: Sequence[str]) -> list[float | None]:
-    """The numbers of a column, None where there is none; a killed run may leave a row cut short."""
+    """Parse a column of a CSV table. Cells that are empty or not numbers become None."""
     try:
         return [float(cell) if cell else None for cell in cells]
     except ValueError:
@@ -337,12 +333,11 @@ def _number(cell: str) -> float | None:
 
 
 def read_events(place: str | os.PathLike[str]) -> RunValues:
-    """The scalars in TensorBoard's event files."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
     except ImportError as error:
         raise ConfigurationError(
-            f"{os.fspath(place)!r} holds TensorBoard's event files, and TensorBoard is not installed. Install it with "
+            f"{os.fspath(place)!r} holds TensorBoard event files, but TensorBoard is not installed. Install it with "
             '`pip install "drivetrain[tensorboard]"`.',
         ) from error
     events = EventAccumulator(os.fspath(place), size_guidance={SCALARS: 0})
@@ -357,11 +352,11 @@ def read_events(place: str | os.PathLike[str]) -> RunValues:
     return found.put_in_order()
 
 
-# Numbers, times and sizes as the pages show them
+# Text formats
 
 
 def number(value: Any) -> str:
-    """Format a number with as many digits as a reader takes in; anything else as text."""
+    """Format a number with about five digits. Other values are returned as text."""
     if not isinstance(value, int | float | None):
         return str(value)
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -374,7 +369,7 @@ def number(value: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in the units that it is long in."""
+    """Format a duration in seconds in suitable units, such as `2 h 05 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, seconds = divmod(round(seconds), 60)
@@ -386,12 +381,10 @@ def duration(seconds: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """A moment in local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def plain_text(value: Any) -> str:
-    """A value of a configuration."""
     if isinstance(value, float):
         return number(value)
     if isinstance(value, list | tuple):
@@ -399,17 +392,17 @@ def plain_text(value: Any) -> str:
     return str(value)
 
 
-# A run in a few lines, and what starts it again
+# Summary and resumption
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """What starts a run again.
+    """Command that resumes a run.
 
     Attributes:
         words: The command.
-        folder: Where it was started.
-        checkpoint: The checkpoint that it resumes.
+        folder: The working directory of the command.
+        checkpoint: The checkpoint to resume from.
     """
 
     words: list[str]
@@ -417,16 +410,18 @@ class Resumption:
     checkpoint: str
 
     def environment(self) -> dict[str, str]:
-        """The environment variables of the command."""
         kept = {name: value for name, value in os.environ.items() if name != COMMAND_VARIABLE}
         return {**kept, RESUME_VARIABLE: self.checkpoint}
 
 
 def resumption_of(place: Path) -> Resumption:
-    """What starts a run again from its newest checkpoint."""
+    """Return the command that resumes a run from its newest checkpoint.
+
+    Raises `ConfigurationError` if it cannot be resumed.
+    """
     record = read_record(place)
     if not record:
-        raise ConfigurationError(f"{place} has no {NAME}, so it is not known how the run was started.")
+        raise ConfigurationError(f"{place} has no {NAME}, so the command that started the run is unknown.")
     if record.get("state") == RUNNING:
         process = record.get("process", {})
         raise ConfigurationError(
@@ -445,7 +440,7 @@ def resumption_of(place: Path) -> Resumption:
         )
     if not record.get("argv"):
         raise ConfigurationError(
-            f"The command of the run in {place} is not known as a whole: it holds a secret, or another launcher has "
+            f"The command of the run in {place} is not fully known: it holds a secret, or another launcher "
             f"started the run. Start it again with {RESUME_VARIABLE}={checkpoint} in its environment: "
             f"{record.get('command')}",
         )
@@ -453,7 +448,6 @@ def resumption_of(place: Path) -> Resumption:
 
 
 def summary_of(place: Path, record: Mapping[str, Any]) -> list[str]:
-    """Lines that describe a run."""
     if not record:
         return [shown(str(place)), f"There is no {NAME}: the run was recorded by its trackers only."]
     rows: dict[str, str] = {"state": str(record.get("state", "-"))}

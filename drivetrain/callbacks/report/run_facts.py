@@ -1,4 +1,4 @@
-"""What is run: command, commit, configuration, environment and data, as `run.json` holds them."""
+"""Facts about a run for `run.json`: command, commit, configuration, environment and data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# Packages whose version explains a result, where a script has imported them.
+# Packages whose versions are recorded if the script has imported them.
 _PACKAGES = (
     "numpy",
     "torchvision",
@@ -46,7 +46,7 @@ _NOT_SHOWN = {"default_root_dir"}
 
 
 def facts_of(trainer: Trainer, task: Task) -> dict[str, Any]:
-    """What is run, in the parts of the page, without secrets. Nothing of it changes while it runs."""
+    """Return the facts about a run, grouped as on the page and without secrets. They do not change during the run."""
     secrets = trainer.tracker_group.secrets
     owners = [each for each in (trainer.datamodule, task) if each is not None]
     given = {name: value for owner in owners for name, value in owner.hparams.items()}
@@ -68,13 +68,12 @@ def facts_of(trainer: Trainer, task: Task) -> dict[str, Any]:
 
 
 def _can_start_again(trainer: Trainer) -> bool:
-    """Whether the command that is known is that of the whole run: a launcher that is not ours has its own."""
+    """Return True if the known command starts the whole run. The command of a foreign launcher is unknown."""
     return trainer.world_size == 1 or trainer.strategy.topology.environment.source == "drivetrain launch"
 
 
 @cache
 def _shown_command(words: tuple[str, ...]) -> str:
-    """The command without secrets; of the same words it is the same in all runs of a process."""
     return command()
 
 
@@ -85,7 +84,7 @@ def _process() -> dict[str, Any]:
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
-    """How the Trainer differs from one without arguments, and what it runs on."""
+    """Return the Trainer's arguments that differ from their defaults, and its strategy, precision and processes."""
     options = trainer.options
     changed = {
         each.name: getattr(options, each.name)
@@ -106,14 +105,13 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
 
 
 def _randomness() -> dict[str, str]:
-    """The seed, and whether only deterministic algorithms may run."""
     seed = recorded_seed()
     found = {} if seed is None else {"seed": str(seed)}
     return found | ({"deterministic": "True"} if torch.are_deterministic_algorithms_enabled() else {})
 
 
 def _of_groups(trainer: Trainer) -> dict[str, str]:
-    """The optimizers' learning rates before any schedule, and their weight decay."""
+    """Return the initial learning rates and the weight decays of the optimizers' parameter groups."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     values = {
         "optimizer lr": [group.get("initial_lr", group["lr"]) for group in groups if "lr" in group],
@@ -131,7 +129,6 @@ def _model(trainer: Trainer, task: Task) -> dict[str, str]:
 
 
 def _data(trainer: Trainer) -> dict[str, str]:
-    """How much data each stage has."""
     found = {}
     validation = trainer.num_val_batches
     for name, loaders, batches in (
@@ -177,12 +174,12 @@ def _versions() -> dict[str, str]:
     return found
 
 
-# the commit
+# Commit
 
 
 @cache
 def commit_of(folder: str) -> dict[str, Any] | None:
-    """The commit that is checked out around a folder, read from git's own files; None outside of a repository."""
+    """Return the commit that is checked out in a folder, read from git's files, or None outside of a repository."""
     try:
         git = _git_directory(Path(folder))
         if git is None:
@@ -198,7 +195,7 @@ def commit_of(folder: str) -> dict[str, Any] | None:
 
 @cache
 def is_changed(folder: str) -> bool | None:
-    """Whether files that git tracks differ from the commit; None where git is missing or takes too long."""
+    """Return True if tracked files differ from the commit. None if git is missing or takes too long."""
     command = ["git", "--no-optional-locks", "status", "--porcelain", "--untracked-files=no"]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, timeout=10, check=True)
@@ -212,13 +209,13 @@ def _git_directory(folder: Path) -> Path | None:
         there = each / ".git"
         if there.is_dir():
             return there
-        if there.is_file():  # a worktree, or a submodule
+        if there.is_file():  # a worktree or a submodule
             return (each / there.read_text(encoding="utf-8").strip().removeprefix("gitdir: ")).resolve()
     return None
 
 
 def _resolve(git: Path, name: str) -> str:
-    """The commit of a branch; those of a worktree are in the repository that it is of."""
+    """Return the commit of a branch, or an empty string. The branches of a worktree are in the main repository."""
     common = git / "commondir"
     places = [git, (git / common.read_text(encoding="utf-8").strip()).resolve()] if common.is_file() else [git]
     for place in places:

@@ -1,4 +1,4 @@
-"""Leave a page in the folder of each run that shows what was run and how it went."""
+"""Callback that writes a report page into the folder of each run."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# Writes the record and the page of a run while it runs, seldom enough to cost nothing
+# Writer of the record and the page
 
 
 _STATES = {"failed": FAILED, "interrupted": INTERRUPTED, "preempted": PREEMPTED}
 _SHARE = 8e-4
-"""The part of the time that pages may take; samples take two ten-thousandths."""
+"""The maximum fraction of time spent on pages. Samples take another 0.0002."""
 _FIRST_SECONDS = 15.0
-"""So that a first page and a last one, 8 ms of processor time, are within the share of every run that has both."""
+"""The delay before the first page. The first and the last page cost about 8 ms of processor time in all."""
 _MOST_LINES = 60
-"""Of a traceback, from its end."""
+"""The maximum number of traceback lines, counted from the end."""
 
 
 class ReportWriter:
-    """Writes `run.json` and `report.html`."""
+    """Writer of `run.json` and `report.html`."""
 
     def __init__(
         self, trainer: Trainer, task: Task, folder: str, seconds: float, warnings: Sequence[Sequence[Any]]
@@ -75,31 +75,31 @@ class ReportWriter:
 
     @property
     def due_in(self) -> float:
-        """The seconds until it is time for a page; 0 or less where it is."""
+        """The seconds until the next report page is due. Negative if it is overdue."""
         return self._due - time.monotonic()
 
     def write(self) -> None:
-        """Write the record and the page of a run that runs; the first page has no curves yet."""
+        """Write the record and the page of the running run. The first page has no curves."""
         is_first, self._has_page = not self._has_page, True
         began = time.thread_time()
-        self._due = time.monotonic() + self._seconds  # also where this attempt fails
+        self._due = time.monotonic() + self._seconds  # set first, so that a failed attempt is not repeated at once
         record = self._record(RUNNING, "")
         waited = 0.0 if is_first else self._ask_for_changes(record)
         write_record(self._folder, record)
         write_page(self._folder, record, with_values=not is_first)
         cost = time.thread_time() - began + waited
         self._spent += cost
-        # The next page costs about as much as this one.
+        # Assume that the next page costs as much as this one.
         self._due = max(time.monotonic() + self._seconds, self._begun + (self._spent + cost) / _SHARE)
 
     def write_beginning(self) -> None:
-        """Write the record alone, so that a run is known whose processes are killed before its first page."""
+        """Write only the record, so that a run that is killed before its first page is listed."""
         write_record(self._folder, self._record(RUNNING, ""))
-        self._facts = None  # the validation data are known only later
+        self._facts = None  # the validation loaders are created later
 
     @staticmethod
     def _ask_for_changes(record: dict[str, Any]) -> float:
-        """Ask git, once, whether files differ from the commit; returns the seconds that this took."""
+        """Run `git status` once to find uncommitted changes. Returns the seconds that it took."""
         commit = record.get("commit")
         if commit is None or commit["changed"] is not None:
             return 0.0
@@ -108,13 +108,11 @@ class ReportWriter:
         return time.monotonic() - began
 
     def record_error(self, error: BaseException) -> None:
-        """Keep what ended the run, for the last page."""
         self._error = first_line(error)
         lines = "".join(traceback.format_exception(error)).splitlines()
         self._traceback = "\n".join(lines[-_MOST_LINES:])
 
     def finish(self) -> None:
-        """Write them for the last time."""
         reason = self._trainer.stop_reason
         state = FINISHED if reason is None else _STATES.get(str(reason), FINISHED)
         has_failed = state == FAILED and bool(self._error)
@@ -149,7 +147,6 @@ class ReportWriter:
         return record
 
     def _best(self) -> dict[str, Any]:
-        """The best checkpoint and the newest."""
         found: dict[str, Any] = {"task": type(self._task).__name__, "module": type(self._task).__module__}
         for callback in self._trainer.checkpoint_callbacks[:1]:
             score = callback.best_model_score
@@ -164,58 +161,56 @@ class ReportWriter:
 
 
 def _sessions_before(before: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parts of the run before this one, where it was resumed in the same folder."""
+    """Return the earlier parts of a run that was resumed in the same folder."""
     if not before.get("started"):
         return []
     part = {name: before.get(name) for name in ("started", "updated", "state", "reason")}
     return [*before.get("sessions", ()), part]
 
 
-# How a process is doing, read from another thread
+# Samples of a process
 
 
 _SOON = 0.1
 _SHORTEST = 2.0
-"""A sample takes 0.4 ms of the processor: two ten-thousandths of the time."""
+"""The minimum length of a sample in seconds. Taking one costs 0.4 ms of processor time."""
 _PER_RUN = 200
-"""A sample covers at least this part of the run before it, so that long runs have a few thousand in all."""
+"""The divisor of the elapsed time that gives the length of a sample. It limits long runs to a few thousand samples."""
 
 
 class RunSampler:
-    """Reads on a clock what a trainer's `timing` has measured, and how far the trainer is."""
+    """Sampler that reads a Trainer's `timing` and progress from another thread."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._device = trainer.strategy.topology.device
         self._kind = get_device_kind(self._device.type)
         self._begun = self._since = time.monotonic()
-        self._rows: int | None = None  # of a batch that was trained on
+        self._rows: int | None = None  # rows of a training batch
         self._at = self._counters()
         self._spent = trainer.timing.seconds
 
     @property
     def seconds(self) -> float:
-        """The seconds since it began."""
         return time.monotonic() - self._begun
 
     def observe(self) -> None:
-        """See how many rows a batch has."""
+        """Record the number of samples in the current training batch."""
         info = self._trainer.batch_info
         if self._trainer.stage is Stage.TRAIN and info is not None:
             self._rows = info.real_rows
 
     @property
     def due_in(self) -> float:
-        """The seconds until it is time for a sample; 0 or less where it is."""
+        """The seconds until the next measurement is due. Negative if it is overdue."""
         now = time.monotonic()
         return self._since + max(_SHORTEST, (now - self._begun) / _PER_RUN) - now
 
     def take(self) -> Sample:
-        """What the process did since the last sample."""
         now, counters, spent = time.monotonic(), self._counters(), self._trainer.timing.seconds
         seconds = max(now - self._since, 1e-9)
         steps, batches = (after - before for before, after in zip(self._at, counters, strict=True))
-        # What steps without marks are split by changes a little with each that has some.
+        # `timing` estimates the parts of unmeasured steps, so a total may shrink slightly: clip at 0.
         own = {name: max(0.0, value - self._spent[name]) for name, value in spent.items()}
         total = sum(own.values())
         shares = {name: value / total if total > 0 else float(name == "idle") for name, value in own.items()}
@@ -239,7 +234,7 @@ class RunSampler:
         return progress.global_step, progress.total_batches
 
     def _rate(self) -> float:
-        """The learning rate, unless reading it would wait for the device."""
+        """Return the learning rate, or NaN if it is a tensor on a device, which would need a synchronization."""
         optimizers = self._trainer.optimizers
         groups = optimizers[0].param_groups if optimizers else []
         rate: Any = groups[0].get("lr", math.nan) if groups else math.nan
@@ -248,7 +243,7 @@ class RunSampler:
 
 
 class Clock:
-    """A thread that calls a function whenever it asks for it, until it is stopped."""
+    """Thread that calls a function repeatedly. The function returns the seconds until its next call."""
 
     def __init__(self, call: Callable[[], float], name: str) -> None:
         self._call = call
@@ -256,11 +251,10 @@ class Clock:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self, seconds: float = 60.0) -> None:
-        """End, and wait until a call that is under way has returned."""
+        """Stop the thread, and wait until a running call has returned."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -271,7 +265,7 @@ class Clock:
             pause = max(_SOON, self._call())
 
 
-# The warnings of a run, in order
+# Warnings
 
 
 _MOST = 200
@@ -279,10 +273,10 @@ _LONGEST = 2000
 
 
 class WarningLog(logging.Handler):
-    """Records what Python's `warnings` and drivetrain's loggers warn of; both are shown as they were without it.
+    """Log handler that records warnings of `warnings` and of drivetrain's loggers. They are still displayed as before.
 
     Attributes:
-        found: Time, step and text of each warning, and how often it came.
+        found: A list of time, step, text and count of each warning.
     """
 
     def __init__(self, step: Callable[[], int], clean: Callable[[str], str]) -> None:
@@ -294,12 +288,10 @@ class WarningLog(logging.Handler):
         self._known: dict[str, list[Any]] = {}
 
     def open(self) -> None:
-        """Record from now on."""
         self._logger.addHandler(self)
         self._before, warnings.showwarning = warnings.showwarning, self._show
 
     def close(self) -> None:
-        """Record no longer."""
         self._logger.removeHandler(self)
         if self._before is not None and warnings.showwarning == self._show:
             warnings.showwarning = self._before
@@ -307,9 +299,9 @@ class WarningLog(logging.Handler):
         super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Record a line of a logger."""
+        """Record a log line. If no other handler exists, pass it on to `logging.lastResort`."""
         self._add(record.getMessage())
-        # Python prints warnings for which no handler is there; this one shows nothing.
+        # Python shows warnings that have no handler. This handler must not suppress that.
         if not self._has_other_handlers(record) and logging.lastResort is not None:
             logging.lastResort.handle(record)
 
@@ -339,27 +331,32 @@ class WarningLog(logging.Handler):
 logger = get_logger(__name__)
 
 _NOTHING_TO_DO = 60.0
-"""Seconds until a process without samples or pages to write looks again."""
+"""The pause in seconds of a process that has no samples or pages to write."""
 
 
 class RunReport(Callback):
-    """Writes `report.html` into the folder of a run: one file that shows in any browser how the run went.
+    """Callback that writes `report.html` into the folder of a run: one file with curves and facts, for any browser.
 
-    The page has the curves of everything that was logged, with zoom; learning rate, throughput, memory and the share
-    of the time that waits for data, which the callback measures itself; validations, the best checkpoint and how to
-    load it; warnings; why the run ended; the configuration, the environment and the commit; and, of several processes,
-    what each of them spent its time with.
+    The page shows:
 
-    A Trainer adds it by itself where there is a tracker, or where checkpoints are saved, see `enable_run_report`. Where
-    no tracker writes files it keeps the values itself, as a `CSVLogger` would, in a folder of its own below
-    `default_root_dir`. A trial run (`fast_dev_run`, `barebones`) leaves none. It works in a thread of its own,
-    in which it also reads `trainer.timing`. A first page, without curves, is written fifteen seconds after training has
-    begun; each later one waits until all that the report does is at most a thousandth of the time. The last one is
-    written when the run ends, however short it was. Steps are not touched. A run that is killed leaves its last page,
-    which is always whole.
+    - curves of all logged values, with zoom, and of learning rate, throughput, memory and time waiting for data, which
+      the callback measures itself
+    - validations, the best checkpoint and the code that loads it
+    - warnings, and the reason for the end of the run
+    - the configuration, the environment and the commit
+    - with several processes, where the time of each of them went
+
+    A Trainer with a tracker, or one that saves checkpoints, adds this callback by default, see `enable_run_report`. If
+    no tracker writes files, the callback stores the values itself, as `CSVLogger` does, in a new folder below
+    `default_root_dir`. Runs with `fast_dev_run` or `barebones` write no report.
+
+    The callback works in a thread of its own and does not touch the training steps. It writes the first page, without
+    curves, fifteen seconds after training has begun. It delays later pages so that the report takes at most a
+    thousandth of the time. The last page is written when the run ends. If a run is killed, its last page remains, and
+    is always complete.
 
     Args:
-        seconds: The time between two pages at least.
+        seconds: The minimum time between two pages.
 
     Raises:
         ConfigurationError: If `seconds` is not above 0.
@@ -388,7 +385,7 @@ class RunReport(Callback):
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         if stage != "fit":
             return
-        _record_where_nothing_does(trainer)
+        _record_without_tracker(trainer)
         if _tracker_of(trainer) is None:
             return
         self._stop()
@@ -417,7 +414,7 @@ class RunReport(Callback):
         self._clock.start()
 
     def _list_run(self, trainer: Trainer, task: Task) -> None:
-        """List the run and write its record, so that it is known if its processes are killed."""
+        """Add the run to the index and write its record, so that it is listed even if it is killed."""
         tracker, writer = _tracker_of(trainer), self._make_writer(trainer, task)
         if tracker is None or writer is None:
             return
@@ -428,7 +425,7 @@ class RunReport(Callback):
             _warn(error)
 
     def _make_writer(self, trainer: Trainer, task: Task) -> ReportWriter | None:
-        """Return what writes the pages of this run, on the main process."""
+        """Return the report writer of this run, created on first use. None on processes that write no report."""
         tracker = _tracker_of(trainer)
         if self._writer is None and trainer.is_global_zero and tracker is not None:
             self._folder = os.path.abspath(tracker.run_directory.path)
@@ -438,7 +435,7 @@ class RunReport(Callback):
 
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
         if self._writer is None and trainer.task_run.stage is Stage.TRAIN:
-            _record_where_nothing_does(trainer)  # it may end before `setup`
+            _record_without_tracker(trainer)  # the exception may come before `setup`
             self._make_writer(trainer, task)
         if self._writer is not None:
             self._writer.record_error(exception)
@@ -451,7 +448,10 @@ class RunReport(Callback):
             self._write_again(trainer)
 
     def _tick(self) -> float:
-        """Called on the clock, in its thread. Returns the seconds until there is something to do."""
+        """Take a sample and write a page if due.
+
+        Called in the thread of the clock. Returns the seconds until the next call.
+        """
         sampler, lane, folder, writer = self._sampler, self._lane, self._folder, self._writer
         if sampler is None or lane is None or folder is None:
             return _NOTHING_TO_DO
@@ -461,7 +461,7 @@ class RunReport(Callback):
                 sample = sampler.take()
                 if writer is not None and not lane.is_open:
                     Path(folder).mkdir(parents=True, exist_ok=True)
-                if lane.is_open or os.path.isdir(folder):  # not on a machine without the disk of the main process
+                if lane.is_open or os.path.isdir(folder):  # other machines may not share the disk of the main process
                     lane.write(sample)
             if writer is not None and writer.due_in <= 0:
                 writer.write()
@@ -470,7 +470,6 @@ class RunReport(Callback):
         return min(sampler.due_in, _NOTHING_TO_DO if writer is None else writer.due_in)
 
     def _finish(self, trainer: Trainer) -> None:
-        """Write the last sample and the last page, on the thread that trains."""
         if self._clock is not None:
             self._clock.stop()
         tracker, sampler, writer = _tracker_of(trainer), self._sampler, self._writer
@@ -487,12 +486,10 @@ class RunReport(Callback):
                 if writer is not None:
                     writer.finish()
         except Exception as error:
-            logger.warning(
-                f"The report of this run in {self._folder} lacks what came last: {type(error).__name__}: {error}."
-            )
+            logger.warning(f"The report in {self._folder} could not be completed: {type(error).__name__}: {error}.")
 
     def _write_again(self, trainer: Trainer) -> None:
-        """Add the results of a test to the page of the fit before it."""
+        """Add test results to the page of the previous `fit`."""
         from drivetrain.callbacks.report.page import write_page
         from drivetrain.callbacks.report.record import read_record
 
@@ -515,19 +512,21 @@ class RunReport(Callback):
 
 
 def _tracker_of(trainer: Trainer) -> DirectoryTracker | None:
-    """The tracker whose folder is the run's: a table, else the first one that writes files."""
+    """Return the tracker whose folder holds the report: a CSV table, or else the first that writes files.
+
+    None if there is none.
+    """
     recorder = trainer.tracker_group.recorder
     found = _writing_files(trainer) or ([recorder] if isinstance(recorder, DirectoryTracker) else [])
     return next((each for each in found if each.name == "csv"), found[0] if found else None)
 
 
 def _writing_files(trainer: Trainer) -> list[DirectoryTracker]:
-    """The trackers that were given and write files."""
     return [each for each in trainer.loggers if isinstance(each, DirectoryTracker)]
 
 
-def _record_where_nothing_does(trainer: Trainer) -> None:
-    """Keep a table of the values, where no tracker that was given writes files."""
+def _record_without_tracker(trainer: Trainer) -> None:
+    """Record values in a CSV table if no tracker of the Trainer writes files."""
     group, root = trainer.tracker_group, trainer.default_root_dir
     if _writing_files(trainer) or trainer.fast_dev_run or trainer.barebones or "://" in root:
         group.record_with(None)

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.trackers.service import refuse_missing
+from drivetrain.trackers.service import missing_package
 
 
 def check_installed(owner: str, package: str, extra: str) -> None:
     """Refuse a logger whose package is not installed."""
     if package not in sys.modules and importlib.util.find_spec(package) is None:
-        raise refuse_missing(owner, package, extra)
+        raise missing_package(owner, package, extra)
 
 
 def with_prefix(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
