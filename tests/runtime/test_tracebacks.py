@@ -93,13 +93,11 @@ def ours(text: str) -> list[str]:
 
 def shown(path: Path) -> str:
     """The traceback of what a script raises, as the launcher's processes shorten it."""
-    try:
+    with pytest.raises(Exception) as caught:
         exec(compile(path.read_text(), path, "exec"), {"__name__": "__main__"})
-    except Exception as error:
-        assert error.__traceback__ is not None
-        with short_tracebacks(error, error.__traceback__.tb_next):  # without the frame of this function
-            return "".join(traceback.format_exception(error))
-    raise AssertionError("the script raises nothing")
+    error, of_this_function = caught.value, caught.tb
+    with short_tracebacks(error, of_this_function.tb_next):
+        return "".join(traceback.format_exception(error))
 
 
 @pytest.mark.parametrize("case", SCRIPTS)
