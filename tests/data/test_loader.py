@@ -129,7 +129,7 @@ def test_data_pipes_work_alone_and_are_refused_where_they_would_shard_themselves
 
 def test_batches_without_rows_cannot_be_split() -> None:
     loader = part([{"text": "a"}], config=DataLoaderConfiguration(split_batches=True))
-    with pytest.raises(ValueError, match="no rows that could be found"):
+    with pytest.raises(ValueError, match="no rows that can be counted"):
         list(loader)
 
 
