@@ -39,9 +39,7 @@ class BatchInfo:
     offset: int | None = None
 
     def share(self, processes: int) -> float:
-        """Return the weight of this batch's mean in the mean over all processes.
-
-        With these weights, the mean over processes equals the mean over all real rows.
+        """Return this batch's weight in a mean over processes that equals the mean over all real rows.
 
         Args:
             processes: Number of processes over which the step's batches are spread.
@@ -82,7 +80,7 @@ class BatchInfo:
 
 @dataclass(eq=False)
 class ActiveLoaders:
-    """List of the loaders that are being iterated, with the innermost last.
+    """Stack of the loaders that are being iterated, with the innermost last.
 
     A loader is added with its first batch. It is removed when it is exhausted or closed, or the loop is left by `break`
     or an exception.

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.loader import PreparedLoader
 from drivetrain.data.placement import PendingBatch, PendingParts
-from drivetrain.data.reader import least, rebuilt, up_to
+from drivetrain.data.reader import rebuilt, smallest_known, up_to
 from drivetrain.data.sharding import with_last
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError, nearest
 from drivetrain.runtime.nested import honor_type
@@ -69,7 +69,7 @@ class CombinedLoader:
         self._cycles: int | None = None
 
     def map(self, prepare: Callable[[Any], Any]) -> CombinedLoader:
-        """Return a combination of the loaders that a function returns for each loader.
+        """Return a CombinedLoader over the results of a function that is called with each loader.
 
         Args:
             prepare: Called with one loader.
@@ -78,7 +78,7 @@ class CombinedLoader:
         return CombinedLoader(self.in_structure(prepared), self.mode)
 
     def shared_by(self, processes: int) -> CombinedLoader:
-        """Return a combination that gives batches in equal combinations for any number of processes.
+        """Return a CombinedLoader whose combinations of batches do not depend on the number of processes.
 
         Each process gets its own batches of every loader. Their combinations match those of a single process only if
         all loaders are equally long. Shorter loaders are therefore repeated, and longer ones cut, before they are
@@ -167,16 +167,16 @@ class CombinedLoader:
         self._cycles = length if self.mode == "max_size_cycle" else None
         is_sequential = self.mode == "sequential"
         batches = self._one_after_the_other() if is_sequential else self._side_by_side(self.begin_together())
-        return self._given(batches, least(length, self._limit))
+        return self._recorded(batches, smallest_known(length, self._limit))
 
-    def _given(self, batches: _Pairs, length: int | None) -> Iterator[Any]:
-        """Yield the batches up to the limit, and set `current` for each."""
+    def _recorded(self, batches: _Pairs, length: int | None) -> Iterator[Any]:
+        """Yield combined batches up to the limit, and set `current` for each."""
         before = self._index
         held: list[Any] = []  # empty while suspended, so that a batch is freed with its step
         try:
             for batch, known, last in _with_last(up_to(batches, self._limit, before), before, length):
-                self.current = info = _info_of(known, self._index, last)
-                held.append(self._pended(batch, info) if self._pends else batch)
+                self.current = info = _combined_info(known, self._index, last)
+                held.append(self._as_pending(batch, info) if self._pends else batch)
                 del batch
                 self._index += 1
                 yield held.pop()
@@ -188,8 +188,7 @@ class CombinedLoader:
             self.current = None
             batches.close()
 
-    def _pended(self, batch: Any, info: BatchInfo) -> PendingBatch:
-        """Wrap a combined batch so that it is moved to the device on use."""
+    def _as_pending(self, batch: Any, info: BatchInfo) -> PendingBatch:
         if self.mode != "sequential":
             return PendingParts(batch, info, self.in_structure)
         if not isinstance(batch, PendingBatch):
@@ -215,7 +214,7 @@ class CombinedLoader:
         return all(hasattr(each, "state_dict") and hasattr(each, "load_state_dict") for each in self.loaders)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the epoch, the states of all loaders and which of them have ended."""
+        """Return the loaders' positions: the epoch, the states of all loaders and which of them have ended."""
         within = self._begun or self._resumes
         next_one = int(not within and self._has_passed)
         return {
@@ -231,7 +230,7 @@ class CombinedLoader:
         return self.current
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
-        """Return the current position, because combined loaders keep no earlier ones.
+        """Return the loaders' current positions, because earlier ones are not recorded.
 
         Args:
             reached: Ignored.
@@ -239,7 +238,7 @@ class CombinedLoader:
         return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position, at which the next iteration continues.
+        """Restore the loaders' positions, at which the next iteration continues.
 
         Args:
             state: Dict from `state_dict`.
@@ -266,7 +265,7 @@ class CombinedLoader:
             self._ended[position] = True
 
     def begin_together(self) -> list[Any]:
-        """Return one iterator per loader, or None for each loader that begins with its first batch.
+        """Return one iterator for each loader, or None for each loader that begins with its first batch.
 
         A subclass may begin all of them here, so that each loader draws its order at once.
         """
@@ -274,14 +273,14 @@ class CombinedLoader:
 
     def _side_by_side(self, iterators: list[Any]) -> _Pairs:
         try:
-            yield from iter(lambda: self._row(iterators), None)
+            yield from iter(lambda: self._next_row(iterators), None)
         finally:
             for iterator in iterators:
                 if hasattr(iterator, "close"):
                     iterator.close()
 
-    def _row(self, iterators: list[Any]) -> tuple[Any, _Known] | None:
-        """Return the next batch of every loader and the facts about each, or None at the end."""
+    def _next_row(self, iterators: list[Any]) -> tuple[Any, _Known] | None:
+        """Return the next batch of every loader and the facts about each batch, or None at the end."""
         ended = self._ended
         if self._index == self._cycles:  # the longest loader is exhausted: end it, and restart no other one
             for position, iterator in enumerate(iterators):
@@ -304,7 +303,7 @@ class CombinedLoader:
         ]
         if self.mode == "max_size":  # parts that are all padding become None, unless all parts are
             is_real = [
-                batch is not None and not _stands_in(loader)
+                batch is not None and not _is_padding(loader)
                 for batch, loader in zip(batches, self.loaders, strict=True)
             ]
             if any(is_real):
@@ -312,7 +311,7 @@ class CombinedLoader:
         return batches if self._pends else self.in_structure(batches), known
 
     def _next(self, iterators: list[Any], position: int, loader: Any, ended: list[bool]) -> tuple[Any, bool]:
-        """Return the next batch of one loader, and True if the whole combination has ended."""
+        """Return the next batch of one loader and False, or (None, True) if the combined iteration has ended."""
         try:
             if self.mode == "max_size" and ended[position]:
                 return None, False
@@ -350,7 +349,7 @@ class CombinedLoader:
         Args:
             batches: A value for each loader, in order.
         """
-        return _arranged(self.iterables, iter(batches))
+        return _rearranged(self.iterables, iter(batches))
 
 
 class CountedBatches(Sampler[Any]):
@@ -400,13 +399,12 @@ def _loaders_in(structure: Any, outermost: bool = True) -> Iterator[Any]:
         yield from _loaders_in(each, outermost=False)
 
 
-def _arranged(structure: Any, batches: Iterator[Any], outermost: bool = True) -> Any:
-    """Replace each loader of a structure by the next batch."""
+def _rearranged(structure: Any, batches: Iterator[Any], outermost: bool = True) -> Any:
     if not is_structure(structure, outermost):
         return next(batches)
     if isinstance(structure, Mapping):
-        return {name: _arranged(each, batches, outermost=False) for name, each in structure.items()}
-    arranged = [_arranged(each, batches, outermost=False) for each in structure]
+        return {name: _rearranged(each, batches, outermost=False) for name, each in structure.items()}
+    arranged = [_rearranged(each, batches, outermost=False) for each in structure]
     return honor_type(structure, arranged) if isinstance(structure, tuple) else arranged
 
 
@@ -430,7 +428,7 @@ def _is_loader(value: Any) -> bool:
 def _with_last(
     pairs: Iterator[tuple[Any, _Known]], index: int, length: int | None
 ) -> Iterator[tuple[Any, _Known, bool]]:
-    """Yield each batch with its facts and True for the last one. Reads one ahead if the length is unknown."""
+    """Yield each batch with the facts about it and a flag for the last one; reads ahead if the length is unknown."""
     if length is not None:
         return map(lambda pair, number: (*pair, number == length), pairs, count(index + 1))
     return map(_flat, with_last(pairs))
@@ -445,7 +443,7 @@ def _with_known(loader: Any, batch: Any) -> tuple[Any, _Known]:
     return batch, [_current(loader)]
 
 
-def _stands_in(loader: Any) -> bool:
+def _is_padding(loader: Any) -> bool:
     info = _current(loader)
     return info is not None and info.is_padding
 
@@ -455,7 +453,7 @@ def _current(loader: Any) -> BatchInfo | None:
     return info if isinstance(info, BatchInfo) else None
 
 
-def _info_of(known: _Known, index: int, last: bool) -> BatchInfo:
+def _combined_info(known: _Known, index: int, last: bool) -> BatchInfo:
     """Combine the facts about the parts of a batch into those of the combined batch.
 
     If parts differ in size, or only some are padding, the total rows of all parts are the weights.

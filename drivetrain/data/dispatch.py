@@ -32,7 +32,7 @@ _Step = list[Pair | None]
 
 
 class Slot(NamedTuple):
-    """Shape and dtype of a tensor to be received, in the tensor's place within a batch."""
+    """Placeholder in a batch for a tensor that is received, with its shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -60,7 +60,6 @@ class DispatchReader:
         return self.layout.steps(len(self._loader), last_rows(self._loader))
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Begin an iteration over an epoch. All processes must call it."""
         if not dist.is_initialized():  # no other processes, although the layout has several shards
             opened = self._own_reader().open(epoch, position, limit)
             steps = share_pairs(opened.pairs, self.layout, opened.head)
@@ -85,11 +84,10 @@ class DispatchReader:
         return opened._replace(pairs=exchange.send(steps))
 
     def restart(self) -> None:
-        """Reset the reader, so that its next iteration is like the first."""
         self._reader = None
 
     def _compare(self, read: Callable[[], str | None]) -> None:
-        """Raise an error if each rank reads its own part of the stream. All processes compare once."""
+        """Raise an error if the ranks read different samples from the stream. All processes must call it."""
         if self._compared:
             check_same_stream(type(self._loader.dataset).__name__, read(), read)
             self._compared = False
@@ -144,7 +142,6 @@ class _Exchange:
             step = self._next(steps)
 
     def _next(self, steps: Iterator[_Step]) -> _Step | None:
-        """Read the next step; if that fails, inform the other ranks and raise."""
         try:
             return next(steps, None)
         except Exception as error:
@@ -167,7 +164,7 @@ class _Exchange:
                 return
 
     def fail(self, error: Exception) -> None:
-        """Make the other ranks raise an error too."""
+        """Send an error from rank 0, so that all other ranks raise too."""
         self._send_header([_FAILED] + [0] * (_COMMON - 1))
         broadcast_object_list([f"{type(error).__name__}: {error}"])
 
@@ -223,7 +220,7 @@ class _Exchange:
 
 
 def _header_of(step: _Step, code: int, more: bool) -> tuple[list[int], list[int]]:
-    """Return the numbers that describe a step: those common to all processes, and those of each."""
+    """Encode a step as integers: a list for all processes, and a list with a few numbers for each process."""
     first = next(pair[1] for pair in step if pair is not None)
     common = [
         code,
@@ -240,7 +237,6 @@ def _header_of(step: _Step, code: int, more: bool) -> tuple[list[int], list[int]
 
 
 def _is_final(step: _Step) -> bool:
-    """Return True if no process gets another step."""
     return all(pair is None or pair[1].last for pair in step)
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position
-from drivetrain.data.reader import Opened, begun, do_nothing, last_rows, least, rebuilt, up_to, with_rows_found
+from drivetrain.data.reader import Opened, begun, do_nothing, last_rows, rebuilt, smallest_known, up_to, with_rows_found
 from drivetrain.data.seeding import (
     EpochStart,
     SeparateDraws,
@@ -45,7 +45,7 @@ from drivetrain.runtime.seeds import isolated_random_state, sample_seed, seed_al
 
 
 class Record(NamedTuple):
-    """Batch as read from the dataset, with facts that only the reading process has.
+    """Batch from a dataset with its row counts, which only the reading process can determine.
 
     Attributes:
         batch: The batch.
@@ -215,7 +215,6 @@ class StreamReader:
         return self._inner.num_workers > 0
 
     def restart(self) -> None:
-        """Replace persistent workers, so that the next iteration is like the first."""
         if self._loader.persistent_workers:
             self._inner = self._make_inner()
 
@@ -223,7 +222,6 @@ class StreamReader:
         return self.layout.steps(len(self._loader), last_rows(self._loader))
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Begin an iteration over an epoch at a position, reading and dropping the batches before it."""
         if self._dataset.layout != self.layout:
             self._dataset.layout = self.layout
             if self._loader.persistent_workers:  # running workers hold a copy of the old layout
@@ -268,7 +266,7 @@ class StreamReader:
         return Opened(pairs, start, close, head=head)
 
     def _drop(self, position: Position) -> int:
-        """Set how many batches each stream drops. Returns the number of steps that remain to be dropped."""
+        """Set how many batches each worker drops. Returns the number of steps that remain to be dropped."""
         dropped, group = self._dataset.dropped, self.layout.group_size
         dropped.zero_()
         before = position.batches
@@ -289,7 +287,7 @@ class StreamReader:
         limit: int | None,
         head: list[tuple[Any, int | None]],
     ) -> Iterator[tuple[Any, BatchInfo]]:
-        """Yield the batches with their facts, reading one ahead to detect the last one.
+        """Yield batches with the facts about them, reading one ahead to detect the last one.
 
         The first of the skipped batches are stored in `head`.
         """
@@ -341,7 +339,6 @@ class ReadyBatchesReader:
         return self.layout.steps(len(self._batches), last_rows(self._batches))  # type: ignore[arg-type]
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Begin an iteration at a position. Processes that share the batches must all call it."""
         generators = find_generators(self._batches, getattr(self._batches, "dataset", None))
         stay = getattr(self._batches, "persistent_workers", False)
         start = position.start or EpochStart.capture(generators, not (stay and self._has_begun))
@@ -353,8 +350,8 @@ class ReadyBatchesReader:
             length: int | None = len(self._batches)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             length = None
-        length = least(length, limit)
-        own = _OwnStates(self._batches, 2 * self.layout.group_size if length is None else 0)
+        length = smallest_known(length, limit)
+        own = _LoaderStates(self._batches, 2 * self.layout.group_size if length is None else 0)
         counted = bool(self._keep)
         head: list[tuple[Any, int | None]] = []
         consumed: int | None = 0 if counted else None
@@ -363,7 +360,7 @@ class ReadyBatchesReader:
         saved = position.own if counted or not several_processes() else None
         if not together and position.start is None:
             iterator = own.resumed(saved, position.batches) or own.begun()
-            batches, consumed = _after(iterator, position.batches, consumed, head, self._keep)
+            batches, consumed = _skipping(iterator, position.batches, consumed, head, self._keep)
         else:
             now = [generator_state(each) for each in generators]
             for generator, state in zip(generators, start.own, strict=False):
@@ -380,7 +377,7 @@ class ReadyBatchesReader:
                     if stay and not start.new_workers and not self._has_begun:
                         with SeparateDraws(start).drawing(), kept_generators(self._batches):
                             next(iter(self._batches), None)  # starts the workers, for which a seed is drawn
-                    batches, consumed = _after(own.begun(), position.batches, consumed, head, self._keep)
+                    batches, consumed = _skipping(own.begun(), position.batches, consumed, head, self._keep)
                     if not position.batches or length is None:  # the interrupted run had also read the next batch
                         batches = chain(list(islice(batches, 1)), batches)
             if together:
@@ -389,7 +386,7 @@ class ReadyBatchesReader:
                 check_same_stream(type(self._batches).__name__, digest_of(first))
             separate.settle()
         self._has_begun = True
-        pairs = _described(up_to(batches, limit, position.batches), position.batches, consumed, length, counted)
+        pairs = _with_infos(up_to(batches, limit, position.batches), position.batches, consumed, length, counted)
         if shared:
             pairs = own_pairs(share_pairs(pairs, self.layout, head), self.layout.shard.index)
         return Opened(pairs, start, close, own.after, head)
@@ -397,8 +394,8 @@ class ReadyBatchesReader:
     def restart(self) -> None: ...
 
 
-class _OwnStates:
-    """States of a loader with `state_dict`, taken after the batches that it has given."""
+class _LoaderStates:
+    """States of a user's loader with a `state_dict` method, recorded after the batches that it has given."""
 
     def __init__(self, loader: Any, ahead: int) -> None:
         methods = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
@@ -412,7 +409,6 @@ class _OwnStates:
         self._kept: dict[int, Any] = {}
 
     def begun(self) -> Iterator[Any]:
-        """Begin an iteration, and count its batches if the loader has a state."""
         batches = iter(self._batches)
         return batches if self._loader is None else chain(map(self._note, batches), self._record_end())
 
@@ -495,14 +491,12 @@ def _is_of_torchdata(sampler: Any) -> bool:
 
 
 def _is_torchdata_loader(loader: Any) -> bool:
-    """Return True for torchdata's StatefulDataLoader and its subclasses."""
     return isinstance(loader, DataLoader) and any(
         kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__
     )
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if a checkpoint can hold a value."""
     if isinstance(value, Mapping):
         return type(value) is dict and all(_is_plain(each) for pair in value.items() for each in pair)
     if type(value) in (list, tuple, set):
@@ -510,10 +504,10 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str, bytes, torch.Tensor, np.ndarray)
 
 
-def _after(
+def _skipping(
     batches: Iterator[Any], skipped: int, consumed: int | None, head: list[tuple[Any, int | None]], keep: int
 ) -> tuple[Iterator[Any], int | None]:
-    """Read `skipped` batches and store the first `keep` of them in `head`, with their rows."""
+    """Read `skipped` batches and store the first `keep` in `head`. Returns the rest and the samples consumed."""
     for batch in islice(batches, skipped):
         rows = None if consumed is None else batch_size_or_none(batch)
         if len(head) < keep:
@@ -522,7 +516,7 @@ def _after(
     return batches, consumed
 
 
-def _described(
+def _with_infos(
     batches: Iterator[Any], skipped: int, consumed: int | None, length: int | None, counted: bool
 ) -> Iterator[Pair]:
     """Yield the batches after the first `skipped` ones, with the facts about each."""
@@ -545,7 +539,7 @@ def _described(
 
 
 def own_pairs(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:
-    """Return an iterator over one process's batches of all steps."""
+    """Return an iterator over one process's batches, given the batches of all processes in each step."""
     return (pair for step in steps if (pair := step[index]) is not None)
 
 
@@ -577,7 +571,7 @@ def _with_following(
 def _steps(
     pairs: Iterator[Pair], layout: Layout, first: Sequence[tuple[Any, int | None]]
 ) -> Iterator[list[Pair | None]]:
-    """Yield the batches of all processes step by step, with padding made of the epoch's first batches."""
+    """Yield lists with one batch per process, padded with the epoch's first batches."""
     group_size = layout.group_size
     head: list[Any] = []
     head_sizes: list[int] = []
@@ -617,7 +611,7 @@ def _steps(
                 continue
             batch = share_of_batches(batches, counts, share, head, head_sizes)
             rows = share.stop - share.start + share.padding
-            info = BatchInfo(index, _rows(rows, share, known), share.padding, total, last, consumed)
+            info = BatchInfo(index, _rows_if_known(rows, share, known), share.padding, total, last, consumed)
             if not known:
                 info.weights = whole_batches(share.padding, len(group))
             step.append((batch, info))
@@ -626,10 +620,9 @@ def _steps(
 
 
 def whole_batches(padding: int, real: int) -> tuple[int, int]:
-    """Return weights by which every real batch of a step counts equally, for batches whose rows are unknown."""
+    """Return weights with which every real batch of a step counts equally, for batches with unknown rows."""
     return int(not padding), real
 
 
-def _rows(rows: int, share: Share, known: bool) -> int | None:
-    """Return the rows of a share, or None if they are unknown. The rows of padding are always known."""
+def _rows_if_known(rows: int, share: Share, known: bool) -> int | None:
     return rows if known or share.padding else None

@@ -88,7 +88,6 @@ class PreparedLoader(DataLoader[Any]):
 
     @property  # type: ignore[misc]
     def multiprocessing_context(self) -> Any:
-        """Multiprocessing context in which the user's loader starts its workers."""
         return self.loader.multiprocessing_context  # type: ignore[attr-defined]
 
     # iteration
@@ -128,7 +127,7 @@ class PreparedLoader(DataLoader[Any]):
         return self._begin(limit, together, pend=True)
 
     def _begin(self, limit: float | None, together: bool, pend: bool) -> Iterator[Any]:
-        """Begin an iteration over pending batches if `pend`, else over batches as they are read."""
+        """Begin an iteration over `PendingBatch` objects if `pend`, else over batches as they are read."""
         self._begin_epoch()
         position = self._resume or Position()
         self._resume = self._reached = self._after_last = None
@@ -153,7 +152,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Restore the loader's position and generators after the body, so that the next iteration is not affected.
+        """Restore the loader's position and generators after the body, so that later iterations are not affected.
 
         The generators held by the loader, its samplers and its dataset are restored, and persistent workers are
         stopped. The global generators and other state of the dataset are not restored.
@@ -180,7 +179,7 @@ class PreparedLoader(DataLoader[Any]):
                 self._reader.restart()
 
     def _user_batches(self, limit: float | None) -> int | None:
-        """Convert a limit in this process's batches into the user's batches, or None if the limit has no effect."""
+        """Convert a limit on this process's batches into one on the user's batches, or None if it has no effect."""
         if limit is None or limit == float("inf"):
             return None
         batches = int(limit) * self._reader.layout.group_size
@@ -257,7 +256,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the current or latest iteration, or of the next one before the first and after `set_epoch`."""
+        """Epoch of the current or latest iteration; after `set_epoch` or before the first one, the next epoch."""
         return self._epoch + self._expects_next
 
     def set_epoch(self, epoch: int) -> None:
@@ -279,7 +278,6 @@ class PreparedLoader(DataLoader[Any]):
         self._forward_epoch()
 
     def _begin_epoch(self) -> None:
-        """Set the number of the epoch whose iteration begins."""
         if self._expects_next:
             self._go_to_next_epoch()
             if self.stateful:
@@ -331,18 +329,18 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def reached_end(self) -> bool:
-        """True if the epoch's last batch has been handed out, so that nothing is left to resume in it."""
+        """True if the epoch's last batch has been handed out."""
         reached = self.reached
         return self._exhausted or (reached is not None and reached.last)
 
     @property
     def resumes(self) -> bool:
-        """True if the next iteration begins at a position that was loaded or skipped to."""
+        """True if the next iteration begins at a position that was loaded or set with `skip`."""
         return self._resume is not None
 
     @property
     def resumes_within(self) -> bool:
-        """True if the next iteration begins at a position within an epoch, and not at its start."""
+        """True if the next iteration begins within an epoch and not at its start."""
         if self._resume is None or self._expects_next:
             return False
         return bool(self._resume.batches or self._resume.samples)
@@ -380,7 +378,7 @@ class PreparedLoader(DataLoader[Any]):
             self._resume, self._begun = None, True
 
     def rewind(self) -> None:
-        """Begin the next iteration at the start of the epoch of a loaded position, in that epoch's order."""
+        """Begin the next iteration at the start of the interrupted epoch whose position was loaded, in its order."""
         if self._resume is not None and (self._resume.start or self._resume.batches):
             self._resume = None if self._resume.start is None else Position(start=self._resume.start)
 
@@ -399,7 +397,7 @@ class PreparedLoader(DataLoader[Any]):
         return self.current or self._reached
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
-        """Return the position after one of the current epoch's batches, in the form of `state_dict`.
+        """Return the loader's position after one of the current epoch's batches, in the form of `state_dict`.
 
         Args:
             reached: Facts about the batch, or None for the position before the first one.
@@ -430,7 +428,7 @@ class PreparedLoader(DataLoader[Any]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position, so that the next iteration continues with the sample that follows.
+        """Restore a position in the data, so that the next iteration continues with the sample that follows.
 
         Args:
             state: Dict from `state_dict`, from a run with any number of processes and workers.
@@ -524,7 +522,7 @@ class PreparedLoader(DataLoader[Any]):
 
 
 def _placed(batches: Iterator[PendingBatch]) -> Iterator[Any]:
-    """Yield batches on the device, while the next one is being copied."""
+    """Take pending batches to the device one by one, while the next one is being copied."""
     held: list[Any] = []
     try:
         for batch in batches:
@@ -536,14 +534,12 @@ def _placed(batches: Iterator[PendingBatch]) -> Iterator[Any]:
 
 
 def checked_count(num_batches: int) -> int:
-    """Return a number of batches to skip, or raise a ConfigurationError if it is negative."""
     if num_batches < 0:
         raise ConfigurationError(f"The number of batches to skip must be 0 or more, but got {num_batches}.")
     return num_batches
 
 
 def _again(recipe: Callable[[Any], PreparedLoader], loader: Any, position: Mapping[str, Any]) -> PreparedLoader:
-    """Rebuild a prepared loader at a position, after unpickling or a deep copy."""
     prepared = recipe(loader)
     prepared.load_state_dict(position)
     return prepared

@@ -17,7 +17,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import DataShard
 from drivetrain.data.order import IndexOrder, InterleavingSampler, Position
-from drivetrain.data.reader import Opened, do_nothing, last_rows, least, rebuilt, up_to, with_rows_found
+from drivetrain.data.reader import Opened, do_nothing, last_rows, rebuilt, smallest_known, up_to, with_rows_found
 from drivetrain.data.seeding import (
     EpochStart,
     SeededBatches,
@@ -47,7 +47,6 @@ _OWN_READING = {kind: kind.__getitem__ for kind in (TensorDataset, Subset)}
 
 
 def gathered(tensor: Tensor, index: Tensor) -> Tensor:
-    """Copy the rows of a tensor at the given indices."""
     return tensor.index_select(0, index)
 
 
@@ -64,7 +63,6 @@ def gathered_pinned(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def can_pin() -> bool:
-    """Return True if there is an accelerator for which torch pins memory."""
     if not torch.accelerator.is_available():
         return False
     device = torch.accelerator.current_accelerator()
@@ -101,14 +99,14 @@ class WholeBatches(Dataset[Any]):
 
 
 def may_be_read_at_once(dataset: Any) -> bool:
-    """Return True for torch's `TensorDataset` and for a `Subset` of one."""
+    """Return True if the dataset is torch's `TensorDataset` or a `Subset` of one."""
     while _is_as_in_torch(dataset, Subset):
         dataset = dataset.dataset
     return _is_as_in_torch(dataset, TensorDataset)
 
 
 def read_at_once(dataset: Any, indices: Sequence[int], gather: Gather = gathered) -> list[Tensor] | None:
-    """Return the batch of some samples like torch's default collate, or None if they must be read one by one."""
+    """Collate some samples of a `TensorDataset` by indexing its tensors, or return None for other datasets."""
     while _is_as_in_torch(dataset, Subset):
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
@@ -213,12 +211,10 @@ class MapReader:
         return rebuilt(loader, loader.dataset, batch_size=None, sampler=stream, **changes)
 
     def _reads_at_once(self) -> bool:
-        """Return True if the dataset is read by whole batches instead of single samples."""
         plain = self.order.batched and self._loader.collate_fn is default_collate
         return plain and may_be_read_at_once(self._loader.dataset) and not (self._seed is not None and self._seeded)
 
     def restart(self) -> None:
-        """Replace persistent workers, so that the next iteration is like the first."""
         if self._workers_are_there:
             self._inner, self._workers_are_there = self._make_inner(self._stream), False
 
@@ -227,19 +223,16 @@ class MapReader:
 
     @property
     def reads_ahead(self) -> bool:
-        """True if workers read ahead and the whole order is drawn at once."""
         return self._inner.num_workers > 0 and self.order.draws_at_once
 
     @property
     def ends_alike(self) -> bool:
-        """True if the sampler has a length."""
         try:
             return len(self.order) >= 0
         except (TypeError, NotImplementedError):
             return False
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Begin an iteration over an epoch at a position. All processes must call it."""
         infos: deque[BatchInfo] = deque()
         requests = _Requests(self.order, self.layout, self._replicas, self._seeded)
         generators = find_generators(self._loader, self.order.source, self.order.sampler)
@@ -250,7 +243,7 @@ class MapReader:
         close: Callable[[], None] = do_nothing
         if not sharded and not together and position == Position():
             # Draw every random number at the time at which torch's DataLoader draws it.
-            order, length = self.order, least(self.order.said_length(), limit)
+            order, length = self.order, smallest_known(self.order.reported_length(), limit)
 
             def begin() -> Iterator[Any]:
                 batches = up_to(order.batches(order.plain_iterator()), limit)
@@ -281,7 +274,7 @@ class MapReader:
         return Opened(pairs, start, close, head=head)
 
     def _batches_of(self, head: Head, requests: _Requests, epoch: int) -> list[tuple[Any, int | None]]:
-        """Read an epoch's first batches separately, with their rows, for a run that begins after them."""
+        """Read the epoch's first batches and their row counts, for an iteration that begins after them."""
         stream, samples = IndexStream(), iter(head.samples)
         batches = (list(islice(samples, size)) for size in head.sizes)
         stream.begin = lambda: requests.made_from(batches, deque(), epoch)
@@ -331,19 +324,19 @@ class MapReader:
             before = position.batches // self._replicas
             batches = up_to(batches, limit, before)
             if order.draws_at_once:
-                batches = _begun(batches)
+                batches = _started(batches)
         draws_later = follow and not order.draws_at_once
         if draws_later:
             batches = separate.iterate(batches)
         if check and not order.draws_at_once:
             batches = _agreed(batches, order.sampler if order.regular else order.source)
-        length = None if follow else least(order.said_length(), limit)
+        length = None if follow else smallest_known(order.reported_length(), limit)
         if length is not None:
             length -= before
         index = before // self.layout.group_size
         indices = requests.made_from(batches, infos, epoch, index, skipped, head, length)
         if draws_later:
-            indices = _begun(indices)
+            indices = _started(indices)
         separate.settle()
         self._stream.begin = lambda: indices
         return separate.settle if draws_later else do_nothing, head
@@ -399,13 +392,13 @@ def _as_pair(batch: Any, info: BatchInfo) -> tuple[Any, BatchInfo]:
     return batch, info
 
 
-def _begun(items: Iterator[Any]) -> Iterator[Any]:
-    """Read the first item, and return an iterator over all items."""
+def _started(items: Iterator[Any]) -> Iterator[Any]:
+    """Read the first item, so that the iterator has begun, and return an iterator over all items."""
     return chain(list(islice(items, 1)), items)
 
 
 def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[Any]]:
-    """Return the batches unchanged after checking that all processes begin with equal indices."""
+    """Check that all processes begin with equal indices, and return the batches unchanged."""
     batches = iter(batches)
     first = list(islice(batches, 1))
     digests = gather_object([hashlib.blake2b(repr(first).encode(), digest_size=16).hexdigest()])
@@ -419,7 +412,7 @@ def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[
 
 
 def _warn_of(sampler: Any) -> None:
-    """Warn once that a user's DistributedSampler is not sharded again, and that it repeats samples."""
+    """Inform once that a user's DistributedSampler is used as it is, and warn if it repeats samples."""
     if isinstance(sampler, InterleavingSampler):
         return
     logger.info_once("The loader has a %s, which shards by itself; it is not sharded again.", type(sampler).__name__)

@@ -187,7 +187,6 @@ class PermutationSampler(Sampler[int]):
         return int(permutation(np.array([place], dtype=np.uint64))[0])
 
     def _permutation(self) -> KeyedPermutation:
-        """Return the current epoch's permutation, which is cached."""
         asked = (len(self), self.seed, self._epoch)
         if self._cached is None or self._cached[0] != asked:
             self._cached = (asked, KeyedPermutation(asked[0], sample_seed(*asked[1:], 0)))
@@ -275,12 +274,11 @@ class IndexOrder:
 
     @property
     def source(self) -> Any:
-        """Batch sampler of the loader, or its sampler if there is no batch sampler."""
+        """Batch sampler of the loader, or its sampler if it has no batch sampler."""
         return self.batch_sampler if self.batched else self.sampler
 
     @property
     def regular(self) -> bool:
-        """True if the loader has torch's own BatchSampler."""
         return type(self.batch_sampler) is BatchSampler
 
     @property
@@ -298,16 +296,16 @@ class IndexOrder:
 
     @property
     def distributed_sampler(self) -> DistributedSampler[Any] | None:
-        """User's `DistributedSampler`, or None."""
+        """`DistributedSampler` of the user, or None if the user's sampler is another one."""
         return next((each for each in (self.sampler, self.source) if isinstance(each, DistributedSampler)), None)
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def said_length(self) -> int | None:
-        """Return the number of batches reported by a sampler that may draw at any time, or None to read ahead.
+    def reported_length(self) -> int | None:
+        """Return the sampler's number of batches, or None if the last batch must be detected by reading ahead.
 
-        Reading ahead would draw from the global generators earlier than torch's DataLoader does.
+        Reading ahead would make some samplers draw from the global generators earlier than with torch's DataLoader.
         """
         if self.draws_at_once or self._length_is_wrong:
             return None
@@ -317,7 +315,7 @@ class IndexOrder:
             return None
 
     def record_end(self, batches: int, was_last: bool) -> None:
-        """Compare the number of batches at the end of an epoch with the reported length, and warn if they differ."""
+        """Warn at the end of an epoch if the sampler gave another number of batches than its length."""
         if batches and not was_last:
             logger.warning_once(
                 "%s has a length of %d batches, but gave %d. In this epoch the last batch was therefore not recognised "
@@ -333,13 +331,13 @@ class IndexOrder:
         return iter(self.source)
 
     def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over batches of indices; without a batch sampler, each index is a batch of one."""
+        """Return an iterator over lists of indices; without a batch sampler, each list has one index."""
         return iterator if self.batched else ([index] for index in iterator)
 
     def from_position(
         self, iterator: Iterator[Any], position: Position, keep: int
     ) -> tuple[Iterator[Sequence[Any]], Head, int]:
-        """Skip the batches before a position. Returns the remaining batches, the head and the skipped samples.
+        """Skip the samples before a position. Returns the remaining batches, the epoch's head and the number skipped.
 
         Samplers with random access do not compute the skipped indices.
         """
@@ -377,7 +375,7 @@ def _skip_indices(
 
 
 def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tuple[Iterator[Sequence[Any]], Head, int]:
-    """Skip batches of the user's batch sampler, and cut a batch that begins before the position."""
+    """Skip batches of the user's batch sampler before a position, and cut the batch that contains it."""
     head = Head([], [])
     skipped = count = 0
 
@@ -406,7 +404,7 @@ def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tup
 
 
 class SeedableSampler:
-    """Seeding of a RandomSampler's own generator with the seed plus the epoch, at the start of each epoch."""
+    """Generator for a RandomSampler that is seeded at the start of each epoch with the seed plus the epoch."""
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
         self._seed = seed

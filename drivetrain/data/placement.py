@@ -36,7 +36,7 @@ class SideStreamPlacement:
         return self.receive(self.send(batch))
 
     def send(self, batch: Any) -> Any:
-        """Start copying a batch. The result must be passed to `receive` before use."""
+        """Start copying a batch to the device on the side stream. Pass the result to `receive` before use."""
         if self._stream is None:
             self._stream = self._kind.make_stream(self._device)
         with self._kind.stream_context(self._stream):
@@ -62,7 +62,7 @@ class SideStreamPlacement:
 def overlapped(
     place: Place | None, device: tuple[DeviceKind, torch.device] | None, ahead: bool = False
 ) -> Place | None:
-    """Wrap `place` to use a side stream if the device has streams; else return it unchanged."""
+    """Wrap a placing function so that it copies on a side stream, if the device has streams."""
     if place is None or device is None or not device[0].supports_streams:
         return place
     return SideStreamPlacement(place, *device, ahead)
@@ -104,7 +104,7 @@ class PendingBatch:
 
     @property
     def batch(self) -> Any:
-        """The batch on the device."""
+        """Data of the batch, on the device."""
         return self.take()
 
     @property
@@ -114,7 +114,6 @@ class PendingBatch:
 
     @property
     def is_released(self) -> bool:
-        """True if the batch was released."""
         return self._state == _RELEASED
 
     def take(self) -> Any:
@@ -123,10 +122,10 @@ class PendingBatch:
         Release the previous batch first, so that at most two batches are on the device.
         """
         if self._state != _PLACED:
-            self._bring()
+            self._place_now()
         return self._batch
 
-    def _bring(self) -> None:
+    def _place_now(self) -> None:
         assert self._state != _RELEASED, "a batch that was released is used again"
         place: Any = self._place
         self._batch = place(self._batch) if self._state == _ON_HOST else place.receive(self._batch)
@@ -136,7 +135,7 @@ class PendingBatch:
             self._following = None
 
     def precede(self, following: PendingBatch) -> None:
-        """Set the batch whose copy starts when this one is taken.
+        """Set the following batch, whose copy to the device starts when this one is taken.
 
         Args:
             following: The batch that was read after this one.
@@ -166,7 +165,7 @@ class PendingParts(PendingBatch):
         self._state = _ON_HOST
         self._parts, self._arranged = parts, arranged
 
-    def _bring(self) -> None:
+    def _place_now(self) -> None:
         assert self._state != _RELEASED, "a batch that was released is used again"
         batches = [each.take() if isinstance(each, PendingBatch) else each for each in self._parts]
         self._batch, self._state = self._arranged(batches), _PLACED
@@ -177,7 +176,7 @@ class PendingParts(PendingBatch):
 
 
 def pending(pairs: Iterator[tuple[Any, BatchInfo]], place: Place | None) -> Iterator[PendingBatch]:
-    """Wrap batches in `PendingBatch` objects, linked to their successors if they may be sent ahead."""
+    """Wrap batches in `PendingBatch` objects, each linked to the next one if it may be copied ahead."""
     if place is None:
         return starmap(PendingBatch, pairs)
     links = sends_ahead(place)

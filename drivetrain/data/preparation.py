@@ -47,7 +47,6 @@ class SkippingLoader(DataLoader[Any]):
 
     @property  # type: ignore[misc]
     def multiprocessing_context(self) -> Any:
-        """Multiprocessing context in which the user's loader starts its workers."""
         return self.whole.multiprocessing_context
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -168,7 +167,6 @@ def is_plain(loader: Any) -> bool:
 
 
 def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, seed: int | None) -> Reader:
-    """Create the reader for this kind of loader."""
     sharded = layout.shard.count > 1
     plain = is_plain(loader)
     if plain and isinstance(loader.dataset, IterDataPipe):
@@ -199,7 +197,7 @@ def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, s
 
 
 def _sample_seed_of(config: DataLoaderConfiguration, seed: int | None) -> int | None:
-    """Return the seed from which samples are seeded, or None if they are not."""
+    """Return the run's seed if samples are seeded, else None."""
     if config.seed_samples is False:
         return None
     if config.seed_samples and seed is None:

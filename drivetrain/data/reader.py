@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 
 class Opened(NamedTuple):
-    """Iteration over a loader that has been opened by a reader.
+    """Result of `Reader.open`: the batches of one iteration and how to end it.
 
     Attributes:
         pairs: This process's batches, each with the facts about it.
@@ -105,7 +105,7 @@ def is_split_already(loader: Any) -> bool:
 
 
 def up_to(items: Iterator[Item], limit: int | None, skipped: int = 0) -> Iterator[Item]:
-    """Limit an iterator to the items before `limit`, of which `skipped` came earlier. Nothing more is read."""
+    """Limit an iterator to `limit` items, minus the `skipped` ones that came before it. Nothing more is read."""
     return items if limit is None else islice(items, max(0, limit - skipped))
 
 
@@ -124,7 +124,7 @@ def begun(items: Iterator[Item]) -> tuple[list[Item], Iterator[Item]]:
     return first, everything()
 
 
-def least(*lengths: int | None) -> int | None:
+def smallest_known(*lengths: int | None) -> int | None:
     """Return the smallest of the known lengths, or None if all are None."""
     return min((length for length in lengths if length is not None), default=None)
 
@@ -146,12 +146,11 @@ def last_rows(loader: Any) -> int | None:
         return None
 
 
-def do_nothing() -> None:
-    """Do nothing, for iterations that have nothing to close."""
+def do_nothing() -> None: ...
 
 
 def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[Any]:
-    """Create a DataLoader over another dataset with the user's options for workers and memory, plus changes."""
+    """Create a DataLoader over another dataset with a loader's options for workers and memory, plus changes."""
     options: dict[str, Any] = {
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,

@@ -73,7 +73,6 @@ def key_of(index: Any) -> int:
 
 
 def as_is(batch: Any) -> Any:
-    """Return a batch unchanged; the collate function of loaders whose dataset returns batches."""
     return batch
 
 
@@ -183,7 +182,6 @@ class SeededBatches(Dataset[Any]):
 
 
 def collate_seed(seed: int, epoch: int, key: int) -> int:
-    """Return the seed for collating a batch, from the key of its first sample."""
     return sample_seed(sample_seed(seed, epoch, key), COLLATE, 0)
 
 
@@ -267,7 +265,6 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Restore a generator's state from `generator_state`."""
     if isinstance(generator, torch.Generator):
         state = torch.frombuffer(bytearray(state), dtype=torch.uint8) if isinstance(state, bytes) else state
         generator.set_state(torch.as_tensor(state, dtype=torch.uint8))
@@ -311,16 +308,14 @@ class EpochStart:
 
     @classmethod
     def capture(cls, generators: Iterable[Any], new_workers: bool = True) -> EpochStart:
-        """Capture the current random state."""
         return cls(RandomState.capture(devices=False), [generator_state(each) for each in generators], new_workers)
 
     def agreed(self) -> EpochStart:
-        """Return the random state of rank 0 on every rank. All processes must call it."""
+        """Broadcast the epoch's random state from rank 0. All processes must call it, and get equal states."""
         agreed: EpochStart = broadcast_object_list([self])[0]
         return agreed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the random state as dicts and lists of tensors, numbers and strings."""
         state = {"shared": self.shared.state_dict(), "own": list(self.own), "new_workers": self.new_workers}
         if self.left is not None:
             state |= {"left": self.left.state_dict(), "follows": list(self.follows)}
@@ -328,7 +323,6 @@ class EpochStart:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> EpochStart:
-        """Rebuild the random state from a dict of `state_dict`."""
         left = RandomState.from_state_dict(state["left"]) if "left" in state else None
         shared, follows = RandomState.from_state_dict(state["shared"]), state.get("follows", (False, False, False))
         return cls(shared, list(state["own"]), bool(state["new_workers"]), left, tuple(follows))
@@ -346,9 +340,9 @@ class SeparateDraws:
         before = RandomState.capture(devices=False)
         self._start = start
         self._state = start.shared
-        self._same = _compare(before, start.left or start.shared)
+        self._same = _equal_states(before, start.left or start.shared)
         if start.left is not None:
-            self._same = _both(self._same, start.follows)
+            self._same = _elementwise_and(self._same, start.follows)
         self._resumes, self._draws_later = start.left is not None, False
         self._left: RandomState | None = None
 
@@ -387,7 +381,7 @@ class SeparateDraws:
         """
         now = RandomState.capture(devices=False)
         if self._left is not None:
-            self._same = _both(self._same, _compare(now, self._left))
+            self._same = _elementwise_and(self._same, _equal_states(now, self._left))
         follows = (False, False, False) if self._resumes else self._same  # the interrupted run already advanced them
         self._resumes = False
         self._left = RandomState(
@@ -400,13 +394,13 @@ class SeparateDraws:
             self._start.left, self._start.follows = self._left, self._same
 
 
-def _compare(one: RandomState, other: RandomState) -> tuple[bool, bool, bool]:
-    """Return for Python, NumPy and torch if the two states are equal."""
+def _equal_states(one: RandomState, other: RandomState) -> tuple[bool, bool, bool]:
+    """Compare two random states. Returns a flag each for Python's, NumPy's and torch's generator."""
     numpy = all(np.array_equal(mine, theirs) for mine, theirs in zip(one.numpy, other.numpy, strict=True))
     return one.python == other.python, numpy, torch.equal(one.torch, other.torch)
 
 
-def _both(one: tuple[bool, bool, bool], other: tuple[bool, bool, bool]) -> tuple[bool, bool, bool]:
+def _elementwise_and(one: tuple[bool, bool, bool], other: tuple[bool, bool, bool]) -> tuple[bool, bool, bool]:
     return one[0] and other[0], one[1] and other[1], one[2] and other[2]
 
 

@@ -33,7 +33,7 @@ _UNREAD: Any = object()
 
 
 class Share(NamedTuple):
-    """Rows that one process takes from a group of batches: some rows of one batch, then padding.
+    """Rows that one process takes from a group of batches: rows of one batch, followed by padding.
 
     Attributes:
         source: Index of the batch in the group, or None if the share is padding only.
@@ -73,7 +73,6 @@ class Layout(NamedTuple):
         return 1 if self.split else self.shard.count
 
     def check(self) -> None:
-        """Raise an error if the batch size cannot be split."""
         if self.split and self.batch_size is not None and self.batch_size % self.shard.count:
             raise ConfigurationError(
                 f"split_batches=True splits each batch over {self.shard.count} processes, but the loader's batch size "
@@ -95,7 +94,7 @@ class Layout(NamedTuple):
 
 
 class Head(NamedTuple):
-    """First samples of an epoch's order, from which padding is made.
+    """First samples of an epoch, which are used as padding at its end.
 
     Attributes:
         samples: The samples.
@@ -151,7 +150,7 @@ def _plan_slice(size: int, layout: Layout, mine: int, first_batch: int, final: b
 
 
 def with_last(items: Iterable[Item], length: int | None = None) -> Iterator[tuple[Item, bool]]:
-    """Pair each item with True if it is the last one, else False."""
+    """Yield each item with a flag that is True for the last item."""
     iterator = iter(items)
     number = 1
     ahead = [next(iterator, _END)]  # never holds the latest yielded item, so that a batch is freed with its step
@@ -209,7 +208,10 @@ def _not_last(batch: Sequence[Item]) -> tuple[Sequence[Item], bool]:
 def _shares(
     batches: Iterable[Sequence[Item]], layout: Layout, index: int, consumed: int, head: Head | None, streaming: bool
 ) -> Iterator[tuple[Sequence[Item], BatchInfo]]:
-    """Yield the shares of one of several processes. With `TailPolicy.UNEVEN`, `last` refers to the group."""
+    """Yield each step's batch of one of several processes, with the facts about it.
+
+    With `TailPolicy.UNEVEN`, `last` refers to the group of all processes.
+    """
     groups = _groups(batches, layout)
     full = layout.batch_size or 0
     for group, final in ((group, False) for group in groups) if streaming else with_last(groups):
@@ -235,7 +237,6 @@ def _shares(
 
 
 def padding_samples(samples: Sequence[Item], share: Share) -> list[Item]:
-    """Return the padding of a share, taken from the epoch's first samples."""
     return [samples[(share.offset + number) % len(samples)] for number in range(share.padding)]
 
 
@@ -244,7 +245,7 @@ def _groups(batches: Iterable[Sequence[Item]], layout: Layout) -> Iterator[list[
 
 
 def grouped(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
-    """Yield lists with one item per process; a short last list is dropped if the layout says so."""
+    """Yield lists of items, one item per process; a short last list is dropped if the layout says so."""
     size = layout.group_size
     while group := list(islice(items, size)):
         if layout.drop_last and len(group) < size:
@@ -392,7 +393,7 @@ def sum_over_processes(numbers: Sequence[int]) -> list[int]:
 
 
 def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    """Yield batches only after all processes have confirmed that each has one, and whether it is the last.
+    """Yield batches only after all processes have exchanged if each has one, and if it is the last.
 
     Knowing the last batch in advance is required because an accumulation window ends early with it, and gradients are
     reduced then.
@@ -404,7 +405,7 @@ def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
         has_more = has_one and not info.last
         given += has_one
         if any(0 < count < world for count in sum_over_processes([has_one, has_more])):
-            raise DataError(_different_ends(gather_object([(given, has_more)])))
+            raise DataError(_different_ends_message(gather_object([(given, has_more)])))
         if has_one:
             held.append((batch, info))
             del batch
@@ -457,7 +458,7 @@ def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[
     is_other = others[PartialState().process_index]
     again = gather_object([read_again() if is_other and read_again is not None else begins_with])
     if any(other and first == second for other, first, second in zip(others, digests, again, strict=True)):
-        raise DataError(_other_samples(name))
+        raise DataError(_other_samples_message(name))
     logger.warning_once(
         "%s begins with other samples each time that it is read, so it is not known if each process reads its own "
         "part. Rank 0 reads for all. Set dispatch_batches=True if that is right, or "
@@ -478,7 +479,7 @@ def check_same_dataset(dataset: Any) -> None:
         return
     whole = gather_object([indices])
     if any(each is None for each in whole) or len(np.unique(np.concatenate(whole))) == sum(map(len, whole)):
-        raise DataError(_other_samples(type(dataset).__name__))
+        raise DataError(_other_samples_message(type(dataset).__name__))
     logger.warning_once(
         "The processes hold different subsets, so that some samples are read twice and others not at all. Seed the "
         "split, as in random_split(..., generator=torch.Generator().manual_seed(0)), or call seed_everything first."
@@ -502,7 +503,7 @@ def _length_of(dataset: Any) -> int | None:
         return None
 
 
-def _other_samples(name: str) -> str:
+def _other_samples_message(name: str) -> str:
     return (
         f"{name} gives each process other samples, and sharding them again would lose most of them. If "
         "each process reads its own part, set use_distributed_sampler=False, of the Trainer or of "
@@ -511,7 +512,7 @@ def _other_samples(name: str) -> str:
     )
 
 
-def _different_ends(ends: list[tuple[int, bool]]) -> str:
+def _different_ends_message(ends: list[tuple[int, bool]]) -> str:
     counts = ", ".join(
         f"rank {rank} has more than {given}" if has_more else f"rank {rank} has {given}"
         for rank, (given, has_more) in enumerate(ends)
@@ -524,7 +525,7 @@ def _different_ends(ends: list[tuple[int, bool]]) -> str:
 
 
 def with_rows_of_all(pairs: Iterator[Pair], shards: int) -> Iterator[Pair]:
-    """Exchange the number of real rows in each step between all processes, which iterate in step.
+    """Exchange the numbers of real rows in each step between processes that iterate together.
 
     If the rows of any batch of a step are unknown, all its real batches have equal weights.
     """

@@ -31,7 +31,7 @@ def verify_operation(
     therefore reported instead of causing a hang.
     """
     if state.call_comparison is not None:
-        described = "" if data is None else _outline(data, ignore)
+        described = "" if data is None else _describe_structure(data, ignore)
         state.call_comparison.compare(f"{operation}({described})", user_line())
 
 
@@ -52,7 +52,7 @@ class CallComparison:
             self._store.set(self._key(self._rank), f"{call}\n{line}")
             missing = self._wait()
             if missing:
-                raise CollectiveError(self._absence(missing, call))
+                raise CollectiveError(self._absence_message(missing, call))
             calls = [self._read(rank) for rank in range(self._world_size)]
             # Every rank has published this call, so every rank has read the previous one: deleting it is safe.
             self._store.delete_key(self._key(self._rank, self._number - 1))
@@ -92,7 +92,7 @@ class CallComparison:
         call, _, line = self._store.get(self._key(rank, number)).decode().partition("\n")
         return call, line
 
-    def _absence(self, missing: list[int], call: str) -> str:
+    def _absence_message(self, missing: list[int], call: str) -> str:
         last = []
         for rank in missing:
             state = "has ended" if self._store.check([leaving_key(rank)]) else f"did not come within {self._timeout}"
@@ -115,14 +115,14 @@ def call_collective(
     try:
         function(*args, **kwargs)
     except dist.DistError as error:
-        raise CollectiveError(_failure(operation, state, error)) from error
+        raise CollectiveError(_failure_message(operation, state, error)) from error
     except RuntimeError as error:
         if type(error) is not RuntimeError:  # OutOfMemoryError is a subclass with a message of its own
             raise
-        raise CollectiveError(_failure(operation, state, error)) from error
+        raise CollectiveError(_failure_message(operation, state, error)) from error
 
 
-def _failure(operation: str, state: PartialState, error: Exception) -> str:
+def _failure_message(operation: str, state: PartialState, error: Exception) -> str:
     return (
         f"{operation} failed on rank {state.process_index} of {state.num_processes}: {error}\n"
         "Most often another process raised or was stopped: see its own error. If processes call different "
@@ -130,8 +130,7 @@ def _failure(operation: str, state: PartialState, error: Exception) -> str:
     )
 
 
-def _outline(data: Any, ignore: str | None) -> str:
-    """Describe a nested structure as text, with shapes and dtypes of tensors and type names of other values."""
+def _describe_structure(data: Any, ignore: str | None) -> str:
 
     def describe(leaf: Any) -> _Words:
         if not isinstance(leaf, Tensor):

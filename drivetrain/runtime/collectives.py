@@ -265,7 +265,7 @@ def _gather_tensor(tensor: Tensor, state: PartialState) -> Tensor:
     if tensor.dim() == 0:
         tensor = tensor[None]
     # Send bytes: some backends lack some dtypes, and an all-gather computes nothing.
-    source = _on_wire(tensor, state).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    source = _to_backend_device(tensor, state).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     target = source.new_empty(state.num_processes * source.numel())
     call_collective("gather", state, _all_gather, target, source)
     shape = (state.num_processes * tensor.size(0), *tensor.shape[1:])
@@ -273,7 +273,6 @@ def _gather_tensor(tensor: Tensor, state: PartialState) -> Tensor:
 
 
 def _gather_rows_of_tensor(tensor: Tensor, counts: Sequence[int], state: PartialState) -> Tensor:
-    """Concatenate the first `counts[rank]` rows of a tensor over all ranks."""
     if tensor.dim() == 0:
         return _gather_tensor(tensor, state)
     most, mine = max(counts), counts[state.process_index]
@@ -292,7 +291,7 @@ def _reduce_tensor(tensor: Tensor, reduction: str, scale: float, state: PartialS
     operation = _REDUCTIONS[reduction]
     if operation is None or not state.use_distributed:
         return tensor if scale == 1 else tensor * scale
-    wire = _on_wire(tensor.detach(), state)
+    wire = _to_backend_device(tensor.detach(), state)
     dtype = _REDUCED_AS.get(tensor.dtype, tensor.dtype)
     total = wire.to(dtype, copy=True, memory_format=torch.contiguous_format)
     call_collective("reduce", state, dist.all_reduce, total, op=operation)
@@ -304,7 +303,7 @@ def _reduce_tensor(tensor: Tensor, reduction: str, scale: float, state: PartialS
 
 
 def _check_dtype(dtype: torch.dtype, reduction: str, scale: float) -> None:
-    """Raise a DataError if the result of a reduction may not fit the dtype."""
+    """Raise a DataError if the result of a reduction may not fit the tensor's dtype."""
     if dtype.is_complex:
         fits = reduction not in ("max", "min")
     elif dtype.is_floating_point:
@@ -321,7 +320,7 @@ def _check_dtype(dtype: torch.dtype, reduction: str, scale: float) -> None:
 
 def _broadcast_tensor(tensor: Tensor, from_process: int, state: PartialState) -> Tensor:
     target = tensor.detach()
-    wire = _on_wire(target, state).contiguous()
+    wire = _to_backend_device(target, state).contiguous()
     content = wire.view(-1).view(torch.uint8)
     call_collective("broadcast", state, dist.broadcast, content, src=from_process)
     if wire.data_ptr() != target.data_ptr():
@@ -342,8 +341,8 @@ def _exchange_integers(values: Sequence[int], state: PartialState) -> list[list[
     return rows
 
 
-def _on_wire(tensor: Tensor, state: PartialState) -> Tensor:
-    """Return the tensor on a device from which the backend can send; gloo sends from the CPU only."""
+def _to_backend_device(tensor: Tensor, state: PartialState) -> Tensor:
+    """Move a tensor to the CPU if the backend is gloo, which sends from the CPU only."""
     return tensor.cpu() if state.backend == "gloo" and tensor.device.type != "cpu" else tensor
 
 
@@ -363,10 +362,10 @@ _END, _LEFT = -1, -2  # sent instead of a block's size
 
 
 class BlockGather:
-    """Gathers pickled blocks of results on the main process while all ranks keep computing.
+    """Collector of result blocks from all ranks on the main process, while the ranks keep computing.
 
-    Each rank sends a block as soon as it is added and does not wait for other ranks before `finish`. The ranks may add
-    different numbers of blocks. The main process receives in a thread, one block per rank and turn.
+    Each rank sends a pickled block as soon as it is added and does not wait for other ranks before `finish`. The ranks
+    may add different numbers of blocks. The main process receives in a thread, one block per rank and turn.
 
     Create it on all ranks together, and end it with `finish` or `abandon`.
     """
@@ -388,7 +387,6 @@ class BlockGather:
             self._receiver.start()
 
     def add(self, block: Any) -> None:
-        """Send a block from this rank to the main process."""
         if not self._state.use_distributed or self._state.is_main_process:
             self._blocks.append(block)
             self._turns.release()
@@ -417,7 +415,7 @@ class BlockGather:
         return self._blocks
 
     def abandon(self) -> None:
-        """Stop after an error without waiting; `finish` then raises on the main process."""
+        """Stop sending results after an error, without waiting; `finish` then raises on the main process."""
         self._abandoned = True
         if not self._state.use_distributed:
             return
@@ -465,14 +463,14 @@ class BlockGather:
 
 
 def _own_group(state: PartialState) -> Any:
-    """Return a gloo group for results only, created once, so that they do not mix with other communication."""
+    """Return a gloo group that is used for results only, creating it at the first call."""
     shared = PartialState.registry()
     if _GROUP not in shared:
         shared[_GROUP] = dist.new_group(backend="gloo", timeout=group_timeout())
-        state.before_leaving(_forget)
+        state.before_leaving(_forget_group)
     return shared[_GROUP]
 
 
-def _forget() -> None:
+def _forget_group() -> None:
     for name in (_GROUP, _COUNT, _ABANDONED):
         PartialState.registry().pop(name, None)

@@ -27,7 +27,7 @@ _VISIBLE_VARIABLES = {
 
 
 class DeviceKind:
-    """Kind of device, such as `cuda`, with its process-group backend and device-specific operations.
+    """Kind of device, such as `cuda`: its process-group backend and the operations that differ between devices.
 
     Args:
         name: torch's device type, which users also write, such as `"cuda"`.
@@ -99,11 +99,11 @@ class DeviceKind:
         return 1 if self.drives_all else self.count()
 
     def why_absent(self) -> str:
-        """Return the end of an error message: the reason why the device kind is not available, and what to do."""
+        """Return the reason why no device of this kind is available, as the end of an error message."""
         return "this machine has none (or torch was built without it)."
 
     def device(self, index: int) -> torch.device:
-        """Return the device for the process with this local rank.
+        """Return the `torch.device` for the process with a local rank.
 
         Args:
             index: Local rank of the process.
@@ -236,7 +236,7 @@ class DeviceKind:
             setter(state)
 
     def is_started(self) -> bool:
-        """Return True if this process has already initialised the device in a way that does not survive a fork."""
+        """Return True if this process has initialised a device of this kind, so that it can no longer fork safely."""
         check = getattr(self.module, "is_initialized", None)
         return bool(check()) if check is not None else False
 
@@ -320,15 +320,15 @@ class MPS(DeviceKind):
     def set_device(self, device: torch.device) -> None: ...
 
     def memory_use(self, device: torch.device) -> tuple[int, int, int] | None:
-        """Return bytes allocated now, the current value again as the peak, and bytes held by the driver.
+        """Return the bytes allocated by tensors, twice, and the bytes held by the driver.
 
-        Metal does not count a peak.
+        Metal does not record the peak, so the current value replaces it.
         """
         current = int(self.module.current_allocated_memory())
         return current, current, int(self.module.driver_allocated_memory())
 
     def free_memory(self, device: torch.device) -> tuple[int, int] | None:
-        """Return Metal's recommended maximum minus the driver's allocation, and that maximum, in bytes."""
+        """Return the free and the total GPU memory in bytes, where the total is Metal's recommended maximum."""
         total = int(self.module.recommended_max_memory())
         return total - int(self.module.driver_allocated_memory()), total
 
@@ -385,7 +385,7 @@ class XLADevice(DeviceKind):
         xla.wait()
 
     def memory_use(self, device: torch.device) -> tuple[int, int, int] | None:
-        """Return the runtime's memory use in bytes (now, peak, 0), or None before the runtime has started."""
+        """Return the device memory in use, its peak, and 0 (in bytes), or None before the XLA runtime has started."""
         if not xla.is_started():
             return None
         info = xla.memory_info()
@@ -393,7 +393,7 @@ class XLADevice(DeviceKind):
         return used, int(info.get("peak_bytes_used", used)), 0
 
     def free_memory(self, device: torch.device) -> tuple[int, int] | None:
-        """Return the free and the total device memory in bytes, or None before the runtime has started."""
+        """Return the free and the total device memory in bytes, or None before the XLA runtime has started."""
         if not xla.is_started():
             return None
         info = xla.memory_info()
@@ -401,7 +401,7 @@ class XLADevice(DeviceKind):
         return total - int(info.get("bytes_used", 0)), total
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seed the XLA generator, or store the seed until the runtime starts, which must follow any fork.
+        """Seed the XLA generator; before the runtime has started, store the seed for its start.
 
         Args:
             seed: The seed.
@@ -412,7 +412,7 @@ class XLADevice(DeviceKind):
             self._seed = seed
 
     def get_rng_state(self) -> torch.Tensor | None:
-        """Return the XLA generator's state as eight bytes, or None before the runtime has started."""
+        """Return the XLA generator's state as eight bytes, or None before the XLA runtime has started."""
         return xla.rng_state() if xla.is_started() else None
 
     def set_rng_state(self, state: torch.Tensor) -> None:
@@ -423,7 +423,7 @@ _KINDS: dict[str, DeviceKind] = {}
 
 
 def started_device() -> str | None:
-    """Return the name of a device kind whose state in this process would not survive a fork, or None."""
+    """Return the name of a device kind that this process has initialised, so that it cannot fork safely, or None."""
     return next((kind.name for kind in _KINDS.values() if kind.is_started()), None)
 
 

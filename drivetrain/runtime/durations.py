@@ -200,7 +200,7 @@ def interval_of(value: Any, name: str) -> int | Duration:
 
 
 def count_of(value: Any, name: str, unit: Unit, otherwise: str = "") -> Any:
-    """Parse a count that may be written as a duration in one unit, such as `"2 epochs"` for 2."""
+    """Parse a count that may be written as a duration in the given unit, such as `"2 epochs"` for 2."""
     if not isinstance(value, Duration) and not (isinstance(value, str) and value.strip()[:1].isdigit()):
         return value
     duration = Duration.of(value, name)

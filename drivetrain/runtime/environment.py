@@ -107,7 +107,7 @@ class ProcessEnvironment:
 
     @property
     def is_launched(self) -> bool:
-        """True if drivetrain's launcher started this process, or another launcher set a world size greater than 1."""
+        """True if drivetrain's launcher started this process, or another launcher set a larger world size than 1."""
         return self.world_size > 1 or os.environ.get(LAUNCHED_VARIABLE) == "1"
 
     @property

@@ -36,7 +36,7 @@ class DrivetrainError(Exception):
 
     @property
     def message(self) -> str:
-        """Text of the error, for messages that quote it."""
+        """Text of the exception, for use inside another message."""
         return str(self)
 
 
@@ -119,12 +119,10 @@ def is_library(filename: str) -> bool:
 
 
 def in_package(filename: str, folder: str = "") -> bool:
-    """Return True if a source file is in a folder of drivetrain, such as `"runtime"`."""
     return filename.startswith(os.path.join(_PACKAGE, folder))
 
 
 def in_torch(filename: str, folder: str = "") -> bool:
-    """Return True if a source file is in a folder of torch, such as `"distributed"`."""
     return filename.startswith(os.path.join(_torch(), folder))
 
 
@@ -145,7 +143,7 @@ def user_line() -> str:
 
 
 def shown_path(filename: str) -> str:
-    """Shorten a path below the working directory to a relative one."""
+    """Shorten a path in the working directory to a relative path."""
     below = os.path.join(os.getcwd(), "")
     return filename.removeprefix(below)
 
@@ -164,7 +162,7 @@ def short_tracebacks(error: BaseException, trace: TracebackType | None) -> Itera
     Frames of user code are kept. Tracebacks of other exceptions are not changed. Afterwards all tracebacks are
     restored.
     """
-    links = list(_links(error))
+    links = list(_exception_chain(error))
     before = [link.__traceback__ for link in links]
     error.__traceback__ = trace
     try:
@@ -176,8 +174,7 @@ def short_tracebacks(error: BaseException, trace: TracebackType | None) -> Itera
             link.__traceback__ = whole
 
 
-def _links(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and the chained exceptions that Python prints above it."""
+def _exception_chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -190,13 +187,13 @@ def _shorten(links: list[BaseException]) -> None:
     is_below = False
     for link in links:
         if is_below:
-            link.__traceback__ = _without(link.__traceback__, of_ours=0)
+            link.__traceback__ = _without_inner_frames(link.__traceback__, of_ours=0)
         elif getattr(link, "has_short_traceback", False):
-            link.__traceback__ = _without(link.__traceback__, of_ours=3)
+            link.__traceback__ = _without_inner_frames(link.__traceback__, of_ours=3)
             is_below = True
 
 
-def _without(trace: TracebackType | None, of_ours: int) -> TracebackType | None:
+def _without_inner_frames(trace: TracebackType | None, of_ours: int) -> TracebackType | None:
     """Rebuild a traceback with all frames of user code and at most `of_ours` frames of drivetrain.
 
     Kept are the frame that raised and those at which user code entered drivetrain. Frames of torch and the standard
@@ -206,7 +203,7 @@ def _without(trace: TracebackType | None, of_ours: int) -> TracebackType | None:
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    runs = [list(run) for _, run in groupby(frames, _is_inner)]
+    runs = [list(run) for _, run in groupby(frames, _is_library_frame)]
     ours = [[frame for frame in run if in_package(frame.tb_frame.f_code.co_filename)] for run in runs]
     entered = [run[0] for run in ours if run]
     raised = ours[-1][-1:] if ours else []
@@ -221,8 +218,7 @@ def _without(trace: TracebackType | None, of_ours: int) -> TracebackType | None:
     return shown
 
 
-def _is_inner(trace: TracebackType) -> bool:
-    """Return True for a frame in a library file or in code that a dataclass of drivetrain generated."""
+def _is_library_frame(trace: TracebackType) -> bool:
     code = trace.tb_frame.f_code
     generated = code.co_filename == "<string>" and trace.tb_frame.f_globals.get("__name__", "").startswith(
         "drivetrain."
@@ -258,7 +254,6 @@ def known_keywords(function: F) -> F:
 
 
 def unknown_argument(function: str, unknown: str, taken: Collection[str]) -> UnknownArgumentError:
-    """Build the error for a keyword argument that a function does not accept."""
     guess = nearest(unknown, taken)
     known = "" if guess else f" It takes {', '.join(name for name in taken if name != 'self')}."
     return UnknownArgumentError(f"{function}() takes no argument {unknown!r}.{guess}{known}")

@@ -21,7 +21,7 @@ def gather_with_gradients(tensor: Tensor) -> Tensor:
 
 
 class TorchGroup:
-    """Operations of `torch.distributed` on one process group.
+    """Methods of `torch.distributed`, applied to one process group.
 
     Attributes:
         group: The process group.
@@ -39,12 +39,10 @@ class TorchGroup:
 
     @classmethod
     def is_available(cls) -> bool:
-        """Return True if torch was built with `torch.distributed`."""
         return dist.is_available()
 
     @classmethod
     def is_initialized(cls) -> bool:
-        """Return True if the default process group is initialised."""
         return cls.is_available() and dist.is_initialized()
 
     @classmethod
@@ -63,12 +61,10 @@ class TorchGroup:
 
     @classmethod
     def new_group(cls, **kwargs: Any) -> Any:
-        """Create a process group; all processes must call it."""
         return dist.new_group(**kwargs)
 
     @classmethod
     def destroy_group(cls, group: Any) -> None:
-        """Destroy a process group if this process is a member."""
         if group in dist.distributed_c10d._pg_map:
             dist.destroy_process_group(group)
 
@@ -84,46 +80,37 @@ class TorchGroup:
 
     @classmethod
     def is_member(cls, group: Any) -> bool:
-        """Return True if this process belongs to a group."""
         return bool(group != dist.GroupMember.NON_GROUP_MEMBER)
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        """Overwrite a tensor on all processes of the group with that of rank `src`, and return it."""
         dist.broadcast(tensor, src, group=self.group)
         return tensor
 
     def all_reduce(self, tensor: Tensor, op: Any = "sum") -> Tensor:
-        """Reduce a tensor in place on all processes of the group, and return it."""
         dist.all_reduce(tensor, op=self._convert_to_native_op(op), group=self.group)
         return tensor
 
     def reduce(self, tensor: Tensor, dst: int, op: Any = "sum") -> Tensor:
-        """Reduce a tensor in place on rank `dst`, and return it."""
         dist.reduce(tensor, dst, op=self._convert_to_native_op(op), group=self.group)
         return tensor
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
-        """Gather a tensor from all processes into a list on each process, and return the list."""
         dist.all_gather(tensor_list, tensor, group=self.group)
         return tensor_list
 
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
-        """Gather a tensor from all processes into a list on rank `dst`, and return the list."""
         dist.gather(tensor, gather_list, dst, group=self.group)
         return gather_list
 
     def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor:
-        """Send one tensor of rank `src`'s list to each process, and return the tensor received."""
         dist.scatter(tensor, scatter_list, src, group=self.group)
         return tensor
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: Any = "sum") -> Tensor:
-        """Reduce lists of tensors and send one result to each process. Returns the result received."""
         dist.reduce_scatter(output, input_list, op=self._convert_to_native_op(op), group=self.group)
         return output
 
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
-        """Exchange one tensor with each process, and return the list of tensors received."""
         dist.all_to_all(output_tensor_list, input_tensor_list, group=self.group)
         return output_tensor_list
 
@@ -131,43 +118,35 @@ class TorchGroup:
         dist.send(tensor, dst, tag=tag, group=self.group)
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor:
-        """Receive a tensor from rank `src`, or from any rank if None, and return it."""
         dist.recv(tensor, src, tag=tag, group=self.group)
         return tensor
 
     def barrier(self, device_ids: list[int] | None = None) -> None:
-        """Wait until all processes of the group have called this."""
         dist.barrier(group=self.group, device_ids=device_ids)
 
     def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all processes of the group, and raise an error that names the missing ranks after the timeout."""
         dist.monitored_barrier(group=self.group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 
     def all_gather_object(self, object_list: list[Any], obj: Any) -> list[Any]:
-        """Gather a picklable object from all processes into a list on each process, and return the list."""
         dist.all_gather_object(object_list, obj, group=self.group)
         return object_list
 
     def broadcast_object_list(self, object_list: list[Any], src: int, device: torch.device | None = None) -> list[Any]:
-        """Replace the items of a list on all processes by those of rank `src`, and return the list."""
         dist.broadcast_object_list(object_list, src, group=self.group, device=device)
         return object_list
 
     def gather_object(self, obj: Any, object_gather_list: list[Any], dst: int = 0) -> list[Any]:
-        """Gather a picklable object from all processes into a list on rank `dst`, and return the list."""
         dist.gather_object(obj, object_gather_list, dst, group=self.group)
         return object_gather_list
 
     def scatter_object_list(
         self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any], src: int = 0
     ) -> list[Any]:
-        """Send one object of rank `src`'s list to each process, and return the output list."""
         dist.scatter_object_list(scatter_object_output_list, scatter_object_input_list, src, group=self.group)
         return scatter_object_output_list
 
     @classmethod
     def _convert_to_native_op(cls, op: Any) -> Any:
-        """Convert the name of a reduction into torch's `ReduceOp`."""
         if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
             return op
         if not isinstance(op, str):

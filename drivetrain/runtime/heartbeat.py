@@ -38,7 +38,7 @@ class Heartbeat:
 
     @classmethod
     def attach(cls) -> Heartbeat:
-        """Open the file that the launcher created for this process, or count privately if there is none."""
+        """Map the heartbeat file that the launcher created for this process; without one, count in private memory."""
         path = os.environ.get(HEARTBEAT_VARIABLE)
         if not path:
             return cls()
@@ -51,7 +51,6 @@ class Heartbeat:
         return cls(cells, watched=True) if cells[_PID] == os.getpid() else cls()  # type: ignore[arg-type]
 
     def beat(self) -> None:
-        """Count one unit of progress."""
         self._cells[_BEATS] += 1
 
     def beating(self, function: Callable[[], int]) -> Callable[[], int]:
@@ -66,7 +65,7 @@ class Heartbeat:
         return counted
 
     def describe_waits(self, timeout: timedelta | None, *, spinning: bool) -> None:
-        """Record the timeout of collectives, and if ranks spin on the CPU while they wait for others."""
+        """Record in the heartbeat the timeout of collectives and if waiting ranks use CPU time (`spinning`)."""
         self._cells[_TIMEOUT_MS] = int(timeout.total_seconds() * 1000) if timeout is not None else 0
         self._cells[_ATTACHED] = _COUNTS_BEATS_ONLY if spinning else _COUNTS_CPU_TIME
 
@@ -146,12 +145,11 @@ def set_expendable(expendable: bool) -> None:
 
 
 def is_expendable(error_file: str) -> bool:
-    """Return True if a process has marked itself as expendable."""
+    """Return True if the process with this error file may die without ending the run."""
     return os.path.exists(_mark(error_file))
 
 
 def mark_left_queue(error: BaseException) -> None:
-    """Mark an exception that ended this process's work on a queue."""
     setattr(error, _LEFT_A_QUEUE, True)
 
 

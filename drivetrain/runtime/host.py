@@ -15,7 +15,7 @@ _NAMES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def parse_bytes(size: int | str) -> int:
-    """Parse a number of bytes from an int or text such as `"5GB"` (1000-based) or `"500MiB"` (1024-based).
+    """Parse a number of bytes from an int or from text such as `"5GB"` (decimal) or `"500MiB"` (binary units).
 
     Case does not matter, except that a lower-case `b`, as in `"5Gb"`, means bits.
     """
@@ -30,7 +30,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def as_bytes(count: float) -> str:
-    """Format a number of bytes in 1024-based units, such as `1.24 GiB`."""
+    """Format a number of bytes in binary units, such as `1.24 GiB`."""
     for unit in _NAMES[:-1]:
         if abs(count) < 1024:
             return f"{count:.4g} {unit}"
@@ -63,7 +63,7 @@ def resident_bytes() -> int:
 
     On Linux it is read from a file, because importing psutil takes 20 ms.
     """
-    found = _read("/proc/self/statm")
+    found = _read_kernel_file("/proc/self/statm")
     if found:
         return int(found.split()[1]) * os.sysconf("SC_PAGE_SIZE")
     import psutil
@@ -73,7 +73,7 @@ def resident_bytes() -> int:
 
 def started_at() -> float:
     """Return the time at which this process started, in seconds since 1970, to within a second of psutil's value."""
-    found = _read("/proc/self/stat")
+    found = _read_kernel_file("/proc/self/stat")
     if found:
         ticks = int(found.rpartition(b")")[2].split()[19])  # since boot; the name in brackets may hold any character
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -88,13 +88,13 @@ def started_since_boot(pid: int | str = "self") -> float | None:
 
     Unlike a time of day, this value does not change when the clock is set.
     """
-    found = _read(f"/proc/{pid}/stat")
+    found = _read_kernel_file(f"/proc/{pid}/stat")
     return int(found.rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK") if found else None
 
 
 def boot_id() -> str:
     """Return the kernel's identifier of the current boot, or an empty string if there is none."""
-    return _read("/proc/sys/kernel/random/boot_id").decode().strip()
+    return _read_kernel_file("/proc/sys/kernel/random/boot_id").decode().strip()
 
 
 def is_alive(pid: int, started: float) -> bool:
@@ -121,8 +121,7 @@ _TIMES_OF_DAY = 1e9
 """Limit in seconds above which a start time counts from 1970, and below which from the machine's boot."""
 
 
-def _read(path: str) -> bytes:
-    """Read up to 4 KiB of a kernel file, or return empty bytes if it does not exist."""
+def _read_kernel_file(path: str) -> bytes:
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError:

@@ -125,7 +125,6 @@ class RankLogger(_Adapter):
             self.log(logging.INFO, msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
 
     def _is_new(self, level: int, msg: object, args: tuple[object, ...]) -> bool:
-        """Return True and remember the message if this logger has not had it before."""
         key = (level, str(msg), repr(args) if args else "")
         if key in self._seen:
             return False
@@ -170,7 +169,7 @@ def _wait_for_others() -> None:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return this process's rank and the world size, or (0, 1) if the environment is invalid; start nothing."""
+    """Return this process's rank and the world size without starting anything; (0, 1) if the environment is invalid."""
     state = PartialState.existing()
     try:
         environment = state.environment if state is not None else ProcessEnvironment.detect()

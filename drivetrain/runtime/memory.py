@@ -39,7 +39,6 @@ _SIGNS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an exception reports that a device or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign.lower() in str(error).lower() for sign in _SIGNS)
@@ -60,7 +59,7 @@ class Attempt(NamedTuple):
 
 
 def attempt_together(call: Callable[[], Any], what: str, patience: float, releases: bool = True) -> Attempt:
-    """Call a function on all processes and detect if any of them ran out of memory."""
+    """Call a function on all processes, and report if any of them ran out of memory."""
     if releases:
         _release()
     shared = SharedAttempt.begin(what, patience)
@@ -145,14 +144,14 @@ def find_executable_batch_size(
                 return made.result
             failure = made.failure or failure
             del made
-            smaller = _next(size, reduce_batch_size_fn)
+            smaller = _smaller_batch_size(size, reduce_batch_size_fn)
             logger.info("out of memory with a batch size of %d: trying %d", size, smaller)
             size = smaller
 
     return attempt
 
 
-def _next(size: int, reduce: Callable[..., int] | None) -> int:
+def _smaller_batch_size(size: int, reduce: Callable[..., int] | None) -> int:
     if reduce is None:
         return int(size * 0.9)
     takes = bool(inspect.signature(reduce).parameters)
@@ -201,7 +200,6 @@ class MemoryUse(NamedTuple):
 
     @classmethod
     def read(cls, kind: DeviceKind, device: torch.device) -> MemoryUse:
-        """Read the current memory use of this process."""
         host = resident_bytes()
         current, peak, reserved = kind.memory_use(device) or (host, max(host, _host_peak()), 0)
         return cls(current, peak, reserved, host)
@@ -236,7 +234,6 @@ class MemoryHistory:
             self.is_recording = True
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the recorded snapshot to a file, and create its directory."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._functions._dump_snapshot(os.fspath(path))
 
@@ -254,7 +251,7 @@ MOST_BYTES = 64 * 2**20
 
 
 class HostBlocks:
-    """Asynchronous copies of results to host memory, with one device synchronisation per block of results.
+    """Asynchronous copies of results to host memory, which wait for the device once per block of results.
 
     Each copy is queued on the stream that computes its source, so the source may be overwritten afterwards. Pending
     copies are in pinned memory of bounded size. Returned tensors are not pinned.
@@ -302,7 +299,7 @@ class HostBlocks:
 
 def parameter_size(layer: torch.nn.Module, name: str, whole: int) -> tuple[int, int]:
     """Return the number of elements of a parameter before quantisation, and its stored bytes with scales."""
-    # No attribute access: ZeRO-3 would gather the parameter, which hangs because only one process calls this.
+    # Not `_parameters[name]`: after an aborted forward, ZeRO-3 gathers the parameter there, and one process would hang.
     parameter: Any = layer._parameters.get(name)
     stored = whole * int(parameter.element_size())
     if name != "weight":

@@ -41,7 +41,6 @@ def is_leaf(value: object) -> bool:
 
 
 def is_namedtuple(value: object) -> bool:
-    """Return True if a value is an instance of a named tuple."""
     return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make")
 
 
@@ -311,7 +310,7 @@ def _expect_tensor(value: Any) -> Tensor:
 
 
 def _move_object(data: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
-    """Call an object's `to` method, without `non_blocking` if the method does not accept it."""
+    """Call the `to` method of an object that is no tensor, which may not accept `non_blocking`."""
     if non_blocking:
         try:
             return data.to(device, non_blocking=True)
@@ -321,7 +320,6 @@ def _move_object(data: Any, device: torch.device | str | int, non_blocking: bool
 
 
 def _describe(data: Any) -> str:
-    """Describe a structure in an error message by its type and its keys or length."""
     if isinstance(data, Tensor):
         return f"a tensor of shape {tuple(data.shape)}"
     name = type(data).__name__

@@ -90,10 +90,7 @@ def destroy_process_group() -> None:
 
 
 def leave_process_group(store: Store, patience: timedelta) -> None:
-    """Destroy the process group at exit, after waiting at most `patience` for the other processes.
-
-    They may have died or be busy.
-    """
+    """Destroy the process group at exit, after waiting at most `patience` for the other processes to exit."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     gc.collect()
@@ -119,7 +116,6 @@ def _wait_for_keys(store: Store, keys: list[str], deadline: float) -> None:
 
 
 def leaving_key(rank: int) -> str:
-    """Return the store key under which a rank records that it is exiting."""
     return f"leaving/{rank}"
 
 

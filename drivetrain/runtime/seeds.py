@@ -82,13 +82,13 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def sample_seeds(seed: int, epoch: int) -> Callable[[int], int]:
-    """Return a function from a sample's index to its seed in one epoch, three times as fast as `sample_seed`."""
-    base = _mixed((_mixed(seed) + epoch) & _MASK)
-    return lambda index: _mixed((base + index) & _MASK)
+    """Return a function that maps a sample's index to its seed in one epoch, faster than `sample_seed`."""
+    base = _splitmix64((_splitmix64(seed) + epoch) & _MASK)
+    return lambda index: _splitmix64((base + index) & _MASK)
 
 
-def _mixed(value: int) -> int:
-    """Apply SplitMix64's finaliser to a 64-bit integer."""
+def _splitmix64(value: int) -> int:
+    """Apply the finaliser of the SplitMix64 generator to a 64-bit integer."""
     mixed = (value + _GOLDEN_GAMMA) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -224,7 +224,6 @@ class RandomState:
                 generator.set_state(self.own[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the random state as nested dicts of tensors, numbers, strings and None."""
         version, words, gauss = self.python
         name, keys, position, has_gauss, cached = self.numpy
         return {
@@ -275,11 +274,10 @@ class KeptGenerators:
         self._states: dict[str, Any] = {}
 
     def take(self) -> None:
-        """Record the states of the generators."""
         self._states = {name: each.get_state() for name, each in GENERATORS.items()}
 
     def changed(self, names: Iterable[str] | None = None) -> list[str]:
-        """Return the names of the generators that were used or seeded since their states were recorded."""
+        """Return the names of the generators whose state differs from the recorded one."""
         return [
             name
             for name in (GENERATORS if names is None else names)
@@ -287,7 +285,6 @@ class KeptGenerators:
         ]
 
     def put_back(self) -> None:
-        """Restore the recorded states."""
         for name, state in self._states.items():
             GENERATORS[name].set_state(state)
 

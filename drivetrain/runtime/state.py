@@ -266,7 +266,7 @@ class PartialState:
 
     @property
     def fork_launched(self) -> bool:
-        """True if a notebook launcher forked this process."""
+        """True if this process was forked by a notebook launcher."""
         return os.environ.get("FORK_LAUNCHED", "").lower() in _TRUE
 
     def set_device(self) -> None:
@@ -357,8 +357,8 @@ class PartialState:
         end = start + each + (self.process_index < more)
         missing = each + (more > 0) - (end - start) if apply_padding and length else 0
         if apply_padding and more:
-            _part(inputs, 0, 0, 1)  # raises on every process, not only on those that need padding
-        yield _part(inputs, start, end, missing)
+            _slice_and_pad(inputs, 0, 0, 1)  # raises on every process, not only on those that need padding
+        yield _slice_and_pad(inputs, start, end, missing)
 
     def _work_queue(self, inputs: Any, apply_padding: bool) -> WorkQueue:
         if apply_padding:
@@ -379,7 +379,7 @@ class PartialState:
         Args:
             function: The function, or None if the decorator is used with parentheses.
         """
-        return self.on_main_process if function is None else self._only(function, lambda: self.is_main_process)
+        return self.on_main_process if function is None else self._only_if(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorate a function so that only the first process of each machine runs it.
@@ -389,7 +389,7 @@ class PartialState:
         """
         if function is None:
             return self.on_local_main_process
-        return self._only(function, lambda: self.is_local_main_process)
+        return self._only_if(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: Function) -> Function:
         """Decorate a function so that only the process with the highest rank runs it.
@@ -397,7 +397,7 @@ class PartialState:
         Args:
             function: The function.
         """
-        return self._only(function, lambda: self.is_last_process)
+        return self._only_if(function, lambda: self.is_last_process)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Any:
         """Decorate a function so that only the process with this rank runs it.
@@ -408,7 +408,7 @@ class PartialState:
         """
         if function is None:
             return lambda given: self.on_process(given, process_index)
-        return self._only(function, lambda: self.process_index == process_index)
+        return self._only_if(function, lambda: self.process_index == process_index)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
         """Decorate a function so that only the process with this local rank runs it, on each machine.
@@ -419,10 +419,10 @@ class PartialState:
         """
         if function is None:
             return lambda given: self.on_local_process(given, local_process_index)
-        return self._only(function, lambda: self.local_process_index == local_process_index)
+        return self._only_if(function, lambda: self.local_process_index == local_process_index)
 
     @staticmethod
-    def _only(function: Function, wanted: Callable[[], bool]) -> Function:
+    def _only_if(function: Function, wanted: Callable[[], bool]) -> Function:
         @wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs) if wanted() else None
@@ -480,7 +480,7 @@ def _watched_heartbeat(kind: DeviceKind) -> Heartbeat:
 
 
 def _is_set(*names: str) -> bool:
-    """Return True if the first non-empty one of these environment variables is set to a true value."""
+    """Return True if the first of these environment variables that is not empty has a true value."""
     given = (os.environ[name] for name in names if os.environ.get(name))
     return next(given, "").lower() in _TRUE
 
@@ -501,10 +501,9 @@ def _in_existing_group(environment: ProcessEnvironment) -> ProcessEnvironment:
     return ProcessEnvironment(rank, world_size, rank, world_size, source="torch.distributed")
 
 
-def _part(inputs: Any, start: int, end: int, missing: int) -> Any:
-    """Slice `inputs` and append its last item `missing` times."""
+def _slice_and_pad(inputs: Any, start: int, end: int, missing: int) -> Any:
     if isinstance(inputs, dict):
-        return type(inputs)({key: _part(value, start, end, missing) for key, value in inputs.items()})
+        return type(inputs)({key: _slice_and_pad(value, start, end, missing) for key, value in inputs.items()})
     if hasattr(inputs, "select") and hasattr(inputs, "column_names"):
         # Slicing a Hugging Face dataset would return a dict of columns instead of a dataset.
         return inputs.select([*range(start, end), *[len(inputs) - 1] * missing])

@@ -70,7 +70,7 @@ _KEPT = 2  # number of latest attempts whose outcomes stay in the store
 
 
 class SharedAttempt:
-    """One attempt at a call that every process makes, with the outcomes shared through the store."""
+    """Attempt at a call that all processes make at the same time, whose outcomes they share through the store."""
 
     def __init__(self, state: PartialState, what: str, patience: float) -> None:
         self._store: Store = state.store or group_store()
@@ -85,7 +85,7 @@ class SharedAttempt:
 
     @classmethod
     def begin(cls, what: str, patience: float) -> SharedAttempt | None:
-        """Begin a shared attempt, or return None if there is only one process or no state yet."""
+        """Begin a shared attempt, or return None if this is the only process."""
         state = PartialState.existing()
         return cls(state, what, patience) if state is not None and state.use_distributed else None
 
@@ -111,14 +111,14 @@ class SharedAttempt:
             if not running and (not absent or waited >= self._patience):
                 break
             if running and waited >= (self._limit if here else self._patience):
-                raise CollectiveError(self._stuck(running, here, waited))
+                raise CollectiveError(self._stuck_message(running, here, waited))
             time.sleep(pause)
             pause = min(2 * pause, _INTERVAL)
         if absent:
             logger.warning("Rank %s has not called %s. The others continue without it.", _listed(absent), self._what)
         return _NO_MEMORY not in outcomes.values()
 
-    def _stuck(self, running: list[int], here: bool, waited: float) -> str:
+    def _stuck_message(self, running: list[int], here: bool, waited: float) -> str:
         if here:
             return f"Rank {_listed(running)} has not ended its attempt at {self._what} within {waited:.0f} s."
         return (

@@ -34,7 +34,7 @@ def visible(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(each if each in "\n\t" or not _is_control(each) else _spelled(each) for each in text)
+    return "".join(each if each in "\n\t" or not _is_control(each) else _escaped(each) for each in text)
 
 
 def without_credentials(text: str) -> str:
@@ -56,7 +56,7 @@ def _is_credential(name: str) -> bool:
 
 
 def print_text(text: str, end: str = "\n", file: TextIO | None = None) -> None:
-    """Write a text to a stream, stdout by default, and ignore errors so that a run does not depend on its output.
+    """Write a text to a stream (stdout by default), and ignore errors of the stream.
 
     The text is lost if the pipe or terminal is closed, the disk is full or there is no stdout. Characters that the
     stream's encoding lacks are escaped.
@@ -82,12 +82,11 @@ def print_text(text: str, end: str = "\n", file: TextIO | None = None) -> None:
 def print_all(
     *args: object, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool = False
 ) -> None:
-    """Print like the built-in `print`, but ignore errors if the text cannot be written."""
+    """Print like the built-in `print`, but ignore errors of the stream."""
     print_text((" " if sep is None else sep).join(map(str, args)), "\n" if end is None else end, file)
 
 
 def flush_output() -> None:
-    """Flush stdout and stderr, and ignore errors."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             with suppress(OSError, ValueError):
@@ -101,7 +100,6 @@ def encodable(text: str, stream: TextIO) -> str:
 
 
 def _descriptor(stream: TextIO) -> int | None:
-    """Return a stream's file descriptor, or None if it has none, as in a notebook."""
     try:
         return stream.fileno()
     except (AttributeError, OSError, ValueError):
@@ -141,6 +139,6 @@ def _is_control(character: str) -> bool:
     return kind in ("Cc", "Cs") or (kind == "Cf" and character not in "\u200c\u200d")
 
 
-def _spelled(character: str) -> str:
+def _escaped(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"

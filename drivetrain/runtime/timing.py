@@ -48,14 +48,14 @@ _RECHECKED = 16
 
 
 class Timing:
-    """Time that the training thread has spent in each of `PARTS`, such as data loading or the forward.
+    """Times that the training thread has spent in each part of a run, such as data loading or the backward pass.
 
-    All time of `fit` from the beginning of the first epoch counts for one of the parts. Validation, checkpoints, ends
+    All time of `fit` from the beginning of the first epoch counts for one of the `PARTS`. Validation, checkpoints, ends
     of epochs and tracker writes are always measured. Within steps, marks separate the parts. If marks take less than
     0.1 % of a step (from about 4 ms on), every step is marked. Otherwise random steps are marked, and their shares are
     applied to the steps between them.
 
-    Its properties may be read at any time and from any thread.
+    The properties may be read at any time and from any thread.
 
     Attributes:
         on: True if marks count now. Code checks it before it marks, so that unmarked steps cost only the check.
@@ -83,7 +83,7 @@ class Timing:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds spent in each part, by its name."""
+        """Seconds spent in each part of the run, by the part's name."""
         times, drawn = self._read()
         marked = drawn if sum(drawn) > 0 else times[:_SPANS]
         whole = sum(marked)
@@ -96,19 +96,19 @@ class Timing:
 
     @property
     def total_seconds(self) -> float:
-        """Seconds spent in all parts together."""
+        """Seconds spent in all parts of the run together."""
         return sum(self._read()[0])
 
     @property
     def shares(self) -> dict[str, float]:
-        """Fraction of the time spent in each part, from 0 to 1, by its name. All are 0 before a run."""
+        """Fraction of the time spent in each part of the run, by the part's name. All are 0 before a run."""
         seconds = self.seconds
         total = sum(seconds.values())
         return {name: value / total if total > 0 else 0.0 for name, value in seconds.items()}
 
     @property
     def inferred(self) -> float:
-        """Fraction of the time in unmarked steps, which is split as in the marked ones."""
+        """Fraction of the time that was not measured but inferred from randomly measured steps."""
         times, _ = self._read()
         total = sum(times)
         return times[_UNMARKED] / total if total > 0 else 0.0
@@ -137,7 +137,7 @@ class Timing:
 
     @contextmanager
     def run(self, sees_sync: bool) -> Iterator[None]:
-        """Measure the body, after a reset of all times.
+        """Reset all times, and measure the body.
 
         Args:
             sees_sync: True if the backward exchanges gradients, so that its end waits for other processes.
@@ -153,7 +153,7 @@ class Timing:
             self.on = self._runs = False
 
     def enter(self, part: int) -> int:
-        """Count the time from now on for a part. Returns the previous part.
+        """Count the time from now on for a part of the run. Returns the previous part.
 
         Args:
             part: One of the part numbers, such as `FORWARD`.
@@ -166,7 +166,7 @@ class Timing:
         return before
 
     def call(self, part: int, function: Callable[..., T], *args: Any) -> T:
-        """Call a function and count its time for a part.
+        """Call a function and count its time for a part of the run.
 
         Check `on` first and call the function directly in an unmarked step.
 
@@ -185,7 +185,7 @@ class Timing:
 
     @contextmanager
     def span(self, part: int) -> Iterator[None]:
-        """Count the time of the body for a part, in marked and unmarked steps. Nested spans count for themselves.
+        """Count all time of the body for a part of the run, except nested spans, which count for their own part.
 
         Args:
             part: One of the part numbers, such as `CHECKPOINT`.
@@ -204,17 +204,15 @@ class Timing:
     # selection of marked steps
 
     def begin_steps(self) -> None:
-        """Start measuring the steps of an epoch."""
         self.on = self._marks
         self.enter(IDLE if self._marks else _UNMARKED)
 
     def end_steps(self) -> None:
-        """Stop measuring the steps of an epoch."""
         self.on = False
         self.enter(IDLE)
 
     def turn(self, batches: int) -> int:
-        """Decide between two steps if the following ones are marked.
+        """Decide between two training steps if the parts of the following steps are measured (marked).
 
         Args:
             batches: Number of batches that the run has trained on.
@@ -230,18 +228,18 @@ class Timing:
             for number, before in enumerate(self._before_marks):
                 self._drawn[number] += self._times[number] - before
         self._is_first = False
-        stretch = self._stretch(batches)
+        stretch = self._stretch_length(batches)
         if stretch == 1:
             self._mark(True)
             return batches + _RECHECKED
-        # Mark a random batch of each stretch: with a fixed distance, periodic work would always or never be marked.
+        # Mark a random batch of each stretch: at a fixed distance, periodic work would be marked always or never.
         ahead = self._random.randrange(stretch)
         pause, self._left = self._left + ahead, stretch - 1 - ahead
         self._mark(pause == 0)
         return batches + max(pause, 1)
 
     def first_turn(self, batches: int) -> int:
-        """Start with steps that are all marked.
+        """Begin an epoch with training steps whose parts are all measured (marked).
 
         Args:
             batches: Number of batches that the run has trained on before, for example before it was resumed.
@@ -253,7 +251,7 @@ class Timing:
         return batches + _FIRST
 
     def _seconds_of_a_mark(self) -> float:
-        """Measure how long a mark takes: the fastest of a few tries, which nothing else delayed."""
+        """Measure the seconds that one mark takes, as the fastest of a few tries."""
         tries = []
         for _ in range(8):
             begun = perf_counter()
@@ -268,18 +266,18 @@ class Timing:
         self._before_marks = self._times[:_SPANS]
         self._at = IDLE if marks else _UNMARKED
 
-    def _stretch(self, batches: int) -> int:
-        """Return the number of batches of which one is marked, from the recent time per batch."""
+    def _stretch_length(self, batches: int) -> int:
+        """Return the number of batches of which one is measured, from the recent time per batch."""
         steps = sum(self._times[:_SPANS]) + self._times[_UNMARKED]
         self._per_batch.append((steps - self._steps_before) / max(1, batches - self._batches_before))
         self._steps_before, self._batches_before = steps, batches
         return min(_MOST, max(1, math.ceil(self._marked_every / max(min(self._per_batch), 1e-9))))
 
     def mark_end_of_gradients(self, loss: Tensor) -> None:
-        """Count the time of a backward after its last own gradient as waiting for other processes.
+        """Count the end of a backward pass, after the model's last gradient, as waiting for other processes.
 
         Args:
-            loss: The tensor whose backward is measured.
+            loss: The tensor on which `backward` is called.
         """
         if loss.requires_grad:
             loss.register_hook(self._await_end)  # type: ignore[no-untyped-call]
@@ -293,7 +291,7 @@ class Timing:
             self.enter(SYNC)
 
     def _read(self) -> tuple[list[float], list[float]]:
-        """Return the seconds of all parts so far, and those of randomly marked steps."""
+        """Return two lists of seconds per part: all of the time, and the randomly measured steps only."""
         while True:
             since, at = self._since, self._at
             times, drawn = list(self._times), list(self._drawn)
@@ -347,7 +345,7 @@ class TimeSpent:
         cores: int,
         callbacks: Mapping[str, float] | None = None,
     ) -> TimeSpent:
-        """Summarise the times that a `Timing` has measured."""
+        """Build the summary from the times that a `Timing` has measured."""
         seconds = timing.seconds
         named = {"callbacks, which profiler='simple' names": seconds["callbacks"]} if callbacks is None else callbacks
         return cls(
@@ -364,9 +362,9 @@ class TimeSpent:
         )
 
     def sentence(self) -> str:
-        """Return one line that names the part that takes the most time and suggests a remedy.
+        """Return one sentence that names the slowest part of the training and a remedy.
 
-        The line is empty if nothing was measured.
+        It is empty if nothing was measured.
         """
         if self.total <= 0:
             return ""
@@ -438,7 +436,7 @@ def _percent(share: float) -> str:
 
 
 def _rate(value: float) -> str:
-    """Format a rate with three significant digits, such as 2,400."""
+    """Format a number with three significant digits, such as 2,400."""
     digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
     rounded = round(value, digits)
     return f"{rounded:,.0f}" if digits <= 0 else f"{rounded:,.{digits}f}"

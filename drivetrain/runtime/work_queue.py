@@ -30,7 +30,7 @@ _GIVEN_UP = "given up"
 
 
 class WorkQueue:
-    """Queue of items from which each process of a run takes the next one when it has finished the previous one.
+    """Queue from which each process of a run takes the next item when it has finished the previous one.
 
     Args:
         inputs: A list, tuple, tensor or other object with a length and indices, or a dict of such objects with equal
@@ -83,7 +83,7 @@ class WorkQueue:
         try:
             self._store.wait(keys)
         except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._asked(partial(self._store.check, [key]))]
+            missing = [rank for rank, key in enumerate(keys) if not self._call_store(partial(self._store.check, [key]))]
             raise CollectiveError(
                 f"split_between_processes(dynamic=True): rank {', '.join(map(str, missing))} did not call it. All "
                 f"processes must call it. ({error})"
@@ -166,9 +166,9 @@ class WorkQueue:
         return [self._read(index, str(holder)) for index, holder in enumerate(holders)]
 
     def _take(self) -> tuple[int, int] | None:
-        """Return the next item's index and attempt, or those of an item whose process has died.
+        """Take an item. Returns its index and the number of earlier attempts, or None if all items have results.
 
-        It waits as long as other processes may still die. Returns None if all items have results.
+        Items whose process has died are taken again. The call waits as long as other processes may still die.
         """
         while self._has_new:
             index = self._add("next") - 1
@@ -197,7 +197,6 @@ class WorkQueue:
         return self._exchange(f"claim/{index}", before, mine) == mine
 
     def _pending(self) -> list[int]:
-        """Return the indices of items without a result."""
         if self._unfinished and self._holds([f"done/{index}" for index in self._unfinished]):
             self._unfinished = []
         self._unfinished = [index for index in self._unfinished if not self._holds([f"done/{index}"])]
@@ -206,7 +205,7 @@ class WorkQueue:
     def _read(self, index: int, holder: str) -> Any:
         rank, pieces = map(int, holder.split("/"))
         keys = [self._key(self._result_key(index, rank, number)) for number in range(pieces)]
-        content = self._asked(lambda: [self._store.get(key) for key in keys])
+        content = self._call_store(lambda: [self._store.get(key) for key in keys])
         return pickle.loads(b"".join(content))
 
     # processes
@@ -216,7 +215,7 @@ class WorkQueue:
         self._show_life(0)
         if self._world_size > 1:
             heartbeat.set_expendable(True)
-            self._signs = threading.Thread(target=self._live, name="work-queue", daemon=True)
+            self._signs = threading.Thread(target=self._send_life_signs, name="work-queue", daemon=True)
             self._signs.start()
         return self
 
@@ -232,7 +231,7 @@ class WorkQueue:
         if self._add("left") == self._world_size:
             self._clear()
 
-    def _live(self) -> None:
+    def _send_life_signs(self) -> None:
         count = 0
         while not self._ended.wait(self._lease / 10):
             count += 1
@@ -242,7 +241,7 @@ class WorkQueue:
                 return  # the process that serves the store has exited; the main thread raises this error too
 
     def _show_life(self, count: int) -> None:
-        self._set(f"life/{self._rank}", f"{_place()}/{os.getpid()}/{_started(os.getpid())}/{count}".encode())
+        self._set(f"life/{self._rank}", f"{_machine_id()}/{os.getpid()}/{_start_ticks(os.getpid())}/{count}".encode())
 
     def _is_gone(self, rank: int) -> bool:
         """Return True if a process has left the queue, has exited or gives no sign of life."""
@@ -250,7 +249,7 @@ class WorkQueue:
             return True  # this process no longer works on its own earlier claim
         sign = self._get(f"life/{rank}").encode()
         place, pid, started, _ = sign.decode().rsplit("/", 3)
-        if place and place == _place() and _started(int(pid)) != started:
+        if place and place == _machine_id() and _start_ticks(int(pid)) != started:
             return True
         known, since = self._seen.get(rank, (b"", 0.0))
         if known != sign:
@@ -281,26 +280,26 @@ class WorkQueue:
         return f"result/{index}/{rank}/{piece}"
 
     def _holds(self, names: list[str]) -> bool:
-        return bool(self._asked(lambda: self._store.check([self._key(name) for name in names])))
+        return bool(self._call_store(lambda: self._store.check([self._key(name) for name in names])))
 
     def _get(self, name: str) -> str:
-        return self._asked(lambda: self._store.get(self._key(name))).decode() if self._holds([name]) else ""
+        return self._call_store(lambda: self._store.get(self._key(name))).decode() if self._holds([name]) else ""
 
     def _set(self, name: str, value: bytes) -> None:
         content: Any = value  # the store accepts bytes, but its annotation only str
-        self._asked(lambda: self._store.set(self._key(name), content))
+        self._call_store(lambda: self._store.set(self._key(name), content))
 
     def _delete(self, name: str) -> None:
-        self._asked(lambda: self._store.delete_key(self._key(name)))
+        self._call_store(lambda: self._store.delete_key(self._key(name)))
 
     def _add(self, name: str) -> int:
-        return int(self._asked(lambda: self._store.add(self._key(name), 1)))
+        return int(self._call_store(lambda: self._store.add(self._key(name), 1)))
 
     def _exchange(self, name: str, before: str, after: str) -> str:
-        found: bytes = self._asked(lambda: self._store.compare_set(self._key(name), before, after))
+        found: bytes = self._call_store(lambda: self._store.compare_set(self._key(name), before, after))
         return found.decode()
 
-    def _asked(self, ask: Callable[[], Any]) -> Any:
+    def _call_store(self, ask: Callable[[], Any]) -> Any:
         try:
             return ask()
         except RuntimeError as error:
@@ -325,8 +324,8 @@ def _item(inputs: Any, index: int) -> Any:
     return inputs[index]
 
 
-def _place() -> str:
-    """Return an ID shared by processes in one PID namespace of one machine, or an empty string if unknown."""
+def _machine_id() -> str:
+    """Return an ID that processes share if they see each other's process IDs, or an empty string if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{socket.gethostname()}/{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
@@ -334,8 +333,7 @@ def _place() -> str:
         return ""
 
 
-def _started(pid: int) -> str:
-    """Return a process's start time in clock ticks as text, or an empty string if it has exited."""
+def _start_ticks(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

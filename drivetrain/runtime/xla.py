@@ -94,13 +94,11 @@ def start(spmd: bool) -> None:
 
 
 def device() -> torch.device:
-    """Return this process's XLA device, which under SPMD represents all devices."""
     found: torch.device = import_torch_xla().device()
     return found
 
 
 def runs_on_cpu() -> bool:
-    """Return True if XLA compiles for the CPU, as in tests."""
     return os.environ.get(RUNTIME_VARIABLE, "").upper() == "CPU"
 
 
@@ -126,39 +124,37 @@ def has_process_per_device() -> bool:
 
 
 def sync(wait: bool = False) -> None:
-    """Compile and run the operations recorded since the last call, and wait for them if `wait` is set."""
+    """Compile and run the XLA operations recorded since the last call, and wait for them if `wait` is set."""
     import_torch_xla().sync(wait=wait)
 
 
 def seed(value: int) -> None:
-    """Seed the runtime's random generator. The runtime must have started."""
-    _model().set_rng_state(value)
+    _xla_model().set_rng_state(value)
 
 
 def rng_state() -> torch.Tensor:
-    """Return the state of the runtime's random generator as eight bytes. The runtime must have started."""
-    state = int(_model().get_rng_state()) % 2**64
+    """Return the state of the XLA runtime's random generator as eight bytes."""
+    state = int(_xla_model().get_rng_state()) % 2**64
     return torch.tensor(list(state.to_bytes(8, "little")), dtype=torch.uint8)
 
 
 def seed_of(state: torch.Tensor) -> int:
-    """Convert the bytes that `rng_state` returned into the seed that restores them."""
+    """Convert the eight bytes of an XLA generator's state into the seed that restores it."""
     return int.from_bytes(bytes(state.tolist()), "little")
 
 
-def _model() -> Any:
+def _xla_model() -> Any:
     return importlib.import_module("torch_xla.core.xla_model")
 
 
 def wait() -> None:
-    """Wait until all queued device operations have finished."""
     if is_started():
-        _model().wait_device_ops()
+        _xla_model().wait_device_ops()
 
 
 def memory_info() -> dict[str, Any]:
-    """Return the runtime's memory report of this process's device, including `bytes_used`."""
-    info: dict[str, Any] = _model().get_memory_info(device())
+    """Return torch_xla's memory report of this process's device, a dict that includes `bytes_used`."""
+    info: dict[str, Any] = _xla_model().get_memory_info(device())
     return info
 
 
@@ -169,7 +165,7 @@ def serve_profiles(port: int) -> Any:
 
 
 def trace(name: str, is_step: bool = False) -> AbstractContextManager[Any]:
-    """Return a context manager that names its body in captured profiles."""
+    """Return a context manager that gives its body a name in captured XLA profiles."""
     profiler = importlib.import_module("torch_xla.debug.profiler")
     context: AbstractContextManager[Any] = (profiler.StepTrace if is_step else profiler.Trace)(name)
     return context

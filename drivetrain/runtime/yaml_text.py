@@ -30,7 +30,7 @@ def _read(text: str, construct: Callable[[Any, Any], Any]) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        if _count(node, {}) > MOST_VALUES:
+        if _count_values(node, {}) > MOST_VALUES:
             raise yaml.YAMLError(f"its anchors stand for more than {MOST_VALUES:,} values")
         return construct(loader, node)
     except RecursionError:
@@ -41,12 +41,12 @@ def _read(text: str, construct: Callable[[Any, Any], Any]) -> Any:
         loader.dispose()
 
 
-def _count(node: Any, known: dict[int, int]) -> int:
+def _count_values(node: Any, known: dict[int, int]) -> int:
     """Count the values in a YAML node, with every alias expanded."""
     if id(node) in known:
         return known[id(node)]
     known[id(node)] = MOST_VALUES + 1  # the result for a node that contains itself
     children = node.value if isinstance(node.value, list) else []
     pairs = [each if isinstance(each, tuple) else (each,) for each in children]
-    known[id(node)] = 1 + sum(_count(child, known) for pair in pairs for child in pair)
+    known[id(node)] = 1 + sum(_count_values(child, known) for pair in pairs for child in pair)
     return known[id(node)]
