@@ -1,4 +1,4 @@
-"""Facts about the latest batch of a loader, and the list of loaders that are being iterated."""
+"""Record of a loader's latest batch, and the stack of loaders that are being iterated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class BatchInfo:
-    """Facts about one batch of this process: its number, rows and padding.
+    """Record of one batch of this process: its number in the epoch, its rows and its padding.
 
     Attributes:
         index: Number of the batch among this process's batches of the epoch, from 0.

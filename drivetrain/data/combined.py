@@ -102,7 +102,7 @@ class CombinedLoader:
         return CombinedLoader(self.in_structure(loaders), self.mode)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch from its beginning in every loader.
+        """Start an epoch in every combined loader.
 
         A loaded position is kept if it is in this epoch.
 
@@ -226,7 +226,7 @@ class CombinedLoader:
 
     @property
     def reached(self) -> BatchInfo | None:
-        """Facts about the latest combined batch, or None outside of a loop."""
+        """`BatchInfo` of the latest combined batch, or None outside of a loop."""
         return self.current
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
@@ -280,7 +280,7 @@ class CombinedLoader:
                     iterator.close()
 
     def _next_row(self, iterators: list[Any]) -> tuple[Any, _Known] | None:
-        """Return the next batch of every loader and the facts about each batch, or None at the end."""
+        """Return the next batch of every loader and the `BatchInfo` of each, or None at the end."""
         ended = self._ended
         if self._index == self._cycles:  # the longest loader is exhausted: end it, and restart no other one
             for position, iterator in enumerate(iterators):
@@ -331,7 +331,7 @@ class CombinedLoader:
             raise DataError(f"Loader {position} of a CombinedLoader is empty, so it cannot be restarted.") from None
 
     def begin(self, loader: Any) -> Iterator[Any]:
-        """Begin an iteration over one loader, within the combination's limit.
+        """Begin an iteration over one of the combined loaders, up to the limit of the combined iteration.
 
         Args:
             loader: The loader.
@@ -428,7 +428,7 @@ def _is_loader(value: Any) -> bool:
 def _with_last(
     pairs: Iterator[tuple[Any, _Known]], index: int, length: int | None
 ) -> Iterator[tuple[Any, _Known, bool]]:
-    """Yield each batch with the facts about it and a flag for the last one; reads ahead if the length is unknown."""
+    """Yield each batch with its `BatchInfo` and a flag for the last one; reads ahead if the length is unknown."""
     if length is not None:
         return map(lambda pair, number: (*pair, number == length), pairs, count(index + 1))
     return map(_flat, with_last(pairs))
@@ -454,7 +454,7 @@ def _current(loader: Any) -> BatchInfo | None:
 
 
 def _combined_info(known: _Known, index: int, last: bool) -> BatchInfo:
-    """Combine the facts about the parts of a batch into those of the combined batch.
+    """Compute the `BatchInfo` of a combined batch from those of its parts.
 
     If parts differ in size, or only some are padding, the total rows of all parts are the weights.
     """

@@ -120,7 +120,7 @@ class _Exchange:
         self._device = torch.device("cpu") if on_host else PartialState().device
 
     def send(self, steps: Iterator[_Step]) -> Iterator[Pair]:
-        """Send all steps from rank 0, and yield rank 0's own batches."""
+        """Send the batches of all steps from rank 0 to the other ranks, and yield those of rank 0."""
         index = self._layout.shard.index
         step = self._next(steps)
         if step is None:
@@ -149,7 +149,7 @@ class _Exchange:
             raise
 
     def receive(self) -> Iterator[Pair]:
-        """Receive all steps on a rank other than 0, and yield its own batches."""
+        """Receive the batches of all steps from rank 0, and yield those of this rank."""
         index = self._layout.shard.index
         while True:
             own, more, final = self._receive_step(index)
@@ -220,7 +220,7 @@ class _Exchange:
 
 
 def _header_of(step: _Step, code: int, more: bool) -> tuple[list[int], list[int]]:
-    """Encode a step as integers: a list for all processes, and a list with a few numbers for each process."""
+    """Encode the batch records of a step as integers: common ones, and ones for each process."""
     first = next(pair[1] for pair in step if pair is not None)
     common = [
         code,

@@ -287,7 +287,7 @@ class StreamReader:
         limit: int | None,
         head: list[tuple[Any, int | None]],
     ) -> Iterator[tuple[Any, BatchInfo]]:
-        """Yield batches with the facts about them, reading one ahead to detect the last one.
+        """Yield each batch with its `BatchInfo`, reading one ahead to detect the last one.
 
         The first of the skipped batches are stored in `head`.
         """
@@ -519,7 +519,7 @@ def _skipping(
 def _with_infos(
     batches: Iterator[Any], skipped: int, consumed: int | None, length: int | None, counted: bool
 ) -> Iterator[Pair]:
-    """Yield the batches after the first `skipped` ones, with the facts about each."""
+    """Yield the batches after the first `skipped` ones, each with its `BatchInfo`."""
 
     def describe(batch: Any, number: int, last: bool = False) -> Pair:
         nonlocal consumed

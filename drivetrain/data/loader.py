@@ -39,7 +39,7 @@ class PreparedLoader(DataLoader[Any]):
 
     Attributes:
         loader: The user's loader.
-        current: Facts about the latest batch, or None outside of a loop.
+        current: `BatchInfo` of the latest batch, or None outside of a loop.
         active: List of the loaders that are being iterated.
         advanced: Tick of `active` at which the latest batch was handed out.
         stateful: True if `Accelerator.load_state` continues at the saved position, and False if at the start of that
@@ -101,7 +101,7 @@ class PreparedLoader(DataLoader[Any]):
         Args:
             limit: Number of this process's batches, counted from the start of the epoch, after which the iteration
                 ends. Nothing more is drawn from the sampler then, as after a `break` in a plain loop.
-            together: All processes iterate with equally many batches. They exchange facts that only single processes
+            together: All processes iterate with equally many batches. They exchange what only single processes
                 have: rows of batches that are read whole (`batch_size=None`), and the end of streams.
 
         Returns:
@@ -303,7 +303,6 @@ class PreparedLoader(DataLoader[Any]):
             self._seedable.set_epoch(self._epoch)
 
     def _go_to_next_epoch(self) -> None:
-        """Move from a loaded position after an epoch's last batch to the next epoch."""
         self._resume = self._after_last if self._after_last is not None and self._after_last.own else None
         self._epoch, self._after_last, self._expects_next = self._epoch + 1, None, False
 
@@ -369,7 +368,7 @@ class PreparedLoader(DataLoader[Any]):
         self._expects_next = self._after_last is not None
 
     def stay_in_epoch(self) -> None:
-        """Cancel `expect_next_epoch`, for a script that skips the epoch's batches by itself."""
+        """Stay in the epoch of a loaded position even if it is complete, for a script that skips batches by itself."""
         self._expects_next = False
 
     def leave_epoch(self) -> None:
@@ -393,14 +392,14 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def reached(self) -> BatchInfo | None:
-        """Facts about the latest batch, also after the loop over the loader has ended, or None."""
+        """`BatchInfo` of the loader's latest batch, also after the loop over it has ended, or None."""
         return self.current or self._reached
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
         """Return the loader's position after one of the current epoch's batches, in the form of `state_dict`.
 
         Args:
-            reached: Facts about the batch, or None for the position before the first one.
+            reached: `BatchInfo` of the batch, or None for the position before the first one.
 
         Returns:
             A dict like that of `state_dict`.
@@ -462,7 +461,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def consumed_batches(self) -> int:
-        """Number of this process's batches before the next one, in the current epoch or the one to be resumed."""
+        """Number of this process's batches already consumed in the current epoch, or in the epoch to be resumed."""
         if self._expects_next:
             return 0
         if self._resume is not None:
@@ -470,7 +469,7 @@ class PreparedLoader(DataLoader[Any]):
         reached = self.current or self._reached
         return 0 if reached is None or self._exhausted else reached.index + 1
 
-    # facts for scripts
+    # properties for scripts
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -522,7 +521,6 @@ class PreparedLoader(DataLoader[Any]):
 
 
 def _placed(batches: Iterator[PendingBatch]) -> Iterator[Any]:
-    """Take pending batches to the device one by one, while the next one is being copied."""
     held: list[Any] = []
     try:
         for batch in batches:

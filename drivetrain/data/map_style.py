@@ -122,7 +122,7 @@ def read_at_once(dataset: Any, indices: Sequence[int], gather: Gather = gathered
 
 
 def _is_as_in_torch(dataset: Any, kind: type) -> bool:
-    """Return True if a dataset is exactly of a torch class whose `__getitem__` has not been replaced."""
+    """Return True if the dataset's class is exactly torch's `kind` and its `__getitem__` was not replaced."""
     return type(dataset) is kind and "__getitems__" not in vars(dataset) and kind.__getitem__ is _OWN_READING[kind]
 
 
@@ -343,7 +343,7 @@ class MapReader:
 
 
 class _Requests(NamedTuple):
-    """Converter from an epoch's batches of indices to the requests that this process reads.
+    """Conversion of an epoch's batches of indices into the requests with which this process reads its dataset.
 
     It holds no reference to the loader: an abandoned iteration must not keep persistent workers alive.
     """
@@ -363,7 +363,7 @@ class _Requests(NamedTuple):
         head: Head | None = None,
         length: int | None = None,
     ) -> Iterator[Any]:
-        """Yield requests in the form in which the dataset is indexed, and append the facts about each to `infos`."""
+        """Yield requests with which the dataset is indexed, and append the `BatchInfo` of each to `infos`."""
         shares = shard_batches(batches, self.layout, index=index, consumed=consumed, head=head, length=length)
         order, replicas, seeded, note = self.order, self.replicas, self.seeded, infos.append
         batched = order.batched
@@ -412,7 +412,7 @@ def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[
 
 
 def _warn_of(sampler: Any) -> None:
-    """Inform once that a user's DistributedSampler is used as it is, and warn if it repeats samples."""
+    """Log once that a user's DistributedSampler is not sharded again, and warn if it repeats samples."""
     if isinstance(sampler, InterleavingSampler):
         return
     logger.info_once("The loader has a %s, which shards by itself; it is not sharded again.", type(sampler).__name__)

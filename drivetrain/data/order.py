@@ -65,7 +65,7 @@ class KeyedPermutation:
             self._order = np.argsort(self._encrypt(np.arange(length, dtype=np.uint64))).astype(np.uint64)
 
     def __call__(self, positions: _Words) -> _Words:
-        """Return the elements at the given positions, all below `length`. The input array is not changed."""
+        """Return the permutation's elements at positions below its length. The input array is not changed."""
         if self._order is not None:
             return self._order[positions]
         values = self._encrypt(positions)

@@ -81,11 +81,11 @@ class PendingBatch:
 
     Args:
         batch: The batch on the host.
-        info: Facts about the batch from its loader.
+        info: Record of the batch from its loader.
         place: Function that moves the batch to the device, or None to leave it on the host.
 
     Attributes:
-        info: Facts about the batch from its loader.
+        info: Record of the batch from its loader.
         batch_idx: Number of the batch in the epoch, set by the loop.
         tokens: Number of tokens that the task counts in the batch, if it counted them before the release.
     """

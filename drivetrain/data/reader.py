@@ -1,4 +1,4 @@
-"""`Reader`, the interface of all ways to read a loader, and their common helpers."""
+"""`Reader`, the protocol of the classes that read a loader, and their common helpers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Opened(NamedTuple):
     """Result of `Reader.open`: the batches of one iteration and how to end it.
 
     Attributes:
-        pairs: This process's batches, each with the facts about it.
+        pairs: This process's batches, each with its `BatchInfo`.
         start: Random state from which the epoch's order is drawn.
         close: Called when the iteration has ended.
         own_state: Returns the state of the user's loader after a number of its batches (None for the end of the epoch),
@@ -42,7 +42,7 @@ class Opened(NamedTuple):
 
 
 class Reader(Protocol):
-    """Interface of the ways to read this process's share of a loader.
+    """Protocol of objects that read this process's share of a loader, one class for each kind of loader.
 
     Attributes:
         layout: How batches are shared between processes. It may be changed between iterations.
@@ -59,7 +59,7 @@ class Reader(Protocol):
 
     @property
     def reads_ahead(self) -> bool:
-        """True if a batch may be read before the previous one is processed, without a visible effect.
+        """True if the next batch may be read before the current one is processed, without changing any result.
 
         This is the case if workers read ahead anyway and the whole order is already drawn.
         """
@@ -169,7 +169,7 @@ def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader
 
 
 def with_rows_found(pairs: Iterator[tuple[Any, BatchInfo]], alone: bool) -> Iterator[tuple[Any, BatchInfo]]:
-    """Set the rows of each batch from its tensors, for loaders whose indices do not give them.
+    """Set the number of rows in each `BatchInfo` from the batch itself.
 
     A padding batch without countable rows counts as one row.
     """

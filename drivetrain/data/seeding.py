@@ -329,7 +329,7 @@ class EpochStart:
 
 
 class SeparateDraws:
-    """Draws from a random state of their own that do not disturb the user's global generators.
+    """Separate random state from which an epoch's order is drawn without disturbing the global generators.
 
     If the global generators were at the start of the epoch, they advance as if the order had been drawn from them, so
     that the next epoch has another order. Otherwise they are restored. This also applies to an interrupted epoch in
@@ -405,7 +405,7 @@ def _elementwise_and(one: tuple[bool, bool, bool], other: tuple[bool, bool, bool
 
 
 def _plain(state: Any) -> Any:
-    """Replace the arrays in a NumPy generator's state by lists."""
+    """Convert the NumPy arrays in a generator's state to lists."""
     if isinstance(state, Mapping):
         return {str(key): _plain(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):
@@ -414,7 +414,7 @@ def _plain(state: Any) -> Any:
 
 
 def _arrays(state: Any) -> Any:
-    """Restore the arrays in a state that `_plain` converted."""
+    """Convert lists in a generator's state back to NumPy arrays."""
     if isinstance(state, Mapping):
         if state.keys() == {"dtype", "values"}:
             return np.array(state["values"], dtype=state["dtype"])

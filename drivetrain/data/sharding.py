@@ -174,7 +174,7 @@ def shard_batches(
     length: int | None = None,
     streaming: bool = False,
 ) -> Iterator[tuple[Sequence[Item], BatchInfo]]:
-    """Yield one process's share of each step's batches, with the facts about it.
+    """Yield one process's share of each step's batches, with its `BatchInfo`.
 
     A single process gets the given batch objects themselves.
     """
@@ -208,7 +208,7 @@ def _not_last(batch: Sequence[Item]) -> tuple[Sequence[Item], bool]:
 def _shares(
     batches: Iterable[Sequence[Item]], layout: Layout, index: int, consumed: int, head: Head | None, streaming: bool
 ) -> Iterator[tuple[Sequence[Item], BatchInfo]]:
-    """Yield each step's batch of one of several processes, with the facts about it.
+    """Yield each step's batch of one of several processes, with its `BatchInfo`.
 
     With `TailPolicy.UNEVEN`, `last` refers to the group of all processes.
     """

@@ -320,9 +320,9 @@ class MPS(DeviceKind):
     def set_device(self, device: torch.device) -> None: ...
 
     def memory_use(self, device: torch.device) -> tuple[int, int, int] | None:
-        """Return the bytes allocated by tensors, twice, and the bytes held by the driver.
+        """Return the bytes allocated by tensors now, that value again as the peak, and the bytes held by the driver.
 
-        Metal does not record the peak, so the current value replaces it.
+        Metal does not record a peak.
         """
         current = int(self.module.current_allocated_memory())
         return current, current, int(self.module.driver_allocated_memory())

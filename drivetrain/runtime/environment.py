@@ -31,7 +31,7 @@ def expand_hosts(hosts: str) -> list[str]:
     for each in _SEPARATOR.split(hosts.strip()):
         # Text and ranges alternate: rack, 1-2, n, 01-02, -ib.
         parts = re.split(r"\[([^\[\]]*)\]", each.strip())
-        choices = [_numbers(part, hosts) if position % 2 else [part] for position, part in enumerate(parts)]
+        choices = [_expand_ranges(part, hosts) if position % 2 else [part] for position, part in enumerate(parts)]
         found = ["".join(chosen) for chosen in product(*choices)]
         if any(not name or set(name) & set("[], ") for name in found):
             raise _unreadable(hosts)
@@ -39,8 +39,7 @@ def expand_hosts(hosts: str) -> list[str]:
     return names
 
 
-def _numbers(ranges: str, hosts: str) -> list[str]:
-    """Expand ranges such as `"003-005,9"` into numbers with leading zeros."""
+def _expand_ranges(ranges: str, hosts: str) -> list[str]:
     numbers = []
     for each in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", each.strip())

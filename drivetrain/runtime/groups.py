@@ -1,4 +1,4 @@
-"""Operations of `torch.distributed` on process groups that a script creates itself."""
+"""Methods of `torch.distributed` bound to a process group, and a gather that keeps gradients."""
 
 from __future__ import annotations
 

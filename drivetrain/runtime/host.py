@@ -1,4 +1,4 @@
-"""Facts about this process and its machine: memory, start time, CPU cores, and byte counts as text."""
+"""Properties of this process and its machine: memory, start time, CPU cores, and byte counts as text."""
 
 from __future__ import annotations
 

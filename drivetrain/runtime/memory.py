@@ -286,7 +286,7 @@ class HostBlocks:
         return self.take() if full else []
 
     def take(self) -> list[Any]:
-        """Wait for the pending copies and return them on the CPU."""
+        """Wait for the copies that have been started, and return them as CPU tensors."""
         given, self._items, self._bytes = self._items, [], 0
         for device in self._devices:
             self._kind.synchronize(device)

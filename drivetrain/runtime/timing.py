@@ -137,7 +137,7 @@ class Timing:
 
     @contextmanager
     def run(self, sees_sync: bool) -> Iterator[None]:
-        """Reset all times, and measure the body.
+        """Reset all times, and measure the time spent in the body.
 
         Args:
             sees_sync: True if the backward exchanges gradients, so that its end waits for other processes.
@@ -291,7 +291,7 @@ class Timing:
             self.enter(SYNC)
 
     def _read(self) -> tuple[list[float], list[float]]:
-        """Return two lists of seconds per part: all of the time, and the randomly measured steps only."""
+        """Return the seconds spent in each part so far, and the seconds of the randomly measured steps in each part."""
         while True:
             since, at = self._since, self._at
             times, drawn = list(self._times), list(self._drawn)
