@@ -139,8 +139,8 @@ class ActiveLoaders:
         """Return True if `inner` is iterated within the loop over `outer`.
 
         Args:
-            outer: Loader that may not have advanced since the iteration over `inner` began.
-            inner: The other loader.
+            outer: Loader that has not advanced since the iteration over `inner` began, if the result is True.
+            inner: Loader that is iterated.
         """
         return any(loader is inner and outer.advanced < entered for loader, entered in self._entries)
 

@@ -30,8 +30,8 @@ logger = get_logger(__name__)
 class SkippingLoader(DataLoader[Any]):
     """View of a prepared loader that skips its first batches in each iteration; created by `skip_first_batches`.
 
-    It has no state of its own. The epoch, the position and all attributes are those of the prepared loader, so an epoch
-    that is resumed through the view counts as that loader's epoch.
+    It has no own state. The epoch, the position and all attributes are those of the prepared loader. An epoch that is
+    resumed through the view therefore counts as that loader's epoch.
 
     Attributes:
         whole: The prepared loader.

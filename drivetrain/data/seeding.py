@@ -331,9 +331,9 @@ class EpochStart:
 class SeparateDraws:
     """Separate random state from which an epoch's order is drawn without disturbing the global generators.
 
-    If the global generators were at the start of the epoch, they advance as if the order had been drawn from them, so
-    that the next epoch has another order. Otherwise they are restored. This also applies to an interrupted epoch in
-    which nothing else used the generators.
+    If the global generators were at the start of the epoch, they advance as if the order had been drawn from them. The
+    next epoch then has another order. Otherwise they are restored. This also applies to an interrupted epoch in which
+    nothing else used the generators.
     """
 
     def __init__(self, start: EpochStart) -> None:

@@ -245,7 +245,7 @@ def _groups(batches: Iterable[Sequence[Item]], layout: Layout) -> Iterator[list[
 
 
 def grouped(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
-    """Yield lists of items, one item per process; a short last list is dropped if the layout says so."""
+    """Yield lists of items, one item per process; a short last list is dropped if `layout.drop_last` is set."""
     size = layout.group_size
     while group := list(islice(items, size)):
         if layout.drop_last and len(group) < size:

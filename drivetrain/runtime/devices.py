@@ -328,7 +328,7 @@ class MPS(DeviceKind):
         return current, current, int(self.module.driver_allocated_memory())
 
     def free_memory(self, device: torch.device) -> tuple[int, int] | None:
-        """Return the free and the total GPU memory in bytes, where the total is Metal's recommended maximum."""
+        """Return the free and the total GPU memory in bytes; the total is Metal's recommended maximum."""
         total = int(self.module.recommended_max_memory())
         return total - int(self.module.driver_allocated_memory()), total
 

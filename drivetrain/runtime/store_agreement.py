@@ -70,7 +70,7 @@ _KEPT = 2  # number of latest attempts whose outcomes stay in the store
 
 
 class SharedAttempt:
-    """Attempt at a call that all processes make at the same time, whose outcomes they share through the store."""
+    """Attempt at a call that all processes make together, with the outcomes shared through the store."""
 
     def __init__(self, state: PartialState, what: str, patience: float) -> None:
         self._store: Store = state.store or group_store()
