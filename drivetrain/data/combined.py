@@ -149,7 +149,6 @@ class CombinedLoader:
         return self._begin(limit, together, pend=True)
 
     def _begin(self, limit: float | None, together: bool, pend: bool) -> Iterator[Any]:
-        """Begin an iteration over pending batches if `pend`, else over batches on the device."""
         if not self._resumes:
             self._ended = [False] * len(self.loaders)
             self._index = 0
@@ -182,6 +181,7 @@ class CombinedLoader:
                 yield held.pop()
             self._begun = False
             for loader in self.loaders:
+                # A loader that was not iterated must not resume within the epoch that has ended.
                 if isinstance(loader, PreparedLoader):
                     loader.leave_epoch()
         finally:
@@ -275,6 +275,7 @@ class CombinedLoader:
         try:
             yield from iter(lambda: self._next_row(iterators), None)
         finally:
+            # Otherwise loaders would count as active until their iterators are garbage-collected.
             for iterator in iterators:
                 if hasattr(iterator, "close"):
                     iterator.close()

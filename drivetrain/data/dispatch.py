@@ -76,6 +76,7 @@ class DispatchReader:
             opened = self._own_reader().open(epoch, position, limit)
         except Exception as error:
             broadcast_object_list([None])
+            # The other ranks wait for a position first, and then for a step.
             exchange.fail(error)
             raise
         broadcast_object_list([opened.start])

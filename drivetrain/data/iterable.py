@@ -88,6 +88,7 @@ class BatchedStream(IterableDataset[Record]):
         self.seed = seed
         self.epoch = torch.zeros((), dtype=torch.int64)
         self.dropped = torch.zeros(max(1, workers), dtype=torch.int64)  # number of first batches that each worker skips
+        # Persistent workers hold copies of this dataset, which only shared memory can reach.
         if workers:
             self.epoch.share_memory_()  # type: ignore[no-untyped-call]
             self.dropped.share_memory_()  # type: ignore[no-untyped-call]

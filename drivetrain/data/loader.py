@@ -204,6 +204,7 @@ class PreparedLoader(DataLoader[Any]):
         held: list[Any] = []
         self.active.enter(self)
         try:
+            # Two loops, so that batches that stay on the host need no PendingBatch.
             for pended in batches:
                 self.current = pended.info
                 self.advanced = tick()
@@ -416,6 +417,7 @@ class PreparedLoader(DataLoader[Any]):
             "generators": [generator_state(each) for each in find_generators(self.loader)],
         }
         if self._resume is not None:
+            # A loaded position that has not been used yet is saved unchanged.
             samples, start = self._resume.samples, self._resume.start
             state.update(consumed=samples, batches=self._resume.batches, start=start and start.state_dict())
             state.update(finished=self._after_last is not None, own=self._resume.own)
@@ -446,6 +448,7 @@ class PreparedLoader(DataLoader[Any]):
         start = None if state["start"] is None else EpochStart.from_state_dict(state["start"])
         batches = self._batches_before(state["consumed"], int(state["batches"]))
         finished = bool(state.get("finished"))
+        # The user's loader can use its own state only if the position is after as many of its batches as before.
         own = state.get("own") if finished or batches == int(state["batches"]) else None
         position = Position(batches, state["consumed"], start, own, state.get("group"))
         self._resume = position if position.batches or position.samples or start or own else None

@@ -127,7 +127,6 @@ def _is_as_in_torch(dataset: Any, kind: type) -> bool:
 
 
 def _collates_as_in_torch() -> bool:
-    """Return True if torch's own functions collate tuples of tensors. A script may register others."""
     plain = default_collate_fn_map.get(Tensor) is collate_tensor_fn
     return plain and not any(isinstance((), kind) for kind in default_collate_fn_map)
 

@@ -71,6 +71,7 @@ class KeyedPermutation:
         values = self._encrypt(positions)
         limit = np.uint64(self.length)
         outside = np.flatnonzero(values >= limit)
+        # Cycle walking: encrypt results outside of the range again.
         while outside.size:
             again = self._encrypt(values[outside])
             values[outside] = again
@@ -78,7 +79,6 @@ class KeyedPermutation:
         return values
 
     def _encrypt(self, values: _Words) -> _Words:
-        """Apply the Feistel network once, over the whole domain."""
         left = values >> self._half
         right = values & self._mask
         for key in self._keys:
@@ -290,7 +290,6 @@ class IndexOrder:
 
     @property
     def batch_size(self) -> int | None:
-        """Number of samples in a full batch, or None if the batch sampler does not report it."""
         size = getattr(self.batch_sampler, "batch_size", None) if self.batched else 1
         return size if isinstance(size, int) else None
 

@@ -37,6 +37,7 @@ class SideStreamPlacement:
 
     def send(self, batch: Any) -> Any:
         """Start copying a batch to the device on the side stream. Pass the result to `receive` before use."""
+        # Created late, so that preparing a loader does not initialise the device.
         if self._stream is None:
             self._stream = self._kind.make_stream(self._device)
         with self._kind.stream_context(self._stream):

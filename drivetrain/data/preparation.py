@@ -197,7 +197,6 @@ def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, s
 
 
 def _sample_seed_of(config: DataLoaderConfiguration, seed: int | None) -> int | None:
-    """Return the run's seed if samples are seeded, else None."""
     if config.seed_samples is False:
         return None
     if config.seed_samples and seed is None:
@@ -211,7 +210,6 @@ def _sample_seed_of(config: DataLoaderConfiguration, seed: int | None) -> int | 
 
 
 def _seedable_sampler(loader: Any, config: DataLoaderConfiguration) -> SeedableSampler | None:
-    """Give a RandomSampler a seeded generator if the options request it, else return None."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     if sampler is None:  # not `or`, because the truth value of a sampler without a length raises
         sampler = getattr(loader, "sampler", None)

@@ -125,7 +125,6 @@ def begun(items: Iterator[Item]) -> tuple[list[Item], Iterator[Item]]:
 
 
 def smallest_known(*lengths: int | None) -> int | None:
-    """Return the smallest of the known lengths, or None if all are None."""
     return min((length for length in lengths if length is not None), default=None)
 
 

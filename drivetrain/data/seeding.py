@@ -60,7 +60,6 @@ def is_deterministic(dataset: Any) -> bool:
 
 
 def is_deterministic_collate(collate_fn: Any) -> bool:
-    """Return True for torch's own collate functions, which draw no random numbers."""
     return collate_fn in (default_collate, default_convert)
 
 
@@ -102,6 +101,7 @@ class SeededBatches(Dataset[Any]):
 
     def __getitem__(self, request: tuple[int, Any]) -> Any:
         self._kept.take()
+        # If nothing is known to draw, read without seeding, and check the generators afterwards.
         if self._drawn == [] and (self._collates_plainly or self._collating_draws is False) and self.batched:
             try:
                 batch = self.collate_fn(self._read_seeded(*request, ()))
@@ -115,6 +115,7 @@ class SeededBatches(Dataset[Any]):
         try:
             return self._read(*request)
         finally:
+            # In the main process these are the user's generators.
             if get_worker_info() is None:
                 self._kept.put_back()
 
@@ -148,11 +149,11 @@ class SeededBatches(Dataset[Any]):
             late = self._kept.changed(others)
             if not late:
                 return samples
+        # From now on seed these generators too, and read the batch again.
         self._drawn = [*self._drawn, *late]
         return self._samples(epoch, indices)
 
     def _read_seeded(self, epoch: int, indices: Any, drawn: Sequence[str]) -> Any:
-        """Read samples, and seed the named generators before each one."""
         if not drawn:
             return self.dataset.__getitems__(indices) if self.reads_many else [self.dataset[index] for index in indices]
         seeds = [GENERATORS[name].seed for name in drawn]
@@ -211,7 +212,6 @@ _WRAPPED = (DataLoader, Sampler)
 
 
 def several_processes() -> bool:
-    """Return True if there is a process group with more than one process."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -81,7 +81,6 @@ class Layout(NamedTuple):
             )
 
     def steps(self, batches: int, last_rows: int | None = None) -> int:
-        """Return the number of this process's batches in an epoch."""
         if self.split and self.tail is TailPolicy.UNEVEN and last_rows is not None:
             return batches - (self.shard.index >= last_rows)
         if self.split or self.shard.count == 1:
@@ -121,6 +120,7 @@ def plan_share(
     size = sizes[mine] if mine < len(sizes) else 0
     padding = offset = 0
     if layout.tail is TailPolicy.COMPLETE:
+        # Only the last group is padded, to one size for all processes.
         if len(sizes) < count or (final and full is not None and any(each < full for each in sizes)):
             target = max(full or 0, *sizes)
             missing = [target - each for each in sizes] + [target] * (count - len(sizes))
@@ -363,6 +363,7 @@ def filled(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator
         batch, info = pair
         rows = batch_size_or_none(batch) if info.rows is None else info.rows
         if rows:
+            # Without a known batch size, the largest batch so far is a full one.
             full = max(full, rows)
             if rows < full:
                 picks = [number % rows for number in range(full)]
@@ -385,7 +386,6 @@ _NONE_LEFT: Any = (None, None)
 
 
 def sum_over_processes(numbers: Sequence[int]) -> list[int]:
-    """Sum integers over all processes, on the CPU if the process group has a backend for it."""
     on_host = not dist.is_initialized() or "cpu" in str(dist.get_backend_config())
     device = torch.device("cpu") if on_host else PartialState().device
     total: list[int] = reduce(torch.tensor(numbers, dtype=torch.int64, device=device), "sum").tolist()
@@ -424,6 +424,7 @@ def digest_of(samples: Any) -> str:
     def add(value: Any) -> None:
         if isinstance(value, torch.Tensor):
             digest.update(repr((value.shape, value.dtype)).encode())
+            # Sparse and quantised tensors cannot be viewed as bytes.
             if value.layout is torch.strided and not value.is_quantized:
                 value = value.detach().cpu().flatten().contiguous().resolve_conj().resolve_neg()
                 digest.update(value.view(torch.uint8).numpy())

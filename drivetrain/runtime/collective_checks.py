@@ -61,6 +61,7 @@ class CallComparison:
                 f"Rank {self._rank} could not compare {call} with the other processes: {error}. The process that "
                 "serves the store has exited; see its error for the cause."
             ) from error
+        # Usually a single rank has diverged, so the minority is reported.
         usual = Counter(each for each, _ in calls).most_common(1)[0][0]
         different = [rank for rank, (each, _) in enumerate(calls) if each != usual]
         if different:

@@ -380,7 +380,7 @@ class BlockGather:
         if not state.use_distributed:
             return
         shared = PartialState.registry()
-        self._group = _own_group(state)
+        self._group = _results_group(state)
         self._tag = shared[_COUNT] = shared.get(_COUNT, 0) + 1  # keeps out late messages of an abandoned gather
         if state.is_main_process:
             self._receiver = threading.Thread(target=self._receive_all, name="gather of results", daemon=True)
@@ -434,6 +434,7 @@ class BlockGather:
         try:
             left = list(range(1, self._state.num_processes))
             while left:
+                # One turn per block of this rank, so that the thread waits only for ranks that are behind.
                 if not self._ending:
                     self._turns.acquire()
                 left = [rank for rank in left if self._receive(rank)]
@@ -462,8 +463,7 @@ class BlockGather:
         return tensor
 
 
-def _own_group(state: PartialState) -> Any:
-    """Return a gloo group that is used for results only, creating it at the first call."""
+def _results_group(state: PartialState) -> Any:
     shared = PartialState.registry()
     if _GROUP not in shared:
         shared[_GROUP] = dist.new_group(backend="gloo", timeout=group_timeout())

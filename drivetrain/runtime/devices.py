@@ -171,6 +171,7 @@ class DeviceKind:
         info = getattr(self.module, "mem_get_info", None)
         if info is None:
             return None
+        # Memory that the allocator has reserved but not used is free for this process.
         free, total = info(device)
         use = self.memory_use(device)
         return int(free) + (max(0, use[2] - use[0]) if use else 0), int(total)
@@ -290,7 +291,6 @@ class CPU(DeviceKind):
     def reset_peak_memory(self, device: torch.device) -> None: ...
 
     def free_memory(self, device: torch.device) -> tuple[int, int] | None:
-        """Return the free and the total host memory in bytes, within the container's limit."""
         return host_memory()
 
     def manual_seed_all(self, seed: int) -> None: ...
@@ -320,15 +320,11 @@ class MPS(DeviceKind):
     def set_device(self, device: torch.device) -> None: ...
 
     def memory_use(self, device: torch.device) -> tuple[int, int, int] | None:
-        """Return the bytes allocated by tensors now, that value again as the peak, and the bytes held by the driver.
-
-        Metal does not record a peak.
-        """
+        # Metal does not record a peak, so the current value replaces it.
         current = int(self.module.current_allocated_memory())
         return current, current, int(self.module.driver_allocated_memory())
 
     def free_memory(self, device: torch.device) -> tuple[int, int] | None:
-        """Return the free and the total GPU memory in bytes; the total is Metal's recommended maximum."""
         total = int(self.module.recommended_max_memory())
         return total - int(self.module.driver_allocated_memory()), total
 
@@ -349,7 +345,6 @@ class XLADevice(DeviceKind):
         self._seed: int | None = None
 
     def is_available(self) -> bool:
-        """Return True if torch_xla is installed and a TPU is present or `PJRT_DEVICE` is set."""
         # Check the package first: listing /dev is slow, and every captured random state calls this method.
         found = importlib.util.find_spec("torch_xla") is not None
         return found and bool(os.environ.get(xla.RUNTIME_VARIABLE) or xla.tpu_files())
@@ -364,7 +359,7 @@ class XLADevice(DeviceKind):
         return torch.device("xla", 0)
 
     def set_device(self, device: torch.device) -> None:
-        """Check that torch_xla is installed and matches the version of torch."""
+        # Only check the installation: the strategy starts the runtime.
         xla.import_torch_xla()
 
     def is_started(self) -> bool:
@@ -385,7 +380,6 @@ class XLADevice(DeviceKind):
         xla.wait()
 
     def memory_use(self, device: torch.device) -> tuple[int, int, int] | None:
-        """Return the device memory in use, its peak, and 0 (in bytes), or None before the XLA runtime has started."""
         if not xla.is_started():
             return None
         info = xla.memory_info()
@@ -393,7 +387,6 @@ class XLADevice(DeviceKind):
         return used, int(info.get("peak_bytes_used", used)), 0
 
     def free_memory(self, device: torch.device) -> tuple[int, int] | None:
-        """Return the free and the total device memory in bytes, or None before the XLA runtime has started."""
         if not xla.is_started():
             return None
         info = xla.memory_info()
@@ -401,18 +394,12 @@ class XLADevice(DeviceKind):
         return total - int(info.get("bytes_used", 0)), total
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seed the XLA generator; before the runtime has started, store the seed for its start.
-
-        Args:
-            seed: The seed.
-        """
         if xla.is_started():
             xla.seed(seed)
-        else:
+        else:  # starting the runtime just for a seed would forbid forking and fix its mode
             self._seed = seed
 
     def get_rng_state(self) -> torch.Tensor | None:
-        """Return the XLA generator's state as eight bytes, or None before the XLA runtime has started."""
         return xla.rng_state() if xla.is_started() else None
 
     def set_rng_state(self, state: torch.Tensor) -> None:

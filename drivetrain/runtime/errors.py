@@ -203,10 +203,12 @@ def _without_inner_frames(trace: TracebackType | None, of_ours: int) -> Tracebac
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
+    # Runs of library frames alternate with runs of user frames.
     runs = [list(run) for _, run in groupby(frames, _is_library_frame)]
     ours = [[frame for frame in run if in_package(frame.tb_frame.f_code.co_filename)] for run in runs]
     entered = [run[0] for run in ours if run]
     raised = ours[-1][-1:] if ours else []
+    # The frame that raised may be deep inside: keep the frame at which user code entered as well.
     if raised and entered[-1] is not raised[0]:
         raised = [entered[-1], *raised]
     kept = {id(frame) for frame in [*raised[::-1], *entered][:of_ours]}

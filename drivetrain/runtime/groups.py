@@ -48,6 +48,7 @@ class TorchGroup:
     @classmethod
     def init_group(cls, main_address: str | None = None, main_port: str | int | None = None, **kwargs: Any) -> None:
         """Initialise the default process group, without leaving the rendezvous address in the environment."""
+        # init_process_group reads the address from the environment, which is restored afterwards.
         before = dict(os.environ)
         wanted = {"MASTER_ADDR": main_address, "MASTER_PORT": main_port}
         given = {name: str(value) for name, value in wanted.items() if value is not None}
@@ -65,6 +66,7 @@ class TorchGroup:
 
     @classmethod
     def destroy_group(cls, group: Any) -> None:
+        # Destroying a group twice raises an error, and torch has no public way to check for it.
         if group in dist.distributed_c10d._pg_map:
             dist.destroy_process_group(group)
 

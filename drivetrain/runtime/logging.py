@@ -94,6 +94,7 @@ class RankLogger(_Adapter):
         if isinstance(msg, str):
             msg = shown(msg)
         args = tuple(shown(each) if isinstance(each, str) else each for each in args)
+        # Log records must name the caller's line instead of this one.
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         # With in_order, every rank joins every barrier, so that differing log levels cannot block a rank.
         for turn in range(world_size) if in_order else (rank,):

@@ -136,6 +136,7 @@ def send_to_device(
     """
     if isinstance(tensor, Tensor):
         return tensor.to(device, non_blocking=non_blocking)
+    # Plain containers first: most batches consist of them, and checks of abstract types are slow.
     kind = type(tensor)
     if kind is tuple:
         return tuple([send_to_device(item, device, non_blocking, skip_keys) for item in tensor])
@@ -144,6 +145,7 @@ def send_to_device(
     if kind is dict and skip_keys is None:
         return {key: send_to_device(value, device, non_blocking) for key, value in tensor.items()}
     is_mapping = isinstance(tensor, Mapping)
+    # The `to` of a mapping, such as transformers' BatchEncoding, would move the skipped keys too.
     if hasattr(tensor, "to") and not (is_mapping and skip_keys is not None):
         return _move_object(tensor, device, non_blocking)
     children = _children(tensor)

@@ -36,6 +36,7 @@ def init_process_group(
     spec = chosen if chosen == "gloo" or ":" in chosen or kind.name == "cpu" else f"cpu:gloo,{kind.name}:{chosen}"
     options: dict[str, Any] = {}
     if "nccl" in spec and device is not None and device.type == "cuda":
+        # Without it, NCCL guesses the device from the global rank at the first barrier.
         options["device_id"] = device
     limit = timeout or DEFAULT_TIMEOUT
     try:
@@ -125,6 +126,7 @@ def group_timeout() -> timedelta | None:
         return None
     try:
         group: Any = dist.group.WORLD
+        # torch has no public access to the timeout of a group.
         timeout = group._get_backend(torch.device("cpu")).options._timeout
     except (AttributeError, RuntimeError):
         return None

@@ -58,7 +58,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool | Lit
     if device_specific:
         state = PartialState.existing()
         environment = state.environment if state is not None else ProcessEnvironment.detect()
-        own = (base + environment.rank) % (MAX_SEED + 1)
+        own = (base + environment.rank) % (MAX_SEED + 1)  # NumPy would refuse a larger seed
     random.seed(own)
     np.random.seed(own)
     torch.default_generator.manual_seed(own)
@@ -197,7 +197,6 @@ class RandomState:
 
     @classmethod
     def capture(cls, devices: bool = True) -> RandomState:
-        """Capture the state of all global generators, and with `devices` also of the devices' generators."""
         states: dict[str, Tensor] = {}
         own: dict[str, Tensor] = {}
         if devices:

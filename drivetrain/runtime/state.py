@@ -114,6 +114,7 @@ class PartialState:
         self.__dict__ = self._shared
         asked = "cpu" if cpu else device
         if "environment" in self._shared:
+            # Later instances share the state, so they can only confirm the device.
             if asked is None or asked == self.kind.name:
                 return
             wanted, number = get_device(asked)
@@ -153,6 +154,7 @@ class PartialState:
             limit = timeout or group_timeout() or DEFAULT_TIMEOUT
             own_store = self.store or group_store()
             self.call_comparison = CallComparison(own_store, environment.rank, environment.world_size, limit)
+        # Last, because `environment` marks the state as complete: an error above must not leave half of it.
         self.environment, self.kind, self.device = environment, kind, chosen
 
     @property

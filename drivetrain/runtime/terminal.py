@@ -126,7 +126,6 @@ class Lenient:
 
 
 def is_terminal() -> bool:
-    """Return True if stdout is a terminal."""
     try:
         return sys.stdout is not None and sys.stdout.isatty()
     except ValueError:

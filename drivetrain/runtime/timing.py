@@ -345,7 +345,6 @@ class TimeSpent:
         cores: int,
         callbacks: Mapping[str, float] | None = None,
     ) -> TimeSpent:
-        """Build the summary from the times that a `Timing` has measured."""
         seconds = timing.seconds
         named = {"callbacks, which profiler='simple' names": seconds["callbacks"]} if callbacks is None else callbacks
         return cls(

@@ -100,6 +100,7 @@ class WorkQueue:
     def __next__(self) -> Any:
         if not self._is_open:
             raise ConfigurationError("A work queue can be used only within the `with` block that created it.")
+        # An item without a call of done() gets the result None, or the queue would never end.
         if self._current is not None:
             self.done(None)
         self._beat()
@@ -123,6 +124,7 @@ class WorkQueue:
         (index, _), self._current = self._current, None
         content = pickle.dumps(send_to_device(result, "cpu"))
         pieces = [content[start : start + _PIECE] for start in range(0, len(content), _PIECE)]
+        # Store the pieces first, because the entry `done` makes other processes read them.
         for number, piece in enumerate(pieces):
             self._set(self._result_key(index, self._rank, number), piece)
         if self._exchange(f"done/{index}", "", f"{self._rank}/{len(pieces)}") != f"{self._rank}/{len(pieces)}":
@@ -170,6 +172,7 @@ class WorkQueue:
 
         Items whose process has died are taken again. The call waits as long as other processes may still die.
         """
+        # First the items that no process has taken, then those whose process has died.
         while self._has_new:
             index = self._add("next") - 1
             if index >= self._length:
@@ -228,6 +231,7 @@ class WorkQueue:
             self._signs.join()
             heartbeat.set_expendable(False)
         self._set(f"left/{self._rank}", b"1")
+        # The last process to leave deletes the queue's entries, since the others may still read them.
         if self._add("left") == self._world_size:
             self._clear()
 
@@ -244,7 +248,6 @@ class WorkQueue:
         self._set(f"life/{self._rank}", f"{_machine_id()}/{os.getpid()}/{_start_ticks(os.getpid())}/{count}".encode())
 
     def _is_gone(self, rank: int) -> bool:
-        """Return True if a process has left the queue, has exited or gives no sign of life."""
         if rank == self._rank or self._holds([f"left/{rank}"]):
             return True  # this process no longer works on its own earlier claim
         sign = self._get(f"life/{rank}").encode()
@@ -258,7 +261,6 @@ class WorkQueue:
         return time.monotonic() - since > self._lease
 
     def _clear(self) -> None:
-        """Delete all store entries of the queue after every process has left."""
         for index in range(self._length):
             holder = self._get(f"done/{index}")
             if holder and holder != _GIVEN_UP:

@@ -26,7 +26,6 @@ INSTALL = 'pip install "drivetrain[xla]"'
 
 
 def why_absent() -> str:
-    """Return the reason why this process has no XLA devices, and what to do."""
     if util.find_spec("torch_xla") is None:
         return f"torch_xla is not installed. Install it: {INSTALL}."
     return f"there is no TPU. Set {RUNTIME_VARIABLE}=CPU to run XLA on this machine's processor."
@@ -153,7 +152,6 @@ def wait() -> None:
 
 
 def memory_info() -> dict[str, Any]:
-    """Return torch_xla's memory report of this process's device, a dict that includes `bytes_used`."""
     info: dict[str, Any] = _xla_model().get_memory_info(device())
     return info
 
