@@ -100,7 +100,7 @@ def is_split_already(loader: Any) -> bool:
     if fingerprint is not None and not is_split and several_processes():
         is_split = len(set(gather_object([fingerprint]))) > 1
     if is_split:
-        logger.info_once("A %s gives each process its own part, which is not shared out again.", type(dataset).__name__)
+        logger.info_once("A %s gives each process its own part, which is not sharded again.", type(dataset).__name__)
     return is_split
 
 

@@ -96,7 +96,7 @@ class CallComparison:
     def _absence_message(self, missing: list[int], call: str) -> str:
         last = []
         for rank in missing:
-            state = "has ended" if self._store.check([leaving_key(rank)]) else f"did not come within {self._timeout}"
+            state = "has exited" if self._store.check([leaving_key(rank)]) else f"did not arrive within {self._timeout}"
             before = self._number - 1
             if before and self._store.check([self._key(rank, before)]):
                 previous, line = self._read(rank, before)
