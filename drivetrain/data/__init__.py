@@ -1,4 +1,4 @@
-"""How samples reach processes: sharded loaders that keep the user's order and record which rows are real."""
+"""Data loading: loaders that shard a user's loader over processes, keep its order and record padding."""
 
 from __future__ import annotations
 

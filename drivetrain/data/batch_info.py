@@ -1,4 +1,4 @@
-"""A loader's record of the batch that it handed out last, and which loaders are being iterated."""
+"""Record of a loader's latest batch, and the stack of loaders that are being iterated."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class BatchInfo:
-    """What is known about one batch of this process.
+    """Record of one batch of this process: its number in the epoch, its rows and its padding.
 
     Attributes:
-        index: The batch's number among this process's batches of the epoch, from 0.
-        rows: Rows of this process's batch, padding included; None if unknown.
-        padding: How many of its rows, always its last ones, are padding.
+        index: Number of the batch among this process's batches of the epoch, from 0.
+        rows: Rows of the batch, including padding; None if unknown.
+        padding: Number of padding rows, which are the last rows of the batch.
         global_rows: Real rows of all processes in this step; None if unknown.
-        last: Whether no batch follows in this epoch.
-        consumed: Samples of the epoch that all processes have consumed once this batch is; None if unknown.
-        weights: What counts in place of the real rows of this process and of all, where these are not known or not of
-            one batch; else None.
-        offset: Real rows of the step that come before this process's in the order of the data; None if unknown.
+        last: True if this is the last batch of the epoch.
+        consumed: Samples of the epoch that all processes have consumed after this batch; None if unknown.
+        weights: Weight of this process's batch and total weight of all processes, if these are not the real rows; else
+            None.
+        offset: Real rows of the step that precede this process's rows in the order of the data; None if unknown.
     """
 
     index: int
@@ -39,13 +39,13 @@ class BatchInfo:
     offset: int | None = None
 
     def share(self, processes: int) -> float:
-        """What the mean over this batch counts for, so that the mean over processes is that over all their rows.
+        """Return this batch's weight in a mean over processes that equals the mean over all real rows.
 
         Args:
-            processes: How many of them the step's batches are spread over.
+            processes: Number of processes over which the step's batches are spread.
 
         Returns:
-            1.0 where all have as many rows, or nothing is known; 0.0 for a batch that is padding only.
+            1.0 if all processes have equally many rows or nothing is known, and 0.0 for a batch of padding only.
         """
         own, total = (self.real_rows, self.global_rows) if self.weights is None else self.weights
         if own is None or not total:
@@ -54,17 +54,17 @@ class BatchInfo:
 
     @property
     def is_padding(self) -> bool:
-        """Whether no row is real: the batch only stands in for one that this process lacks."""
+        """True if all rows of the batch are padding, because this process has no real batch in the step."""
         return self.padding > 0 and self.padding == self.rows
 
     @property
     def real_rows(self) -> int | None:
-        """Rows that are not padding; None if unknown."""
+        """Number of rows that are not padding, or None if unknown."""
         return None if self.rows is None else self.rows - self.padding
 
     @property
     def start(self) -> int | None:
-        """Where its first row is in the order of the epoch's samples; None if unknown."""
+        """Position of the batch's first row in the epoch's samples, or None if unknown."""
         if self.consumed is None or self.global_rows is None:
             return None
         alone = self.real_rows == self.global_rows
@@ -80,13 +80,14 @@ class BatchInfo:
 
 @dataclass(eq=False)
 class ActiveLoaders:
-    """The loaders that are being iterated right now, the innermost last.
+    """Stack of the loaders that are being iterated, with the innermost last.
 
-    A loader enters with its first batch, and leaves when it is exhausted, broken out of, closed or raised from.
+    A loader is added with its first batch. It is removed when it is exhausted or closed, or the loop is left by `break`
+    or an exception.
 
     Attributes:
-        on_leave: Called with each loader that leaves.
-        tick: The clock by which loaders note when they advanced.
+        on_leave: Callbacks that receive each loader that is removed.
+        tick: Counter whose values order the loaders' advances in time.
 
     Example:
         ```python
@@ -98,27 +99,35 @@ class ActiveLoaders:
 
     on_leave: list[Callable[[PreparedLoader], None]] = field(default_factory=list)
     tick: Callable[[], int] = field(default_factory=lambda: count(1).__next__)
-    _entries: list[tuple[PreparedLoader, int]] = field(default_factory=list)  # with the time of entering
+    _entries: list[tuple[PreparedLoader, int]] = field(default_factory=list)  # with the tick at which each was added
 
     @property
     def innermost(self) -> PreparedLoader | None:
-        """The loader that was entered last; None outside of all loops."""
+        """Loader whose iteration began last, or None outside of all loops."""
         return self._entries[-1][0] if self._entries else None
 
     @property
     def loaders(self) -> list[PreparedLoader]:
-        """All of them, the outermost first."""
+        """All loaders that are being iterated, the outermost first."""
         return [loader for loader, _ in self._entries]
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def enter(self, loader: PreparedLoader) -> None:
-        """Note that an iteration over `loader` has begun."""
+        """Add a loader whose iteration has begun.
+
+        Args:
+            loader: The loader.
+        """
         self._entries.append((loader, self.tick()))
 
     def leave(self, loader: PreparedLoader) -> None:
-        """Note that the last begun iteration over `loader` has ended, and call the `on_leave` hooks."""
+        """Remove a loader whose latest iteration has ended, and call the `on_leave` callbacks.
+
+        Args:
+            loader: The loader.
+        """
         for position in range(len(self._entries) - 1, -1, -1):
             if self._entries[position][0] is loader:
                 del self._entries[position]
@@ -127,23 +136,28 @@ class ActiveLoaders:
             callback(loader)
 
     def encloses(self, outer: PreparedLoader, inner: PreparedLoader) -> bool:
-        """Return whether one loader has not advanced since the iteration over another one began within its loop."""
+        """Return True if `inner` is iterated within the loop over `outer`.
+
+        Args:
+            outer: Loader that has not advanced since the iteration over `inner` began, if the result is True.
+            inner: Loader that is iterated.
+        """
         return any(loader is inner and outer.advanced < entered for loader, entered in self._entries)
 
     def padding_for(self, rows: int) -> int:
-        """How many of a tensor's rows, its last ones, are padding.
+        """Return how many of a tensor's last rows are padding.
 
-        The tensor is taken to come from the batch of as many rows that was handed out last.
+        The tensor is assumed to come from the latest batch with as many rows.
 
         Args:
-            rows: The tensor's first dimension.
+            rows: Size of the tensor's first dimension.
 
         Returns:
-            The padding of that batch; 0 if no current batch has as many rows.
+            The padding of that batch, or 0 if no current batch has as many rows.
 
         Raises:
-            DataError: If loaders are advanced in turn, as by `zip`, and two of them have such a batch, each with
-                another padding.
+            DataError: If loaders advance alternately, as with `zip`, and two of them have such a batch with different
+                padding.
         """
         found: list[tuple[int, int, int]] = []  # (advanced, entered, padding)
         for loader, entered in self._entries:
@@ -155,11 +169,11 @@ class ActiveLoaders:
         found.sort()
         _, latest_entered, padding = found[-1]
         for advanced, _, other in found[:-1]:
-            # One that advanced after the latest was entered is no outer loop: the two take turns.
+            # A loader that advanced after the latest one began is not an outer loop: the two alternate.
             if other != padding and advanced > latest_entered:
                 raise DataError(
                     f"Two loaders that are iterated in turn both gave a batch of {rows} rows, one with {padding} rows "
                     f"of padding and one with {other}, so it is not known which of them this tensor comes from. "
-                    "Say so with loader=, as in gather_for_metrics(tensor, loader=loader)."
+                    "Pass the loader, as in gather_for_metrics(tensor, loader=loader)."
                 )
         return padding

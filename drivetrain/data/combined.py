@@ -1,4 +1,4 @@
-"""Several loaders iterated as one."""
+"""`CombinedLoader`, which iterates several loaders as one."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.loader import PreparedLoader
 from drivetrain.data.placement import PendingBatch, PendingParts
-from drivetrain.data.reader import least, rebuilt, up_to
+from drivetrain.data.reader import rebuilt, smallest_known, up_to
 from drivetrain.data.sharding import with_last
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError, nearest
 from drivetrain.runtime.nested import honor_type
 
-_Known = list[BatchInfo | None]  # of each loader that a batch comes from
+_Known = list[BatchInfo | None]  # for each loader of a combined batch
 _Pairs = Generator[tuple[Any, _Known], None, None]
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
 
 class CombinedLoader:
-    """Several loaders iterated as one; each batch has the structure that the loaders were given in.
+    """Loader that combines the batches of several loaders in a list, tuple or dict.
 
     Args:
-        iterables: A list, tuple, named tuple or dict of loaders, or of further such structures; or one loader, whose
-            batches come as they are. A list of numbers or strings is a loader too.
-        mode: `"min_size"` ends with the shortest; `"max_size_cycle"` starts the shorter ones again until the longest
-            ends; `"max_size"` gives None for those that have ended; `"sequential"` gives one loader's batches after
-            the other's.
+        iterables: A list, tuple, named tuple or dict of loaders, or of nested structures of them. A single loader, or a
+            list of numbers or strings, counts as one loader.
+        mode: `"min_size"` ends with the shortest loader. `"max_size_cycle"` restarts shorter loaders until the longest
+            ends. `"max_size"` gives None for loaders that have ended. `"sequential"` iterates the loaders one after the
+            other.
 
     Raises:
-        ConfigurationError: The mode is unknown, or there are no loaders.
+        ConfigurationError: If the mode is unknown or there are no loaders.
 
     Example:
         ```python
@@ -69,18 +69,23 @@ class CombinedLoader:
         self._cycles: int | None = None
 
     def map(self, prepare: Callable[[Any], Any]) -> CombinedLoader:
-        """The same combination of what `prepare` makes of each loader."""
+        """Return a CombinedLoader over the results of a function that is called with each loader.
+
+        Args:
+            prepare: Called with one loader.
+        """
         prepared = [prepare(loader) for loader in self.loaders]
         return CombinedLoader(self.in_structure(prepared), self.mode)
 
     def shared_by(self, processes: int) -> CombinedLoader:
-        """Return a combination whose parts come together as in one process, however many share its loaders.
+        """Return a CombinedLoader whose combinations of batches do not depend on the number of processes.
 
-        Each process gets its own batches of every loader. They belong together only if all loaders have as many, so
-        shorter ones are read again, and longer ones cut, before they are shared.
+        Each process gets its own batches of every loader. Their combinations match those of a single process only if
+        all loaders are equally long. Shorter loaders are therefore repeated, and longer ones cut, before they are
+        sharded.
 
         Args:
-            processes: How many share the loaders.
+            processes: Number of processes that share the loaders.
         """
         lengths = [_length_of(loader) for loader in self.loaders]
         known = [length for length in lengths if length]
@@ -97,12 +102,12 @@ class CombinedLoader:
         return CombinedLoader(self.in_structure(loaders), self.mode)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch in every loader from its start: one that was started again may have had this number before.
+        """Start an epoch in every combined loader.
 
-        A position that was loaded is kept if it is in this epoch.
+        A loaded position is kept if it is in this epoch.
 
         Args:
-            epoch: From 0.
+            epoch: Number of the epoch, from 0.
         """
         if self._resumes and epoch == self._epoch:
             return
@@ -123,20 +128,20 @@ class CombinedLoader:
         return self.iterate()
 
     def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Iterate as `iter(loader)` does, and end early or in step with the other processes.
+        """Iterate over combined batches, optionally up to a limit or in step with other processes.
 
         Args:
-            limit: Combined batches, counted from the start of the epoch, after which the iteration ends.
-            together: All processes iterate, each with as many batches; see `PreparedLoader.iterate`.
+            limit: Number of combined batches, counted from the start of the epoch, after which the iteration ends.
+            together: All processes iterate with equally many batches; see `PreparedLoader.iterate`.
         """
         return self._begin(limit, together, pend=False)
 
     def iterate_pending(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """The same, of batches whose parts are brought to the device when they are used.
+        """Iterate over combined batches as `PendingBatch` objects, which are moved to the device on use.
 
         Args:
-            limit: As for `iterate`.
-            together: As for `iterate`.
+            limit: Number of combined batches, counted from the start of the epoch, after which the iteration ends.
+            together: All processes iterate with equally many batches; see `PreparedLoader.iterate`.
 
         Returns:
             The iterator.
@@ -144,7 +149,6 @@ class CombinedLoader:
         return self._begin(limit, together, pend=True)
 
     def _begin(self, limit: float | None, together: bool, pend: bool) -> Iterator[Any]:
-        """Begin an iteration, of pending batches or of those on the device."""
         if not self._resumes:
             self._ended = [False] * len(self.loaders)
             self._index = 0
@@ -162,29 +166,29 @@ class CombinedLoader:
         self._cycles = length if self.mode == "max_size_cycle" else None
         is_sequential = self.mode == "sequential"
         batches = self._one_after_the_other() if is_sequential else self._side_by_side(self.begin_together())
-        return self._given(batches, least(length, self._limit))
+        return self._recorded(batches, smallest_known(length, self._limit))
 
-    def _given(self, batches: _Pairs, length: int | None) -> Iterator[Any]:
-        """The batches up to the limit, each with what is known about it in `current`."""
+    def _recorded(self, batches: _Pairs, length: int | None) -> Iterator[Any]:
+        """Yield combined batches up to the limit, and set `current` for each."""
         before = self._index
-        held: list[Any] = []  # nothing while this waits to be asked for the next
+        held: list[Any] = []  # empty while suspended, so that a batch is freed with its step
         try:
             for batch, known, last in _with_last(up_to(batches, self._limit, before), before, length):
-                self.current = info = _info_of(known, self._index, last)
-                held.append(self._pended(batch, info) if self._pends else batch)
+                self.current = info = _combined_info(known, self._index, last)
+                held.append(self._as_pending(batch, info) if self._pends else batch)
                 del batch
                 self._index += 1
                 yield held.pop()
             self._begun = False
             for loader in self.loaders:
+                # A loader that was not iterated must not resume within the epoch that has ended.
                 if isinstance(loader, PreparedLoader):
                     loader.leave_epoch()
         finally:
             self.current = None
             batches.close()
 
-    def _pended(self, batch: Any, info: BatchInfo) -> PendingBatch:
-        """A combined batch whose parts, or which as the only one, are placed when it is used."""
+    def _as_pending(self, batch: Any, info: BatchInfo) -> PendingBatch:
         if self.mode != "sequential":
             return PendingParts(batch, info, self.in_structure)
         if not isinstance(batch, PendingBatch):
@@ -194,7 +198,7 @@ class CombinedLoader:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo in the end what iterating in the body changes; see `PreparedLoader.undone`."""
+        """Restore the positions and generators of all loaders after the body (see `PreparedLoader.undone`)."""
         before = list(self._ended), self._begun, self._resumes, self._index, self._epoch, self._has_passed
         try:
             with ExitStack() as stack:
@@ -206,11 +210,11 @@ class CombinedLoader:
 
     @property
     def keeps_position(self) -> bool:
-        """Whether every loader has a state, so that `state_dict` is a position."""
+        """True if every loader has `state_dict` and `load_state_dict`, so that the position can be saved."""
         return all(hasattr(each, "state_dict") and hasattr(each, "load_state_dict") for each in self.loaders)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: that of every loader, and which of them have ended."""
+        """Return the loaders' positions: the epoch, the states of all loaders and which of them have ended."""
         within = self._begun or self._resumes
         next_one = int(not within and self._has_passed)
         return {
@@ -222,18 +226,25 @@ class CombinedLoader:
 
     @property
     def reached(self) -> BatchInfo | None:
-        """What is known about the batch handed out last."""
+        """`BatchInfo` of the latest combined batch, or None outside of a loop."""
         return self.current
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
-        """The position now: combined loaders have no other."""
+        """Return the loaders' current positions, because earlier ones are not recorded.
+
+        Args:
+            reached: Ignored.
+        """
         return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a position: the next iteration continues there.
+        """Restore the loaders' positions, at which the next iteration continues.
+
+        Args:
+            state: Dict from `state_dict`.
 
         Raises:
-            CheckpointError: The state is that of another number of loaders.
+            CheckpointError: If the state is that of another number of loaders.
         """
         if len(state["loaders"]) != len(self.loaders):
             raise CheckpointError(
@@ -254,24 +265,25 @@ class CombinedLoader:
             self._ended[position] = True
 
     def begin_together(self) -> list[Any]:
-        """An iterator of each loader, or None for one to be begun with its first batch.
+        """Return one iterator for each loader, or None for each loader that begins with its first batch.
 
-        All are begun then: what a loader draws for its order, it draws in one go.
+        A subclass may begin all of them here, so that each loader draws its order at once.
         """
         return [None] * len(self.loaders)
 
     def _side_by_side(self, iterators: list[Any]) -> _Pairs:
         try:
-            yield from iter(lambda: self._row(iterators), None)
+            yield from iter(lambda: self._next_row(iterators), None)
         finally:
+            # Otherwise loaders would count as active until their iterators are garbage-collected.
             for iterator in iterators:
                 if hasattr(iterator, "close"):
                     iterator.close()
 
-    def _row(self, iterators: list[Any]) -> tuple[Any, _Known] | None:
-        """The next batch of every loader, and what is known about each; None at the end."""
+    def _next_row(self, iterators: list[Any]) -> tuple[Any, _Known] | None:
+        """Return the next batch of every loader and the `BatchInfo` of each, or None at the end."""
         ended = self._ended
-        if self._index == self._cycles:  # the longest has ended: let it, and start no other one again
+        if self._index == self._cycles:  # the longest loader is exhausted: end it, and restart no other one
             for position, iterator in enumerate(iterators):
                 if iterator is not None and not ended[position]:
                     next(iterator, None)
@@ -290,9 +302,9 @@ class CombinedLoader:
             for loader, over in zip(self.loaders, ended, strict=True)
             if not over or self.mode == "max_size_cycle"
         ]
-        if self.mode == "max_size":  # a part that only stands in is None too, but for a batch of nothing else
+        if self.mode == "max_size":  # parts that are all padding become None, unless all parts are
             is_real = [
-                batch is not None and not _stands_in(loader)
+                batch is not None and not _is_padding(loader)
                 for batch, loader in zip(batches, self.loaders, strict=True)
             ]
             if any(is_real):
@@ -300,7 +312,7 @@ class CombinedLoader:
         return batches if self._pends else self.in_structure(batches), known
 
     def _next(self, iterators: list[Any], position: int, loader: Any, ended: list[bool]) -> tuple[Any, bool]:
-        """The next batch of one loader, and whether the whole combination is over."""
+        """Return the next batch of one loader and False, or (None, True) if the combined iteration has ended."""
         try:
             if self.mode == "max_size" and ended[position]:
                 return None, False
@@ -317,10 +329,10 @@ class CombinedLoader:
         try:
             return next(iterators[position]), False
         except StopIteration:
-            raise DataError(f"Loader {position} of a CombinedLoader is empty, so it cannot be started anew.") from None
+            raise DataError(f"Loader {position} of a CombinedLoader is empty, so it cannot be restarted.") from None
 
     def begin(self, loader: Any) -> Iterator[Any]:
-        """Begin a pass over one loader, which the combination's limit may cut short.
+        """Begin an iteration over one of the combined loaders, up to the limit of the combined iteration.
 
         Args:
             loader: The loader.
@@ -333,16 +345,16 @@ class CombinedLoader:
         return (loader.iterate_pending if self._pends else loader.iterate)(limit, self._together)
 
     def in_structure(self, batches: list[Any]) -> Any:
-        """Values in the structure that the loaders were given in.
+        """Arrange one value per loader in the structure in which the loaders were given.
 
         Args:
-            batches: A value for each loader, in their order.
+            batches: A value for each loader, in order.
         """
-        return _arranged(self.iterables, iter(batches))
+        return _rearranged(self.iterables, iter(batches))
 
 
 class CountedBatches(Sampler[Any]):
-    """The batches of a loader's indices; begun again, and cut short, so that there are as many as asked for."""
+    """Batch sampler that repeats or cuts a loader's batches of indices to a fixed number."""
 
     def __init__(self, loader: DataLoader[Any], count: int) -> None:
         self.batches: Any = loader.batch_sampler
@@ -352,25 +364,25 @@ class CountedBatches(Sampler[Any]):
         left = self.count
         while left:
             before = left
-            if left < self.count:  # torch's loader draws a seed for its workers at the beginning of each pass
+            if left < self.count:  # torch's DataLoader draws a seed for its workers at the start of each pass
                 torch.empty((), dtype=torch.int64).random_(generator=self.generator)
             for batch in islice(iter(self.batches), left):
                 left -= 1
                 yield batch
             if left == before:
-                raise DataError("A loader of a CombinedLoader is empty, so it cannot be started anew.")
+                raise DataError("A loader of a CombinedLoader is empty, so it cannot be restarted.")
 
     def __len__(self) -> int:
         return self.count
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batches":  # of a copy that is being made
+        if name == "batches":  # not set yet while a copy is being made
             raise AttributeError(name)
         return getattr(self.batches, name)
 
 
 def _length_of(loader: Any) -> int | None:
-    """Return how many batches a loader of torch's over a map-style dataset has; None for anything else."""
+    """Return the number of batches of a map-style `DataLoader`, or None for anything else."""
     is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if not is_map_style or isinstance(loader, PreparedLoader) or loader.batch_sampler is None:
         return None
@@ -381,7 +393,6 @@ def _length_of(loader: Any) -> int | None:
 
 
 def _loaders_in(structure: Any, outermost: bool = True) -> Iterator[Any]:
-    """The loaders of a structure, in its order."""
     if not is_structure(structure, outermost):
         yield structure
         return
@@ -389,18 +400,17 @@ def _loaders_in(structure: Any, outermost: bool = True) -> Iterator[Any]:
         yield from _loaders_in(each, outermost=False)
 
 
-def _arranged(structure: Any, batches: Iterator[Any], outermost: bool = True) -> Any:
-    """A structure with a batch in the place of each loader."""
+def _rearranged(structure: Any, batches: Iterator[Any], outermost: bool = True) -> Any:
     if not is_structure(structure, outermost):
         return next(batches)
     if isinstance(structure, Mapping):
-        return {name: _arranged(each, batches, outermost=False) for name, each in structure.items()}
-    arranged = [_arranged(each, batches, outermost=False) for each in structure]
+        return {name: _rearranged(each, batches, outermost=False) for name, each in structure.items()}
+    arranged = [_rearranged(each, batches, outermost=False) for each in structure]
     return honor_type(structure, arranged) if isinstance(structure, tuple) else arranged
 
 
 def is_structure(value: Any, outermost: bool = True) -> bool:
-    """Whether a `CombinedLoader` takes a value for a structure of loaders rather than for one: a list may be either."""
+    """Return True if a value is a structure of loaders and not one loader. A list may be either."""
     if not isinstance(value, Mapping | list | tuple):
         return False
     held = list(value.values()) if isinstance(value, Mapping) else list(value)
@@ -419,7 +429,7 @@ def _is_loader(value: Any) -> bool:
 def _with_last(
     pairs: Iterator[tuple[Any, _Known]], index: int, length: int | None
 ) -> Iterator[tuple[Any, _Known, bool]]:
-    """Each batch, what is known about it, and whether it is the last; one is read ahead where the length is unknown."""
+    """Yield each batch with its `BatchInfo` and a flag for the last one; reads ahead if the length is unknown."""
     if length is not None:
         return map(lambda pair, number: (*pair, number == length), pairs, count(index + 1))
     return map(_flat, with_last(pairs))
@@ -434,7 +444,7 @@ def _with_known(loader: Any, batch: Any) -> tuple[Any, _Known]:
     return batch, [_current(loader)]
 
 
-def _stands_in(loader: Any) -> bool:
+def _is_padding(loader: Any) -> bool:
     info = _current(loader)
     return info is not None and info.is_padding
 
@@ -444,10 +454,10 @@ def _current(loader: Any) -> BatchInfo | None:
     return info if isinstance(info, BatchInfo) else None
 
 
-def _info_of(known: _Known, index: int, last: bool) -> BatchInfo:
-    """What is known about a combined batch, out of what is known about its parts.
+def _combined_info(known: _Known, index: int, last: bool) -> BatchInfo:
+    """Compute the `BatchInfo` of a combined batch from those of its parts.
 
-    Parts of different sizes, or of which only some stand in, count by the rows of all of them together.
+    If parts differ in size, or only some are padding, the total rows of all parts are the weights.
     """
     parts = [info for info in known if info is not None]
     if len(parts) < len(known) or not parts:

@@ -1,4 +1,4 @@
-"""How a loader's batches are spread over processes: the options, and what the processes agree on."""
+"""Options for sharding a loader's batches over processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from drivetrain.runtime.errors import ConfigurationError, warn_ignored
 
 @dataclass(frozen=True)
 class DataShard:
-    """Which part of the data a process reads.
+    """Part of the data that a process reads.
 
-    Processes that work on the same batch (tensor, pipeline or context parallel) have the same shard.
+    Processes that work on one batch together (tensor, pipeline or context parallelism) have equal shards.
 
     Args:
-        index: This part's number, from 0 to `count - 1`.
-        count: How many parts the data is split into.
+        index: Number of the part, from 0 to `count - 1`.
+        count: Number of parts.
 
     Raises:
         ConfigurationError: If `index` is not one of the `count` parts.
@@ -35,51 +35,51 @@ class DataShard:
 
 
 class TailPolicy(str, Enum):
-    """What happens at the end of an epoch, where there is not a full batch left for each process.
+    """Policy for the end of an epoch, if there is no full batch left for each process.
 
-    Rows that fill a batch up are its last rows, and the loader counts them (`BatchInfo.padding`). In a world
-    of one nothing is ever filled up.
+    Padding rows are the last rows of a batch, and the loader counts them (`BatchInfo.padding`). A single process never
+    gets padding.
     """
 
     COMPLETE = "complete"
-    """Every process gets a full batch, filled up with the first samples of the epoch."""
+    """Every process gets a full batch, padded with the first samples of the epoch."""
 
     WHOLE = "whole"
-    """Short batches stay short; a process for which there is none gets a copy of the epoch's first batch, all of it
-    padding. So a batch is either real or padding, never both."""
+    """Short batches stay short. A process without a batch gets a copy of the epoch's first batch, all of it padding.
+    Each batch is therefore either real or padding, never both."""
 
     UNEVEN = "uneven"
-    """Nothing is filled up: some processes may get one batch less than others."""
+    """Nothing is padded: some processes may get one batch fewer than others."""
 
 
 @dataclass
 class DataLoaderConfiguration:
-    """Options for how loaders are prepared.
+    """Options for preparing data loaders.
 
     Args:
-        split_batches: Split each batch of the user's loader over the processes, so that its batch size is that
-            of all processes together. By default each process gets whole batches.
-        dispatch_batches: Only rank 0 reads the data, and sends the others their batches. None means: for iterable
-            datasets, if there are several processes; the others then read one batch, to find out whether each process
-            reads a part of its own, which is refused (see `use_distributed_sampler`).
-        even_batches: Complete the end of an epoch so that each process gets as many full batches
-            (`TailPolicy.COMPLETE`). With False, some processes may get one batch less.
-        use_seedable_sampler: Give a `torch.utils.data.RandomSampler` a generator of its own, seeded again at each
-            epoch with the seed plus the epoch.
-        data_seed: The seed for `use_seedable_sampler`. None means the run's seed (see `set_seed`).
-        non_blocking: Copy batches to the device without waiting, where the host memory is pinned.
-        use_stateful_dataloader: Let loaders continue by themselves after `Accelerator.load_state`: the next iteration
-            begins with the next sample. By default it begins at the start of the epoch that was interrupted, in the
-            same order, for scripts that skip what they have seen. Every prepared loader has `state_dict` and
-            `load_state_dict`, so torchdata is not needed.
-        use_distributed_sampler: Share out what loaders give over the processes. With False each process takes all of
-            its own loader, which reads its part of the data by itself; all then need as many batches in training.
-        seed_samples: In a seeded run, derive each sample's random state from the seed, the epoch and the sample's
-            index. None means yes where the run is seeded; False switches it off; True insists on a seed.
+        split_batches: Split each batch of the user's loader over the processes, so that its batch size is that of all
+            processes together. By default each process gets whole batches.
+        dispatch_batches: Let only rank 0 read the data and send each process its batches. By default (None) this is
+            done for iterable datasets if there are several processes. The other processes then read one batch, to
+            detect a dataset that gives each process its own part. Such a dataset is refused (see
+            `use_distributed_sampler`).
+        even_batches: Pad the end of an epoch so that all processes get equally many full batches
+            (`TailPolicy.COMPLETE`). If False, some processes may get one batch fewer.
+        use_seedable_sampler: Give a `torch.utils.data.RandomSampler` its own generator, which is seeded with the seed
+            plus the epoch at the start of each epoch.
+        data_seed: Seed for `use_seedable_sampler`; the run's seed if None (see `set_seed`).
+        non_blocking: Copy batches from pinned host memory to the device asynchronously.
+        use_stateful_dataloader: Let loaders continue with the next sample after `Accelerator.load_state`. By default
+            the next iteration begins at the start of the interrupted epoch, in its order, for scripts that skip batches
+            by themselves. Prepared loaders always have `state_dict` and `load_state_dict`, so torchdata is not needed.
+        use_distributed_sampler: Shard what loaders read over the processes. If False, each process uses all of its own
+            loader, which reads its own part of the data. In training, all processes then need equally many batches.
+        seed_samples: Derive each sample's random state from the seed, the epoch and the sample's index. By default
+            (None) this is done if the run is seeded. False turns it off, and True requires a seed.
         num_workers: Deprecated, without effect: each loader keeps its own number of workers.
 
     Raises:
-        ConfigurationError: If `num_workers` is anything but `"auto"` or None.
+        ConfigurationError: If `num_workers` is neither `"auto"` nor None.
 
     Example:
         ```python
@@ -106,10 +106,10 @@ class DataLoaderConfiguration:
 
 
 def warn_of_workers(owner: str, value: Any) -> None:
-    """Warn of `num_workers="auto"`, which has no effect any more."""
+    """Warn that `num_workers="auto"` has no effect; raise an error for any other value."""
     if value != "auto":
         raise ConfigurationError(
-            f"num_workers={value!r}: leave it out. A number belongs to the loader: DataLoader(num_workers=...).",
+            f"num_workers={value!r} is not allowed. Set the number in the loader: DataLoader(num_workers=...).",
         )
     hint = "Each loader keeps its own number: DataLoader(num_workers=...)."
     warn_ignored(owner, "num_workers", value, hint, since="0.1.0", removed_in="0.3.0", stacklevel=6)

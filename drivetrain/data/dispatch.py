@@ -1,4 +1,4 @@
-"""Rank 0 reads the data, and sends every process its batch of each step."""
+"""Reader for which rank 0 reads the data and sends every process its batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from drivetrain.runtime.seeds import isolated_random_state
 from drivetrain.runtime.state import PartialState
 
 _END, _FAILED, _SAME_FORM, _NEW_FORM = range(4)
-_COMMON = 6  # numbers in a header that are not about one process
+_COMMON = 6  # numbers in a header that concern all processes
 _EACH = 4
 _UNKNOWN = -1
 
@@ -32,17 +32,17 @@ _Step = list[Pair | None]
 
 
 class Slot(NamedTuple):
-    """The place of a tensor in a batch that is sent, and what is needed to receive it."""
+    """Placeholder in a batch for a tensor that is received, with its shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class DispatchReader:
-    """Gives every process its share of what rank 0 reads.
+    """Reader that gives every process its share of the batches that rank 0 reads.
 
-    The form of the batches is sent when it changes, their tensors in each step. If reading fails on rank 0, every
-    process gets an error.
+    The structure of the batches is sent when it changes, and their tensors are sent in each step. If reading fails on
+    rank 0, every process raises an error.
     """
 
     finds_rows = reads_ahead = False
@@ -60,15 +60,14 @@ class DispatchReader:
         return self.layout.steps(len(self._loader), last_rows(self._loader))
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Begin an iteration over an epoch; on all processes together."""
-        if not dist.is_initialized():  # no process to send to: a shard that is used by itself
+        if not dist.is_initialized():  # no other processes, although the layout has several shards
             opened = self._own_reader().open(epoch, position, limit)
             steps = share_pairs(opened.pairs, self.layout, opened.head)
             pairs = own_pairs(steps, self.layout.shard.index)
             return opened._replace(pairs=pairs)
         exchange = _Exchange(self.layout)
         if dist.get_rank() != 0:
-            # Any process may write the position, which is that of rank 0.
+            # Any process may save the position, so all need that of rank 0.
             start = broadcast_object_list([None])[0]
             if start is not None:
                 self._compare(partial(self._digest, epoch, start))
@@ -77,6 +76,7 @@ class DispatchReader:
             opened = self._own_reader().open(epoch, position, limit)
         except Exception as error:
             broadcast_object_list([None])
+            # The other ranks wait for a position first, and then for a step.
             exchange.fail(error)
             raise
         broadcast_object_list([opened.start])
@@ -85,17 +85,16 @@ class DispatchReader:
         return opened._replace(pairs=exchange.send(steps))
 
     def restart(self) -> None:
-        """Let the next iteration be as the first one."""
         self._reader = None
 
     def _compare(self, read: Callable[[], str | None]) -> None:
-        """Refuse a stream of which each rank reads its own part; compares once, on all processes together."""
+        """Raise an error if the ranks read different samples from the stream. All processes must call it."""
         if self._compared:
             check_same_stream(type(self._loader.dataset).__name__, read(), read)
             self._compared = False
 
     def _digest(self, epoch: int, start: EpochStart) -> str | None:
-        """Open the stream as rank 0 did; None if this rank cannot, for example without the files of rank 0."""
+        """Return the digest of the stream's first samples as read by this rank, or None if it cannot read them."""
         try:
             with isolated_random_state(), kept_generators(self._loader, self._loader.dataset):
                 reader = self._make_reader()
@@ -111,18 +110,18 @@ class DispatchReader:
 
 
 class _Exchange:
-    """What goes from rank 0 to the others in one iteration."""
+    """Messages from rank 0 to the other ranks in one iteration."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._form: bytes = b""
         self._skeletons: list[Any] = []
-        # Gloo stands beside the device's backend in the groups that drivetrain makes.
+        # Process groups that drivetrain creates have gloo for CPU tensors besides the device's backend.
         on_host = "cpu" in str(dist.get_backend_config())
         self._device = torch.device("cpu") if on_host else PartialState().device
 
     def send(self, steps: Iterator[_Step]) -> Iterator[Pair]:
-        """Rank 0: send the steps and give its own batches."""
+        """Send the batches of all steps from rank 0 to the other ranks, and yield those of rank 0."""
         index = self._layout.shard.index
         step = self._next(steps)
         if step is None:
@@ -130,7 +129,7 @@ class _Exchange:
             return
         while step is not None:
             final, following = _is_final(step), None
-            # A process that gets no more batches may leave, so the step without it goes along with the one before.
+            # A process without further batches may leave, so a step without it is sent along with the previous one.
             if not final and any(pair is not None and pair[1].last for pair in step):
                 following = self._next(steps)
             self._send_step(step, more=following is not None)
@@ -144,7 +143,6 @@ class _Exchange:
             step = self._next(steps)
 
     def _next(self, steps: Iterator[_Step]) -> _Step | None:
-        """Read a step; if that fails, inform the others."""
         try:
             return next(steps, None)
         except Exception as error:
@@ -152,7 +150,7 @@ class _Exchange:
             raise
 
     def receive(self) -> Iterator[Pair]:
-        """The other ranks: receive steps and give the own batches."""
+        """Receive the batches of all steps from rank 0, and yield those of this rank."""
         index = self._layout.shard.index
         while True:
             own, more, final = self._receive_step(index)
@@ -167,7 +165,7 @@ class _Exchange:
                 return
 
     def fail(self, error: Exception) -> None:
-        """Rank 0: let the others raise too."""
+        """Send an error from rank 0, so that all other ranks raise too."""
         self._send_header([_FAILED] + [0] * (_COMMON - 1))
         broadcast_object_list([f"{type(error).__name__}: {error}"])
 
@@ -223,7 +221,7 @@ class _Exchange:
 
 
 def _header_of(step: _Step, code: int, more: bool) -> tuple[list[int], list[int]]:
-    """A step's numbers: those in common, and those of each process."""
+    """Encode the batch records of a step as integers: common ones, and ones for each process."""
     first = next(pair[1] for pair in step if pair is not None)
     common = [
         code,
@@ -240,7 +238,6 @@ def _header_of(step: _Step, code: int, more: bool) -> tuple[list[int], list[int]
 
 
 def _is_final(step: _Step) -> bool:
-    """Whether no step follows for any process."""
     return all(pair is None or pair[1].last for pair in step)
 
 
@@ -257,5 +254,5 @@ def _is_slot(value: object) -> bool:
 
 
 def _is_plain_tensor(value: object) -> bool:
-    """Whether a value is sent as a tensor; other kinds of tensors are pickled."""
+    """Return True for a value that is sent as a tensor. Tensor subclasses and sparse tensors are pickled."""
     return isinstance(value, Tensor) and type(value) is Tensor and value.layout is torch.strided

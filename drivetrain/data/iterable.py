@@ -1,4 +1,4 @@
-"""Reads this process's share of a loader over an iterable dataset."""
+"""Readers of this process's share of an iterable dataset or of any iterable of batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position
-from drivetrain.data.reader import Opened, begun, do_nothing, last_rows, least, rebuilt, up_to, with_rows_found
+from drivetrain.data.reader import Opened, begun, do_nothing, last_rows, rebuilt, smallest_known, up_to, with_rows_found
 from drivetrain.data.seeding import (
     EpochStart,
     SeparateDraws,
@@ -45,14 +45,14 @@ from drivetrain.runtime.seeds import isolated_random_state, sample_seed, seed_al
 
 
 class Record(NamedTuple):
-    """A batch as it leaves the dataset, with what only the reading process can record.
+    """Batch from a dataset with its row counts, which only the reading process can determine.
 
     Attributes:
         batch: The batch.
-        rows: Its rows.
-        padding: How many of them, its last ones, are padding.
-        global_rows: The real rows of all processes.
-        begins_with: A digest of the stream's first samples, the same on all processes that read the same stream.
+        rows: Number of its rows, including padding.
+        padding: Number of padding rows, which are its last rows.
+        global_rows: Real rows of all processes.
+        begins_with: Digest of the stream's first samples, equal on all processes that read the same stream.
     """
 
     batch: Any
@@ -63,9 +63,9 @@ class Record(NamedTuple):
 
 
 class BatchedStream(IterableDataset[Record]):
-    """Groups a stream's samples into batches, and collates those of one process.
+    """Dataset that groups a stream's samples into batches and collates those of one process.
 
-    Every process reads the whole stream. With workers, each worker groups its own stream.
+    Every process reads the whole stream. Each worker groups the samples of its own stream.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class BatchedStream(IterableDataset[Record]):
         self.drop_last = drop_last
         self.seed = seed
         self.epoch = torch.zeros((), dtype=torch.int64)
-        self.dropped = torch.zeros(max(1, workers), dtype=torch.int64)  # batches that each worker leaves out first
+        self.dropped = torch.zeros(max(1, workers), dtype=torch.int64)  # number of first batches that each worker skips
+        # Persistent workers hold copies of this dataset, which only shared memory can reach.
         if workers:
             self.epoch.share_memory_()  # type: ignore[no-untyped-call]
             self.dropped.share_memory_()  # type: ignore[no-untyped-call]
@@ -109,7 +110,7 @@ class BatchedStream(IterableDataset[Record]):
         if seed is not None:
             samples = _seeded(samples, seed)
         size = self.batch_size or 1
-        held: list[Any] = []  # nothing while this waits to be asked for the next
+        held: list[Any] = []  # empty while suspended, so that a batch is freed with its step
         worker = get_worker_info()
         dropped = int(self.dropped[0 if worker is None else worker.id])
         chunks: Iterator[Sequence[Any]] = islice(_chunks(samples, size, self.drop_last), dropped, None)
@@ -127,9 +128,9 @@ class BatchedStream(IterableDataset[Record]):
 
 
 def _seeded(samples: Iterator[Any], seed: int) -> Iterator[Any]:
-    """The same samples, each read in the random state of its position."""
+    """Yield samples, each read in the random state of its position."""
     position = 0
-    held: list[Any] = []  # nothing while this waits to be asked for the next
+    held: list[Any] = []  # empty while suspended, so that a batch is freed with its step
     while True:
         seed_all_generators(sample_seed(seed, position, 0))
         held.extend(islice(samples, 1))
@@ -140,7 +141,7 @@ def _seeded(samples: Iterator[Any], seed: int) -> Iterator[Any]:
 
 
 def _isolated(records: Iterator[Record]) -> Iterator[Record]:
-    """The same records; reading them leaves the global generators where they were."""
+    """Yield records and restore the global generators after reading each."""
 
     def draw() -> Record | None:
         with isolated_random_state():
@@ -150,8 +151,8 @@ def _isolated(records: Iterator[Record]) -> Iterator[Record]:
 
 
 def _chunks(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[Sequence[Any]]:
-    """Samples in lists of `size`; a stream that has ended is not asked again."""
-    held: list[list[Any]] = []  # nothing while this waits to be asked for the next
+    """Yield lists of `size` samples; a stream that has ended is not read again."""
+    held: list[list[Any]] = []  # empty while suspended, so that a batch is freed with its step
     while chunk := list(islice(samples, size)):
         is_full = len(chunk) == size
         held.append(chunk)
@@ -163,10 +164,10 @@ def _chunks(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[Sequ
 
 
 class StreamReader:
-    """Reads an iterable dataset in every process and keeps this process's rows.
+    """Reader that reads an iterable dataset in every process and keeps this process's rows.
 
     Attributes:
-        begins_with: A digest of the first samples of the stream, once an iteration has begun.
+        begins_with: Digest of the stream's first samples after an iteration has begun, else None.
     """
 
     def __init__(
@@ -182,8 +183,8 @@ class StreamReader:
         self._sharded = self.layout.shard.count > 1
         if not loader.in_order and self._sharded:
             raise ConfigurationError(
-                "This DataLoader has in_order=False, so the order of its batches differs from run to run and the "
-                "processes cannot agree about it. Leave in_order at True where there are several processes.",
+                "This DataLoader has in_order=False, so the order of its batches differs from run to run and between "
+                "processes. Leave in_order at True if there are several processes.",
             )
         self._seeded = seed is not None
         self._compared = compared or self._sharded
@@ -212,11 +213,9 @@ class StreamReader:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether workers read."""
         return self._inner.num_workers > 0
 
     def restart(self) -> None:
-        """Let the next iteration be as the first one: with new workers, where these stay."""
         if self._loader.persistent_workers:
             self._inner = self._make_inner()
 
@@ -224,10 +223,9 @@ class StreamReader:
         return self.layout.steps(len(self._loader), last_rows(self._loader))
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Begin an iteration over an epoch; what comes before the position is read and left out."""
         if self._dataset.layout != self.layout:
             self._dataset.layout = self.layout
-            if self._loader.persistent_workers:  # those that are there have a copy
+            if self._loader.persistent_workers:  # running workers hold a copy of the old layout
                 self._inner = self._make_inner()
         generators = find_generators(self._loader, self._loader.dataset)
         start = position.start or EpochStart.capture(generators)
@@ -242,7 +240,7 @@ class StreamReader:
             self._inner.generator = self._loader.generator
             records = iter(self._inner)
         else:
-            # Every process must draw the same stream: workers from one seed, this process from one state.
+            # Every process must read the same stream: seed the workers equally, and draw from one random state.
             for generator, state in zip(generators, start.own, strict=False):
                 set_generator_state(generator, state)
             separate = SeparateDraws(start)
@@ -252,7 +250,7 @@ class StreamReader:
                 records = separate.iterate(records)
                 close = separate.settle
             elif not self._seeded and self._loader.num_workers == 0:
-                # The interrupted run had drawn what comes before, and the one that it had read ahead, from `start`.
+                # From `start`, the interrupted run had drawn the earlier batches and one that was read ahead.
                 with separate.drawing():
                     records = chain(list(islice(records, skipped + 1)), records)
             separate.settle()
@@ -269,14 +267,14 @@ class StreamReader:
         return Opened(pairs, start, close, head=head)
 
     def _drop(self, position: Position) -> int:
-        """Let the streams leave out what is no whole step. Returns how many steps are then to be left out."""
+        """Set how many batches each worker drops. Returns the number of steps that remain to be dropped."""
         dropped, group = self._dataset.dropped, self.layout.group_size
         dropped.zero_()
         before = position.batches
         if not self._loader.num_workers:
             dropped[0] = before % group
         elif position.group not in (None, group):
-            # The batches of a step are all of one worker, so steps of another size were of other batches.
+            # A step's batches come from one worker, so with another step size the workers gave other batches.
             for number in range(before):
                 dropped[number // position.group % len(dropped)] += 1
             return 0
@@ -290,9 +288,9 @@ class StreamReader:
         limit: int | None,
         head: list[tuple[Any, int | None]],
     ) -> Iterator[tuple[Any, BatchInfo]]:
-        """The batches, each with its record; one is read ahead, to recognise the last.
+        """Yield each batch with its `BatchInfo`, reading one ahead to detect the last one.
 
-        The first ones that are skipped are put into `head`.
+        The first of the skipped batches are stored in `head`.
         """
         consumed = int(self._dataset.dropped.sum()) * (self.layout.batch_size or 1)
         for record in islice(records, skipped):
@@ -300,7 +298,7 @@ class StreamReader:
             if len(head) < self._keep:
                 head.append((record.batch, batch_size_or_none(record.batch) if self.finds_rows else record.rows))
         index = position.batches // self.layout.group_size
-        held: list[Any] = []  # nothing while this waits to be asked for the next
+        held: list[Any] = []  # empty while suspended, so that a batch is freed with its step
         for (batch, rows, padding, global_rows, _), last in with_last(up_to(records, limit, index)):
             held.append(batch)
             del batch
@@ -309,7 +307,7 @@ class StreamReader:
             index += 1
 
 
-# Reads this process's share of any iterable of ready batches
+# Iterables of batches
 
 
 logger = get_logger(__name__)
@@ -318,18 +316,17 @@ Pair = tuple[Any, BatchInfo]
 
 
 class ReadyBatchesReader:
-    """Shares ready batches: a list of them, or a loader with an iteration of its own.
+    """Reader that shares a list of batches, or a loader with its own iteration, between processes.
 
-    Every process iterates all of them and keeps its own. An epoch that is resumed begins with the loader's own state,
-    if the loader has `state_dict` and `load_state_dict`, and else by reading what comes before in the random state that
-    the epoch began with.
+    Every process iterates over all batches and keeps its own. A resumed epoch begins from the loader's own state if the
+    loader has `state_dict` and `load_state_dict`. Otherwise the earlier batches are read again in the random state at
+    the epoch's start.
     """
 
     finds_rows = reads_ahead = False
 
     @property
     def ends_alike(self) -> bool:
-        """Whether the batches are counted beforehand."""
         return hasattr(self._batches, "__len__")
 
     def __init__(self, batches: Iterable[Any], layout: Layout, keep: int = 0) -> None:
@@ -343,7 +340,6 @@ class ReadyBatchesReader:
         return self.layout.steps(len(self._batches), last_rows(self._batches))  # type: ignore[arg-type]
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Begin an iteration at a position; on all processes together if they share the batches."""
         generators = find_generators(self._batches, getattr(self._batches, "dataset", None))
         stay = getattr(self._batches, "persistent_workers", False)
         start = position.start or EpochStart.capture(generators, not (stay and self._has_begun))
@@ -355,17 +351,17 @@ class ReadyBatchesReader:
             length: int | None = len(self._batches)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             length = None
-        length = least(length, limit)
-        own = _OwnStates(self._batches, 2 * self.layout.group_size if length is None else 0)
+        length = smallest_known(length, limit)
+        own = _LoaderStates(self._batches, 2 * self.layout.group_size if length is None else 0)
         counted = bool(self._keep)
         head: list[tuple[Any, int | None]] = []
         consumed: int | None = 0 if counted else None
         close: Callable[[], None] = do_nothing
-        # Where each process reads a part of its own, the state that rank 0 has saved is not that of the others.
+        # If each process reads its own part, the state that rank 0 saved does not fit the other processes.
         saved = position.own if counted or not several_processes() else None
         if not together and position.start is None:
             iterator = own.resumed(saved, position.batches) or own.begun()
-            batches, consumed = _after(iterator, position.batches, consumed, head, self._keep)
+            batches, consumed = _skipping(iterator, position.batches, consumed, head, self._keep)
         else:
             now = [generator_state(each) for each in generators]
             for generator, state in zip(generators, start.own, strict=False):
@@ -375,15 +371,15 @@ class ReadyBatchesReader:
                 resumed = own.resumed(saved, position.batches)
                 if resumed is not None:
                     batches, consumed = resumed, position.samples if counted else None
-                    # Making the iterator may have drawn from generators in another order than at the start.
+                    # Creating the iterator may have drawn from the generators in another order than at the start.
                     for generator, state in zip(generators, now if position.batches else (), strict=False):
                         set_generator_state(generator, state)
                 else:
                     if stay and not start.new_workers and not self._has_begun:
                         with SeparateDraws(start).drawing(), kept_generators(self._batches):
-                            next(iter(self._batches), None)  # starts the workers, which draw a seed then
-                    batches, consumed = _after(own.begun(), position.batches, consumed, head, self._keep)
-                    if not position.batches or length is None:  # the interrupted run had read the next one too
+                            next(iter(self._batches), None)  # starts the workers, for which a seed is drawn
+                    batches, consumed = _skipping(own.begun(), position.batches, consumed, head, self._keep)
+                    if not position.batches or length is None:  # the interrupted run had also read the next batch
                         batches = chain(list(islice(batches, 1)), batches)
             if together:
                 batches, close = separate.iterate(batches), separate.settle
@@ -391,21 +387,20 @@ class ReadyBatchesReader:
                 check_same_stream(type(self._batches).__name__, digest_of(first))
             separate.settle()
         self._has_begun = True
-        pairs = _described(up_to(batches, limit, position.batches), position.batches, consumed, length, counted)
+        pairs = _with_infos(up_to(batches, limit, position.batches), position.batches, consumed, length, counted)
         if shared:
             pairs = own_pairs(share_pairs(pairs, self.layout, head), self.layout.shard.index)
         return Opened(pairs, start, close, own.after, head)
 
-    def restart(self) -> None:
-        """Nothing: the batches' own iterator is all that there is."""
+    def restart(self) -> None: ...
 
 
-class _OwnStates:
-    """The state that a loader keeps of itself, after the batches that it has given."""
+class _LoaderStates:
+    """States of a user's loader with a `state_dict` method, recorded after the batches that it has given."""
 
     def __init__(self, loader: Any, ahead: int) -> None:
         methods = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
-        keeps = getattr(loader, "keeps_position", True)  # False of a CombinedLoader over loaders that have no state
+        keeps = getattr(loader, "keeps_position", True)  # False for a CombinedLoader over loaders without a state
         self._loader = loader if keeps and all(map(callable, methods)) else None
         self._batches = loader
         self._workers = getattr(loader, "num_workers", 0)
@@ -415,7 +410,6 @@ class _OwnStates:
         self._kept: dict[int, Any] = {}
 
     def begun(self) -> Iterator[Any]:
-        """Begin an iteration; its batches are counted where the loader keeps a state."""
         batches = iter(self._batches)
         return batches if self._loader is None else chain(map(self._note, batches), self._record_end())
 
@@ -431,20 +425,20 @@ class _OwnStates:
         yield from ()
 
     def _state(self) -> dict[str, Any] | None:
-        """What to save of the loader, or None if it holds what no checkpoint can."""
+        """Return the loader's state for a checkpoint, or None if a checkpoint cannot hold it."""
         assert self._loader is not None
         state = copy.deepcopy(self._loader.state_dict())
         if not _is_plain(state):
             logger.warning_once(
-                "The state_dict of a %s holds other things than numbers, text, tensors and lists and dicts of them, so "
-                "it is not saved. A resumed run reads the epoch's batches up to where it stopped.",
+                "The state_dict of a %s holds objects other than numbers, text, tensors and lists and dicts of them, "
+                "so it is not saved. A resumed run will read the epoch's batches again up to the position.",
                 type(self._loader).__name__,
             )
             return None
         return {"num_workers": self._workers, "state": state, "ended": self._has_ended}
 
     def after(self, batches: int | None) -> dict[str, Any] | None:
-        """Return the loader's state after its first `batches` batches, or at its end; None if it is not known."""
+        """Return the loader's state after its first `batches` batches, or at its end if None; None if unknown."""
         if self._loader is None:
             return None
         if batches is None or batches >= self._given:
@@ -452,10 +446,10 @@ class _OwnStates:
         return self._kept.get(batches)
 
     def resumed(self, saved: Mapping[str, Any] | None, batches: int) -> Iterator[Any] | None:
-        """Continue where a state was taken; None if the loader has to be read up to there.
+        """Continue the loader from a saved state, or return None if the earlier batches must be read again.
 
-        torchdata's states hold the workers' parts, so they fit the same number of workers only. Between two epochs its
-        loaders have no more to restore than the generators that a position holds.
+        States of torchdata hold the workers' parts and therefore need an equal number of workers. Between epochs,
+        torchdata's loaders have no state besides the generators that a position holds.
         """
         if self._loader is None or not saved:
             return None
@@ -465,13 +459,13 @@ class _OwnStates:
                 self._loader.load_state_dict(copy.deepcopy(saved["state"]))
             self._given, self._has_ended = batches, bool(batches)
             return iter(()) if batches else self.begun()
-        if not batches:  # cut short by a limit: the loader starts over
+        if not batches:  # a limit ended the epoch early: the loader starts from the beginning
             return None
         if bool(before) != bool(self._workers) and _is_of_torchdata(getattr(self._loader, "sampler", None)):
             raise CheckpointError(
                 f"This position within an epoch is that of a {type(self._loader).__name__} with num_workers={before}, "
-                f"which shuffles otherwise with num_workers={self._workers}, so the rest of the epoch is not known. "
-                f"Resume with num_workers={before}; the number can change from 0, or to 0, between two epochs."
+                f"which shuffles differently with num_workers={self._workers}, so the epoch cannot be continued. "
+                f"Resume with num_workers={before}; between two epochs the number may change from or to 0."
             )
         if before != self._workers or not _restores_order(self._loader):
             return None
@@ -481,9 +475,9 @@ class _OwnStates:
 
 
 def _restores_order(loader: Any) -> bool:
-    """Whether the state of a loader holds the order of its epoch.
+    """Return True if a loader's state includes the order of its epoch.
 
-    torchdata saves a sampler's place, and its order only if the sampler is its own or has a state.
+    torchdata saves a sampler's position. It saves the order only if the sampler is torchdata's own or has a state.
     """
     sampler = getattr(loader, "sampler", None)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -498,14 +492,12 @@ def _is_of_torchdata(sampler: Any) -> bool:
 
 
 def _is_torchdata_loader(loader: Any) -> bool:
-    """Return whether a loader is torchdata's StatefulDataLoader, or of a class derived from it."""
     return isinstance(loader, DataLoader) and any(
         kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__
     )
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a checkpoint can hold a value."""
     if isinstance(value, Mapping):
         return type(value) is dict and all(_is_plain(each) for pair in value.items() for each in pair)
     if type(value) in (list, tuple, set):
@@ -513,10 +505,10 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str, bytes, torch.Tensor, np.ndarray)
 
 
-def _after(
+def _skipping(
     batches: Iterator[Any], skipped: int, consumed: int | None, head: list[tuple[Any, int | None]], keep: int
 ) -> tuple[Iterator[Any], int | None]:
-    """Read `skipped` batches, of which the first `keep` are put into `head`, with their rows."""
+    """Read `skipped` batches and store the first `keep` in `head`. Returns the rest and the samples consumed."""
     for batch in islice(batches, skipped):
         rows = None if consumed is None else batch_size_or_none(batch)
         if len(head) < keep:
@@ -525,10 +517,10 @@ def _after(
     return batches, consumed
 
 
-def _described(
+def _with_infos(
     batches: Iterator[Any], skipped: int, consumed: int | None, length: int | None, counted: bool
 ) -> Iterator[Pair]:
-    """The batches after the first `skipped` ones, each with what is known about it."""
+    """Yield the batches after the first `skipped` ones, each with its `BatchInfo`."""
 
     def describe(batch: Any, number: int, last: bool = False) -> Pair:
         nonlocal consumed
@@ -540,7 +532,7 @@ def _described(
         return describe(given[0], number, given[1])
 
     numbers = count(skipped)
-    followed = 0 if length is None else max(0, length - skipped - 1)  # how many are not the last, by the length
+    followed = 0 if length is None else max(0, length - skipped - 1)  # batches that are not the last, by the length
     return chain(
         map(describe, islice(batches, followed), numbers),
         map(describe_end, with_last(batches), numbers),
@@ -548,14 +540,14 @@ def _described(
 
 
 def own_pairs(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:
-    """One process's batches of each step."""
+    """Return an iterator over one process's batches, given the batches of all processes in each step."""
     return (pair for step in steps if (pair := step[index]) is not None)
 
 
 def share_pairs(
     pairs: Iterator[Pair], layout: Layout, head: Sequence[tuple[Any, int | None]] = ()
 ) -> Iterator[list[Pair | None]]:
-    """Share ready batches between processes."""
+    """Share batches between processes. Yields one list per step, with None for a process without a batch."""
     steps = _steps(pairs, layout, head)
     if layout.tail is not TailPolicy.UNEVEN:
         yield from steps
@@ -570,7 +562,6 @@ def share_pairs(
 def _with_following(
     steps: Iterator[list[Pair | None]],
 ) -> Iterator[tuple[list[Pair | None], list[Pair | None] | None]]:
-    """Each step with the one that follows."""
     step = next(steps, None)
     while step is not None:
         following = next(steps, None)
@@ -581,7 +572,7 @@ def _with_following(
 def _steps(
     pairs: Iterator[Pair], layout: Layout, first: Sequence[tuple[Any, int | None]]
 ) -> Iterator[list[Pair | None]]:
-    """The batches of all processes, step by step; padding is made of the `first` ones and those that follow."""
+    """Yield lists with one batch per process, padded with the epoch's first batches."""
     group_size = layout.group_size
     head: list[Any] = []
     head_sizes: list[int] = []
@@ -602,7 +593,7 @@ def _steps(
         if not known and layout.split:
             raise DataError(
                 f"split_batches=True splits each batch over {layout.shard.count} processes, but a batch of type "
-                f"{type(batches[0]).__name__!r} has no rows that could be found. Give batches that hold tensors, or "
+                f"{type(batches[0]).__name__!r} has no rows that can be counted. Use batches that hold tensors, or "
                 "leave split_batches out."
             )
         plan = (
@@ -621,7 +612,7 @@ def _steps(
                 continue
             batch = share_of_batches(batches, counts, share, head, head_sizes)
             rows = share.stop - share.start + share.padding
-            info = BatchInfo(index, _rows(rows, share, known), share.padding, total, last, consumed)
+            info = BatchInfo(index, _rows_if_known(rows, share, known), share.padding, total, last, consumed)
             if not known:
                 info.weights = whole_batches(share.padding, len(group))
             step.append((batch, info))
@@ -630,10 +621,9 @@ def _steps(
 
 
 def whole_batches(padding: int, real: int) -> tuple[int, int]:
-    """What counts in place of rows that cannot be found: each real batch of the step as much as any other."""
+    """Return weights with which every real batch of a step counts equally, for batches with unknown rows."""
     return int(not padding), real
 
 
-def _rows(rows: int, share: Share, known: bool) -> int | None:
-    """The rows of a share; those of padding are always known."""
+def _rows_if_known(rows: int, share: Share, known: bool) -> int | None:
     return rows if known or share.padding else None

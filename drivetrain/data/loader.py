@@ -1,4 +1,4 @@
-"""The loader that users iterate: their own order, this process's share, on the device, every row accounted for."""
+"""`PreparedLoader`: a user's loader in its own order, sharded over processes, with batches on the device."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ logger = get_logger(__name__)
 
 
 class PreparedLoader(DataLoader[Any]):
-    """Iterates this process's share of a user's loader; made by `prepare_loader`.
+    """Loader of this process's share of a user's loader; created by `prepare_loader`.
 
-    Over all processes together, in the order of (step, rank), the batches are those of the user's loader in one plain
-    process. Attributes that are not listed here are those of the user's loader: `dataset`, `batch_size`, `sampler`,
-    `batch_sampler`, `num_workers`, `collate_fn`, `drop_last` and so on. `isinstance` finds it to be a
-    `torch.utils.data.DataLoader`, and it can be copied and pickled at any time; a copy iterates by itself.
+    The batches of all processes, ordered by step and rank, are those of the user's loader in a single process. All
+    other attributes are those of the user's loader, such as `dataset`, `batch_size`, `sampler`, `num_workers` and
+    `drop_last`. It is an instance of `torch.utils.data.DataLoader`. It can be copied and pickled at any time, and
+    copies iterate independently.
 
     Attributes:
         loader: The user's loader.
-        current: What is known about the batch that was handed out last; None outside of a loop.
-        active: Where loaders that are being iterated are listed.
-        advanced: The time, by the clock of `active`, at which the last batch was handed out.
-        stateful: Whether `Accelerator.load_state` lets it begin where it was, rather than at the start of that epoch.
+        current: `BatchInfo` of the latest batch, or None outside of a loop.
+        active: List of the loaders that are being iterated.
+        advanced: Tick of `active` at which the latest batch was handed out.
+        stateful: True if `Accelerator.load_state` continues at the saved position, and False if at the start of that
+            epoch.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class PreparedLoader(DataLoader[Any]):
         stateful: bool = False,
         recipe: Callable[[Iterable[Any]], PreparedLoader] | None = None,
     ) -> None:
-        # Not DataLoader.__init__: dataset, sampler and workers are those of the loader inside.
+        # Without DataLoader.__init__: dataset, sampler and workers are those of the wrapped loader.
         self.loader = loader
         self.stateful = stateful
         self.active = active
@@ -70,55 +71,55 @@ class PreparedLoader(DataLoader[Any]):
         self._seedable = seedable
         self._fill = fill
         self._epoch = 0
-        self._begun = False  # whether `_epoch` was iterated, wholly or in part
+        self._begun = False  # True if `_epoch` was iterated, wholly or in part
         self._exhausted = False
         self._reached: BatchInfo | None = None  # the last batch of an iteration that was left early
         self._resume: Position | None = None
-        self._after_last: Position | None = None  # the next epoch's start, if the loaded position is after a last batch
-        self._expects_next = False  # whether to begin there, unless the script stays in the epoch
+        self._after_last: Position | None = None  # start of the next epoch, if the loaded position ends an epoch
+        self._expects_next = False  # True to begin at `_after_last`, unless the script stays in the epoch
         self._start: EpochStart | None = None
         self._own_state: Callable[[int | None], Mapping[str, Any] | None] | None = None
-        self._offset = 0  # batches before the first step, beyond a whole number of steps
-        self._forwarded: list[tuple[Any, int]] = []  # the epochs that were given to samplers
+        self._offset = 0  # batches before the first step that do not make up a whole step
+        self._forwarded: list[tuple[Any, int]] = []  # the epochs passed to the samplers
         self._forwarded_epoch: int | None = None
 
     if not TYPE_CHECKING:
-        __setattr__ = object.__setattr__  # torch's guards attributes that are those of the loader inside
+        __setattr__ = object.__setattr__  # DataLoader's own refuses attributes that belong to the wrapped loader
 
     @property  # type: ignore[misc]
     def multiprocessing_context(self) -> Any:
-        """How the workers of the user's loader start."""
         return self.loader.multiprocessing_context  # type: ignore[attr-defined]
 
-    # iterating
+    # iteration
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self.iterate()
 
     def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
-        """Iterate as `iter(loader)` does, and end early or in step with the other processes.
+        """Iterate over batches on the device, optionally up to a limit or in step with other processes.
 
         Args:
-            limit: Batches of this process, counted from the start of the epoch, after which the iteration ends. Beyond
-                them nothing is drawn from the sampler, as where a plain loop breaks there.
-            together: All processes iterate, each with as many batches. What is known to single processes only is
-                exchanged: the rows of batches that are read whole (`batch_size=None`), and whether a stream has ended.
+            limit: Number of this process's batches, counted from the start of the epoch, after which the iteration
+                ends. Nothing more is drawn from the sampler then, as after a `break` in a plain loop.
+            together: All processes iterate with equally many batches. They exchange what only single processes
+                have: rows of batches that are read whole (`batch_size=None`), and the end of streams.
 
         Returns:
             The iterator.
 
         Raises:
-            DataError: While iterating, with `together`: the batches of some processes ended before those of others.
+            DataError: While iterating with `together`, if some processes run out of batches before others.
         """
         batches = self._begin(limit, together, pend=self._place is not None)
         return batches if self._place is None else _placed(batches)
 
     def iterate_pending(self, limit: float | None = None, together: bool = False) -> Iterator[PendingBatch]:
-        """The same, of batches that were read and are brought to the device when they are used.
+        """Iterate over batches as `PendingBatch` objects, which are moved to the device on use.
 
         Args:
-            limit: As for `iterate`.
-            together: As for `iterate`.
+            limit: Number of this process's batches, counted from the start of the epoch, after which the iteration
+                ends.
+            together: All processes iterate with equally many batches; see `iterate`.
 
         Returns:
             The iterator.
@@ -126,7 +127,7 @@ class PreparedLoader(DataLoader[Any]):
         return self._begin(limit, together, pend=True)
 
     def _begin(self, limit: float | None, together: bool, pend: bool) -> Iterator[Any]:
-        """Begin an iteration, of pending batches or of those that are read."""
+        """Begin an iteration over `PendingBatch` objects if `pend`, else over batches as they are read."""
         self._begin_epoch()
         position = self._resume or Position()
         self._resume = self._reached = self._after_last = None
@@ -146,15 +147,15 @@ class PreparedLoader(DataLoader[Any]):
         return self._batches(opened, pend)
 
     def end_workers(self) -> None:
-        """End workers that wait for the next iteration, which then starts new ones."""
+        """Stop persistent workers; the next iteration starts new ones."""
         self._reader.restart()
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo in the end what the body's iterations did to the loader: it draws next what it would have drawn first.
+        """Restore the loader's position and generators after the body, so that later iterations are not affected.
 
-        Generators that the loader, its samplers and its dataset hold are put back, and workers that stay are ended. The
-        global generators are not put back, nor what a dataset remembers otherwise.
+        The generators held by the loader, its samplers and its dataset are restored, and persistent workers are
+        stopped. The global generators and other state of the dataset are not restored.
         """
         names = (
             "_epoch",
@@ -178,19 +179,19 @@ class PreparedLoader(DataLoader[Any]):
                 self._reader.restart()
 
     def _user_batches(self, limit: float | None) -> int | None:
-        """The user's batches that so many of this process's are of; None where these are all that there are."""
+        """Convert a limit on this process's batches into one on the user's batches, or None if it has no effect."""
         if limit is None or limit == float("inf"):
             return None
         batches = int(limit) * self._reader.layout.group_size
         try:
             if batches >= len(self.loader):  # type: ignore[arg-type]
-                return None  # the sampler is then to see its end, as in a plain loop
+                return None  # the sampler must be exhausted, as in a plain loop
         except (TypeError, NotImplementedError):
             pass
         return batches
 
     def _batches(self, opened: Opened, pend: bool) -> Iterator[Any]:
-        """The loop that every batch goes through; it holds none while it waits to be asked for the next."""
+        """Yield batches and record each in `current`; no batch is referenced while suspended."""
         place, tick = self._place, PartialState().heartbeat.beating(self.active.tick)
         batches: Iterator[PendingBatch] = iter(())
         pairs: Iterator[tuple[Any, BatchInfo]] = iter(())
@@ -203,6 +204,7 @@ class PreparedLoader(DataLoader[Any]):
         held: list[Any] = []
         self.active.enter(self)
         try:
+            # Two loops, so that batches that stay on the host need no PendingBatch.
             for pended in batches:
                 self.current = pended.info
                 self.advanced = tick()
@@ -221,12 +223,12 @@ class PreparedLoader(DataLoader[Any]):
             opened.close()
 
     def __len__(self) -> int:
-        """Batches of this process in an epoch."""
+        """Return the number of this process's batches in an epoch."""
         return len(self._reader)
 
     @property
     def remaining(self) -> int | None:
-        """Batches of this process that are left in the epoch, the current one included; None if unknown."""
+        """Number of this process's batches left in the epoch, including the current one; None if unknown."""
         info = self.current
         if info is not None and info.last:
             return 1
@@ -238,7 +240,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def tail(self) -> TailPolicy:
-        """What happens at the end of an epoch; it can be changed between iterations."""
+        """Policy for the end of an epoch, which can be changed between iterations."""
         return self._layout.tail
 
     @tail.setter
@@ -248,23 +250,23 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def ends_as_its_stream(self) -> bool:
-        """Whether the batches are those of an iterable dataset."""
+        """True if the loader reads an iterable dataset."""
         return isinstance(getattr(self.loader, "dataset", None), IterableDataset)
 
     # epochs
 
     @property
     def epoch(self) -> int:
-        """The epoch of the iteration under way or the last one; before the first, and after `set_epoch`, the next."""
+        """Epoch of the current or latest iteration; after `set_epoch` or before the first one, the next epoch."""
         return self._epoch + self._expects_next
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` that of the next iteration, for the dataset and the samplers too.
+        """Set the epoch of the next iteration, also for the dataset and the samplers.
 
-        Without a call, each iteration is the next epoch. A position to resume from in another epoch is dropped.
+        Without this call, each iteration is the next epoch. A loaded position in another epoch is discarded.
 
         Args:
-            epoch: From 0.
+            epoch: Number of the epoch, from 0.
         """
         if epoch == self._epoch:
             self.stay_in_epoch()
@@ -273,17 +275,16 @@ class PreparedLoader(DataLoader[Any]):
         else:
             self._resume, self._expects_next = None, False
         self._epoch, self._begun = epoch, False
-        self._exhausted, self._reached = False, None  # what was read belongs to another epoch
+        self._exhausted, self._reached = False, None  # they belong to another epoch
         self._forward_epoch()
 
     def _begin_epoch(self) -> None:
-        """Settle the epoch of the iteration that begins."""
         if self._expects_next:
             self._go_to_next_epoch()
             if self.stateful:
                 logger.warning_once(
                     "The checkpoint was saved with the last batch of epoch %d, so this is epoch %d, as in Accelerate. "
-                    "A loop that counts epochs itself and still counts epoch %d trains one too many: let it begin at "
+                    "A loop that counts epochs by itself from epoch %d would train one epoch too many: start it at "
                     "loader.epoch, or call loader.set_epoch(epoch) before each epoch.",
                     self._epoch - 1,
                     self._epoch,
@@ -291,7 +292,7 @@ class PreparedLoader(DataLoader[Any]):
                 )
         if self._begun:
             self._epoch += 1
-        # A user who sets the epoch of the sampler by hand means this loader's too.
+        # If the user has set the sampler's epoch, it applies to this loader too.
         for target, given in self._forwarded or [(target, -1) for target in self._epoch_targets()[1:]]:
             epoch = getattr(target, "epoch", None)
             if type(epoch) is int and epoch != given and (given >= 0 or self._epoch == 0):
@@ -303,12 +304,11 @@ class PreparedLoader(DataLoader[Any]):
             self._seedable.set_epoch(self._epoch)
 
     def _go_to_next_epoch(self) -> None:
-        """Begin the next iteration with the epoch that follows a loaded position after the last batch."""
         self._resume = self._after_last if self._after_last is not None and self._after_last.own else None
         self._epoch, self._after_last, self._expects_next = self._epoch + 1, None, False
 
     def _epoch_targets(self) -> list[Any]:
-        """The dataset and the samplers, where they take the epoch; the dataset, or None, comes first."""
+        """Return the dataset, or None, and the samplers that have a `set_epoch` method."""
         owners = [getattr(self.loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
         owners.append(getattr(owners[2], "sampler", None))
         targets = [owner if callable(getattr(owner, "set_epoch", None)) else None for owner in owners]
@@ -329,30 +329,30 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def reached_end(self) -> bool:
-        """Whether the last batch of the epoch has been handed out, so that nothing is left to resume in it."""
+        """True if the epoch's last batch has been handed out."""
         reached = self.reached
         return self._exhausted or (reached is not None and reached.last)
 
     @property
     def resumes(self) -> bool:
-        """Whether the next iteration begins at a position that was loaded or skipped to."""
+        """True if the next iteration begins at a position that was loaded or set with `skip`."""
         return self._resume is not None
 
     @property
     def resumes_within(self) -> bool:
-        """Whether that position is not the start of its epoch."""
+        """True if the next iteration begins within an epoch and not at its start."""
         if self._resume is None or self._expects_next:
             return False
         return bool(self._resume.batches or self._resume.samples)
 
     def skip(self, num_batches: int, in_loaded_order: bool = False) -> None:
-        """Begin the next iteration, and only this one, after so many of this process's batches.
+        """Begin the next iteration after `num_batches` of this process's batches; later iterations are not affected.
 
-        Of a map-style dataset nothing is read that is skipped.
+        Skipped samples of a map-style dataset are not read.
 
         Args:
-            num_batches: From 0.
-            in_loaded_order: Whether an epoch that was loaded keeps its order, rather than being drawn again.
+            num_batches: Number of batches to skip, from 0.
+            in_loaded_order: Keep the order of an epoch whose position was loaded, instead of drawing a new one.
         """
         if num_batches:
             self.stay_in_epoch()
@@ -361,49 +361,49 @@ class PreparedLoader(DataLoader[Any]):
         self._resume = Position(batches=checked_count(num_batches) * self._group_size, start=start)
 
     def expect_next_epoch(self) -> None:
-        """Begin the next iteration with the next epoch, if the position that was loaded is after an epoch's last batch.
+        """Begin the next iteration with the next epoch if the loaded position is after an epoch's last batch.
 
-        This holds unless `set_epoch` or `skip` asks for the rest of the epoch first, of which nothing is left. A
-        script that counts batches begins the next epoch there; one that counts epochs is still in the one before.
+        This has no effect if `set_epoch` or `skip` is called for the finished epoch first. A script that counts batches
+        starts the next epoch at such a position, and one that counts epochs is still in the previous one.
         """
         self._expects_next = self._after_last is not None
 
     def stay_in_epoch(self) -> None:
-        """Undo `expect_next_epoch`, for a script that skips what it has trained on of the epoch that it is in."""
+        """Stay in the epoch of a loaded position even if it is complete, for a script that skips batches by itself."""
         self._expects_next = False
 
     def leave_epoch(self) -> None:
-        """Take the epoch that a loaded position is in as over: the next iteration is the next epoch."""
+        """Discard a loaded position within an epoch, so that the next iteration is the next epoch."""
         if self.resumes_within:
             self._resume, self._begun = None, True
 
     def rewind(self) -> None:
-        """Begin the next iteration at the start of the epoch that a loaded position is in, in that epoch's order."""
+        """Begin the next iteration at the start of the interrupted epoch whose position was loaded, in its order."""
         if self._resume is not None and (self._resume.start or self._resume.batches):
             self._resume = None if self._resume.start is None else Position(start=self._resume.start)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the epoch, the samples consumed in it by all processes, and what its order is drawn from.
+        """Return the loader's position: the epoch, the samples consumed in it, and the random state of its order.
 
         Returns:
-            A dict of numbers, strings, tensors, and lists and dicts of these. It is the same for any number of
-            processes and workers.
+            A dict of numbers, strings, tensors, and lists and dicts of these. It can be loaded with any number of
+            processes and workers. Samples are counted over all processes.
         """
         return self.state_after(self.reached)
 
     @property
     def reached(self) -> BatchInfo | None:
-        """What is known about the batch handed out last, also once the loop over the loader has been left."""
+        """`BatchInfo` of the loader's latest batch, also after the loop over it has ended, or None."""
         return self.current or self._reached
 
     def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
-        """The position after one of the batches handed out in the epoch under way, as `state_dict` gives it.
+        """Return the loader's position after one of the current epoch's batches, in the form of `state_dict`.
 
         Args:
-            reached: What was known about the batch; None for the position before the first.
+            reached: `BatchInfo` of the batch, or None for the position before the first one.
 
         Returns:
-            As `state_dict`.
+            A dict like that of `state_dict`.
         """
         own, finished = self._own_state, reached is not None and reached.last
         state: dict[str, Any] = {
@@ -417,6 +417,7 @@ class PreparedLoader(DataLoader[Any]):
             "generators": [generator_state(each) for each in find_generators(self.loader)],
         }
         if self._resume is not None:
+            # A loaded position that has not been used yet is saved unchanged.
             samples, start = self._resume.samples, self._resume.start
             state.update(consumed=samples, batches=self._resume.batches, start=start and start.state_dict())
             state.update(finished=self._after_last is not None, own=self._resume.own)
@@ -428,13 +429,13 @@ class PreparedLoader(DataLoader[Any]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a position: the next iteration gives the samples that follow it.
+        """Restore a position in the data, so that the next iteration continues with the sample that follows.
 
         Args:
-            state: From `state_dict`, of a run with any number of processes and workers.
+            state: Dict from `state_dict`, from a run with any number of processes and workers.
 
         Raises:
-            CheckpointError: If it is no such state.
+            CheckpointError: If the dict is not from `state_dict`.
         """
         missing = [name for name in ("epoch", "consumed", "batches", "start", "generators") if name not in state]
         if missing:
@@ -447,13 +448,14 @@ class PreparedLoader(DataLoader[Any]):
         start = None if state["start"] is None else EpochStart.from_state_dict(state["start"])
         batches = self._batches_before(state["consumed"], int(state["batches"]))
         finished = bool(state.get("finished"))
+        # The user's loader can use its own state only if the position is after as many of its batches as before.
         own = state.get("own") if finished or batches == int(state["batches"]) else None
         position = Position(batches, state["consumed"], start, own, state.get("group"))
         self._resume = position if position.batches or position.samples or start or own else None
         self._after_last, self._expects_next = Position(own=own) if finished else None, False
 
     def _batches_before(self, samples: int | None, batches: int) -> int:
-        """The user's batches before a position; their size may have changed since it was taken."""
+        """Return the number of the user's batches before a position; their size may have changed since it was saved."""
         size = getattr(self.loader, "batch_size", None)
         sampler = getattr(self.loader, "sampler", None)
         if samples is None or not isinstance(size, int) or isinstance(sampler, DistributedSampler):
@@ -462,7 +464,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def consumed_batches(self) -> int:
-        """Batches of this process before the next one, in the epoch under way or the one to be resumed."""
+        """Number of this process's batches already consumed in the current epoch, or in the epoch to be resumed."""
         if self._expects_next:
             return 0
         if self._resume is not None:
@@ -470,40 +472,40 @@ class PreparedLoader(DataLoader[Any]):
         reached = self.current or self._reached
         return 0 if reached is None or self._exhausted else reached.index + 1
 
-    # what scripts read of a prepared loader
+    # properties for scripts
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch that was handed out last is the last one."""
+        """True if the latest batch is the last one of the epoch."""
         return self.current is not None and self.current.last
 
     @property
     def remainder(self) -> int:
-        """Real samples of all processes in the last step, once it is reached; -1 before, or if unknown."""
+        """Real samples of all processes in the epoch's last step; -1 before this step, or if unknown."""
         info = self.current
         return info.global_rows if info is not None and info.last and info.global_rows is not None else -1
 
     @property
     def is_shared(self) -> bool:
-        """Whether each process gets a part of what the loader reads, rather than all of its own."""
+        """True if the loader's data is sharded over processes, and False if each process uses all of its own loader."""
         return self._layout.shard.count > 1
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples of a full step of all processes; None if unknown."""
+        """Number of samples in a full step of all processes, or None if unknown."""
         sampler = getattr(self.loader, "batch_sampler", None)
         size = getattr(self.loader, "batch_size", None) or getattr(sampler, "batch_size", None)
         return size * self._group_size if isinstance(size, int) else None
 
     @property
     def batch_rows(self) -> int | None:
-        """Rows of a full batch of this process; None if unknown."""
+        """Number of rows in a full batch of this process, or None if unknown."""
         total = self.total_batch_size
         return None if total is None else total // self._layout.shard.count
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of the whole dataset."""
+        """Number of samples in the whole dataset."""
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
@@ -513,7 +515,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._recipe is None:
-            raise TypeError("A prepared loader can be copied where prepare_loader made it.")
+            raise TypeError("Only a loader from prepare_loader can be copied or pickled.")
         return _again, (self._recipe, self.loader, self.state_dict())
 
     def __repr__(self) -> str:
@@ -522,7 +524,6 @@ class PreparedLoader(DataLoader[Any]):
 
 
 def _placed(batches: Iterator[PendingBatch]) -> Iterator[Any]:
-    """Batches on the device, each handed out with the one after it on the way."""
     held: list[Any] = []
     try:
         for batch in batches:
@@ -534,14 +535,12 @@ def _placed(batches: Iterator[PendingBatch]) -> Iterator[Any]:
 
 
 def checked_count(num_batches: int) -> int:
-    """A number of batches to skip, refused below 0."""
     if num_batches < 0:
         raise ConfigurationError(f"The number of batches to skip must be 0 or more, but got {num_batches}.")
     return num_batches
 
 
 def _again(recipe: Callable[[Any], PreparedLoader], loader: Any, position: Mapping[str, Any]) -> PreparedLoader:
-    """A prepared loader as it comes out of a pickle or a deep copy: prepared again, at the same position."""
     prepared = recipe(loader)
     prepared.load_state_dict(position)
     return prepared

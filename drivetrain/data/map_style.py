@@ -1,4 +1,4 @@
-"""Reads this process's share of a loader over a map-style dataset."""
+"""Reader of this process's share of a map-style dataset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import DataShard
 from drivetrain.data.order import IndexOrder, InterleavingSampler, Position
-from drivetrain.data.reader import Opened, do_nothing, last_rows, least, rebuilt, up_to, with_rows_found
+from drivetrain.data.reader import Opened, do_nothing, last_rows, rebuilt, smallest_known, up_to, with_rows_found
 from drivetrain.data.seeding import (
     EpochStart,
     SeededBatches,
@@ -37,25 +37,24 @@ from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.nested import batch_size_or_none
 from drivetrain.runtime.seeds import isolated_random_state, sample_seed
 
-# Batches of a `TensorDataset`, read at once rather than sample by sample, with the same result
+# Fast reading of a TensorDataset, one batch instead of one sample at a time
 
 
 Gather = Callable[[Tensor, Tensor], Tensor]
-"""Returns the rows of a tensor at some indices."""
+"""Function that returns the rows of a tensor at an index tensor."""
 
 _OWN_READING = {kind: kind.__getitem__ for kind in (TensorDataset, Subset)}
 
 
 def gathered(tensor: Tensor, index: Tensor) -> Tensor:
-    """Copy the rows of a tensor at some indices."""
     return tensor.index_select(0, index)
 
 
 def gathered_pinned(tensor: Tensor, index: Tensor) -> Tensor:
-    """Copy the rows of a tensor at some indices into pinned memory if the tensor is on the CPU.
+    """Copy the rows of a tensor at the given indices, into pinned memory if the tensor is on the CPU.
 
-    Torch reuses pinned memory that was freed only once the copies to a device that were begun from it are done, so a
-    buffer is never overwritten while it is copied.
+    torch reuses freed pinned memory only after all copies from it to a device have finished, so no buffer is
+    overwritten during a copy.
     """
     if tensor.device.type != "cpu":
         return gathered(tensor, index)
@@ -64,7 +63,6 @@ def gathered_pinned(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def can_pin() -> bool:
-    """Return whether there is an accelerator for which torch pins memory."""
     if not torch.accelerator.is_available():
         return False
     device = torch.accelerator.current_accelerator()
@@ -72,22 +70,22 @@ def can_pin() -> bool:
 
 
 class WholeBatches(Dataset[Any]):
-    """A dataset that gives collated batches of another one, and makes no samples if it can.
+    """Dataset that reads collated batches from another dataset, without single samples if possible.
 
-    What the user's dataset is and holds is looked up for each batch, so both may be changed between two of them.
+    The user's dataset is inspected for each batch, because it may change between batches.
     """
 
     def __init__(self, dataset: Any, gather: Gather = gathered) -> None:
         self.dataset, self._gather = dataset, gather
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WholeBatches, (self.dataset,)  # to a worker that is spawned
+        return WholeBatches, (self.dataset,)  # spawned workers do not gather into pinned memory
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         try:
             batch = read_at_once(self.dataset, indices, self._gather)
         except (IndexError, TypeError, ValueError, RuntimeError):
-            batch = None  # a wrong index is then the error that torch's loader raises
+            batch = None  # reading sample by sample below raises the usual error for a wrong index
         return default_collate(self._samples(indices)) if batch is None else batch
 
     def _samples(self, indices: Sequence[int]) -> list[Any]:
@@ -101,14 +99,14 @@ class WholeBatches(Dataset[Any]):
 
 
 def may_be_read_at_once(dataset: Any) -> bool:
-    """Return whether a dataset is a `TensorDataset`, or a `Subset` of one, as torch has them."""
+    """Return True if the dataset is torch's `TensorDataset` or a `Subset` of one."""
     while _is_as_in_torch(dataset, Subset):
         dataset = dataset.dataset
     return _is_as_in_torch(dataset, TensorDataset)
 
 
 def read_at_once(dataset: Any, indices: Sequence[int], gather: Gather = gathered) -> list[Tensor] | None:
-    """Return what torch's default collate gives for some samples; None if they have to be read one by one."""
+    """Collate some samples of a `TensorDataset` by indexing its tensors, or return None for other datasets."""
     while _is_as_in_torch(dataset, Subset):
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
@@ -116,7 +114,7 @@ def read_at_once(dataset: Any, indices: Sequence[int], gather: Gather = gathered
         return None
     if any(type(tensor) is not Tensor or tensor.layout is not torch.strided for tensor in dataset.tensors):
         return None
-    numbers = np.array(indices)  # torch.tensor takes seven times as long for a list
+    numbers = np.array(indices)  # seven times faster than torch.tensor for a list
     if numbers.dtype.kind != "i":
         return None
     index = torch.from_numpy(numbers.astype(np.int64, copy=False))
@@ -124,12 +122,11 @@ def read_at_once(dataset: Any, indices: Sequence[int], gather: Gather = gathered
 
 
 def _is_as_in_torch(dataset: Any, kind: type) -> bool:
-    """Return whether a dataset is exactly of a class of torch's, and neither it nor the class reads in another way."""
+    """Return True if the dataset's class is exactly torch's `kind` and its `__getitem__` was not replaced."""
     return type(dataset) is kind and "__getitems__" not in vars(dataset) and kind.__getitem__ is _OWN_READING[kind]
 
 
 def _collates_as_in_torch() -> bool:
-    """Return whether tuples of tensors are collated by torch's own functions: a script may register others."""
     plain = default_collate_fn_map.get(Tensor) is collate_tensor_fn
     return plain and not any(isinstance((), kind) for kind in default_collate_fn_map)
 
@@ -146,7 +143,7 @@ WITHOUT_WORKERS: dict[str, Any] = {
 
 
 class IndexStream:
-    """What torch's loader takes for a batch sampler: begins what it was last given."""
+    """Batch sampler for torch's DataLoader that starts the iterator set in `begin`."""
 
     def __init__(self) -> None:
         self.begin: Callable[[], Iterator[Any]] = _nothing
@@ -156,7 +153,7 @@ class IndexStream:
 
 
 class MapReader:
-    """Shards the output of the user's sampler or batch sampler; a torch loader reads what falls to this process."""
+    """Reader that shards the user's sampler or batch sampler and reads this process's samples with a DataLoader."""
 
     def __init__(
         self,
@@ -168,7 +165,7 @@ class MapReader:
         self._loader = loader
         self.order = IndexOrder(loader)
         self._keep = keep
-        self._compared = False  # whether all processes are known to hold the same dataset
+        self._compared = False  # True once all processes have compared their datasets
         self.finds_rows = not self.order.batched or not loader.in_order
         distributed = self.order.distributed_sampler
         self._replicas = 1
@@ -180,8 +177,8 @@ class MapReader:
         self.layout.check()
         if not loader.in_order and self.layout.shard.count > 1:
             raise ConfigurationError(
-                "This DataLoader has in_order=False, so the order of its batches differs from run to run and the "
-                "processes cannot agree about it. Leave in_order at True where there are several processes.",
+                "This DataLoader has in_order=False, so the order of its batches differs from run to run and between "
+                "processes. Leave in_order at True if there are several processes.",
             )
         self._stream = IndexStream()
         self._workers_are_there = False
@@ -213,12 +210,10 @@ class MapReader:
         return rebuilt(loader, loader.dataset, batch_size=None, sampler=stream, **changes)
 
     def _reads_at_once(self) -> bool:
-        """Return whether a whole batch is read at once."""
         plain = self.order.batched and self._loader.collate_fn is default_collate
         return plain and may_be_read_at_once(self._loader.dataset) and not (self._seed is not None and self._seeded)
 
     def restart(self) -> None:
-        """Let the next iteration be as the first one: with new workers, where these stay."""
         if self._workers_are_there:
             self._inner, self._workers_are_there = self._make_inner(self._stream), False
 
@@ -227,19 +222,16 @@ class MapReader:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether workers read, in an order that is drawn in one go."""
         return self._inner.num_workers > 0 and self.order.draws_at_once
 
     @property
     def ends_alike(self) -> bool:
-        """Whether the sampler has a length."""
         try:
             return len(self.order) >= 0
         except (TypeError, NotImplementedError):
             return False
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Begin an iteration over an epoch, at a position of it; on all processes together."""
         infos: deque[BatchInfo] = deque()
         requests = _Requests(self.order, self.layout, self._replicas, self._seeded)
         generators = find_generators(self._loader, self.order.source, self.order.sampler)
@@ -249,15 +241,15 @@ class MapReader:
         head: list[tuple[Any, int | None]] = []
         close: Callable[[], None] = do_nothing
         if not sharded and not together and position == Position():
-            # As in plain torch, down to when which random number is drawn.
-            order, length = self.order, least(self.order.said_length(), limit)
+            # Draw every random number at the time at which torch's DataLoader draws it.
+            order, length = self.order, smallest_known(self.order.reported_length(), limit)
 
             def begin() -> Iterator[Any]:
                 batches = up_to(order.batches(order.plain_iterator()), limit)
                 return requests.made_from(batches, infos, epoch, length=length)
 
             self._stream.begin = begin
-            # Torch draws a seed for workers when it starts them.
+            # torch draws a seed from this generator when it starts workers.
             self._inner.generator = torch.Generator() if self._workers_are_there else self._loader.generator
         else:
             if together:
@@ -274,14 +266,14 @@ class MapReader:
         batches = iter(self._inner)
         self._stream.begin = _nothing
         self._workers_are_there = self._loader.num_workers > 0 and self._loader.persistent_workers
-        # Not zip, which keeps what it gave last.
+        # Not zip, which keeps a reference to its latest tuple.
         pairs: Iterator[tuple[Any, BatchInfo]] = map(_as_pair, batches, iter(infos.popleft, None))
         if self.finds_rows:
             pairs = with_rows_found(pairs, alone=not sharded and self._replicas == 1)
         return Opened(pairs, start, close, head=head)
 
     def _batches_of(self, head: Head, requests: _Requests, epoch: int) -> list[tuple[Any, int | None]]:
-        """Read an epoch's first batches apart, for a run that begins after them; each with its rows."""
+        """Read the epoch's first batches and their row counts, for an iteration that begins after them."""
         stream, samples = IndexStream(), iter(head.samples)
         batches = (list(islice(samples, size)) for size in head.sizes)
         stream.begin = lambda: requests.made_from(batches, deque(), epoch)
@@ -304,12 +296,15 @@ class MapReader:
         follow: bool,
         check: bool,
     ) -> tuple[Callable[[], None], Head | None]:
-        """Draw the order from `start`, which need not be where this process's generators are."""
+        """Draw the epoch's order from the random state `start`, which may differ from the current one.
+
+        Returns a function to call at the end, and the epoch's first samples if the position is after them.
+        """
         order, separate = self.order, SeparateDraws(start)
         head: Head | None = None
         skipped = 0
         with separate.drawing():
-            # The same calls, in the same sequence, as those of torch's loader.
+            # Repeat the calls of torch's DataLoader in their order, to draw equal random numbers.
             iterator = order.plain_iterator()
             base_seed = 0
             if start.new_workers:
@@ -324,32 +319,32 @@ class MapReader:
                 batches, head, skipped = order.from_position(iterator, position, keep)
             else:
                 batches = order.batches(iterator)
-            # A sampler that shards by itself gives this process only its part of the batches before.
+            # A DistributedSampler gives this process only its own part of the earlier batches.
             before = position.batches // self._replicas
             batches = up_to(batches, limit, before)
             if order.draws_at_once:
-                batches = _begun(batches)
+                batches = _started(batches)
         draws_later = follow and not order.draws_at_once
         if draws_later:
             batches = separate.iterate(batches)
         if check and not order.draws_at_once:
             batches = _agreed(batches, order.sampler if order.regular else order.source)
-        length = None if follow else least(order.said_length(), limit)
+        length = None if follow else smallest_known(order.reported_length(), limit)
         if length is not None:
             length -= before
         index = before // self.layout.group_size
         indices = requests.made_from(batches, infos, epoch, index, skipped, head, length)
         if draws_later:
-            indices = _begun(indices)
+            indices = _started(indices)
         separate.settle()
         self._stream.begin = lambda: indices
         return separate.settle if draws_later else do_nothing, head
 
 
 class _Requests(NamedTuple):
-    """What turns an epoch's batches of indices into what this process reads.
+    """Conversion of an epoch's batches of indices into the requests with which this process reads its dataset.
 
-    It holds no reference to the loader: an iteration that was abandoned must not keep workers that stay alive.
+    It holds no reference to the loader: an abandoned iteration must not keep persistent workers alive.
     """
 
     order: IndexOrder
@@ -367,7 +362,7 @@ class _Requests(NamedTuple):
         head: Head | None = None,
         length: int | None = None,
     ) -> Iterator[Any]:
-        """What this process reads, in the form that the dataset is indexed with; what is known goes to `infos`."""
+        """Yield requests with which the dataset is indexed, and append the `BatchInfo` of each to `infos`."""
         shares = shard_batches(batches, self.layout, index=index, consumed=consumed, head=head, length=length)
         order, replicas, seeded, note = self.order, self.replicas, self.seeded, infos.append
         batched = order.batched
@@ -378,7 +373,7 @@ class _Requests(NamedTuple):
                 yield indices
         else:
             for indices, info in shares:
-                if replicas > 1:  # the sampler has sharded: its samples are this process's only
+                if replicas > 1:  # a DistributedSampler has sharded: its samples are this process's only
                     consumed += len(indices) * replicas
                     info.consumed, info.global_rows = consumed, None
                 note(info)
@@ -396,27 +391,27 @@ def _as_pair(batch: Any, info: BatchInfo) -> tuple[Any, BatchInfo]:
     return batch, info
 
 
-def _begun(items: Iterator[Any]) -> Iterator[Any]:
-    """The same items, the first one read already."""
+def _started(items: Iterator[Any]) -> Iterator[Any]:
+    """Read the first item, so that the iterator has begun, and return an iterator over all items."""
     return chain(list(islice(items, 1)), items)
 
 
 def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[Any]]:
-    """The same batches, once all processes are known to begin with the same one."""
+    """Check that all processes begin with equal indices, and return the batches unchanged."""
     batches = iter(batches)
     first = list(islice(batches, 1))
     digests = gather_object([hashlib.blake2b(repr(first).encode(), digest_size=16).hexdigest()])
     if len(set(digests)) > 1:
         raise DataError(
             f"{type(source).__name__} gives each process another order, so samples would be repeated and left out. It "
-            "draws from a random generator that could not be found. Keep the generator in an attribute of the sampler, "
-            "seed it with the same number in all processes, or set dispatch_batches=True, so that rank 0 alone reads."
+            "draws from a random generator that was not found. Keep the generator in an attribute of the sampler, "
+            "seed it equally in all processes, or set dispatch_batches=True, so that only rank 0 reads."
         )
     return chain(first, batches)
 
 
 def _warn_of(sampler: Any) -> None:
-    """Warn once that a user's DistributedSampler is left to shard by itself, and of what it repeats."""
+    """Log once that a user's DistributedSampler is not sharded again, and warn if it repeats samples."""
     if isinstance(sampler, InterleavingSampler):
         return
     logger.info_once("The loader has a %s, which shards by itself; it is not sharded again.", type(sampler).__name__)

@@ -1,4 +1,4 @@
-"""The order of an epoch as the user's own sampler or batch sampler gives it, from any position on."""
+"""Order of the samples in an epoch: user's samplers, resumption within an epoch, and shuffling in constant memory."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import sample_seed
 
-# A shuffle that is a function of the position, not a list: for sets too large for a list of indices
+# Shuffling without a list of indices
 
 
 _ROUNDS = 8
-_SMALL = 1024  # up to here the whole order is computed at once
+_SMALL = 1024  # up to this length the whole order is computed at once
 _SMALL_HALF_BITS = 16
 _LARGEST_LENGTH = 1 << 62
-_FIRST_BLOCK = 1024  # small, so that the first batch comes at once
+_FIRST_BLOCK = 1024  # small, so that the first batch is not delayed
 _BLOCK = 16384
 
 _Words = npt.NDArray[np.uint64]
 
 
 class KeyedPermutation:
-    """A pseudo-random bijection of `range(length)`, computed position by position.
+    """Pseudo-random permutation of `range(length)` that is computed position by position.
 
-    A Feistel network (Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom functions",
-    SIAM J. Comput. 17(2), 1988) of 8 rounds permutes the smallest domain of an even number of bits that holds
-    `length`; results outside of `range(length)` are sent through it again until they fall inside (cycle walking:
-    Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002), on average fewer than four times. The
-    round function is MurmurHash3's 64-bit finaliser over the half and the round's key. The halves of a small domain
-    are too narrow for this, so up to 1024 elements are sorted by their images in a domain of 32 bits (the prefix
-    cipher of the same paper).
+    A Feistel network of 8 rounds (Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom
+    functions", SIAM J. Comput. 17(2), 1988) permutes the smallest domain with an even number of bits that holds
+    `length`. Results outside of `range(length)` are encrypted again until they fall inside (cycle walking: Black and
+    Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002), fewer than four times on average.
+
+    The round function is MurmurHash3's 64-bit finaliser over the half and the round's key. Halves of a small domain are
+    too narrow for it. Up to 1024 elements are therefore sorted by their images in a 32-bit domain (the prefix cipher of
+    Black and Rogaway's paper).
     """
 
     def __init__(self, length: int, key: int) -> None:
@@ -64,12 +65,13 @@ class KeyedPermutation:
             self._order = np.argsort(self._encrypt(np.arange(length, dtype=np.uint64))).astype(np.uint64)
 
     def __call__(self, positions: _Words) -> _Words:
-        """The elements at these positions, all below `length`; the array given is not changed."""
+        """Return the permutation's elements at positions below its length. The input array is not changed."""
         if self._order is not None:
             return self._order[positions]
         values = self._encrypt(positions)
         limit = np.uint64(self.length)
         outside = np.flatnonzero(values >= limit)
+        # Cycle walking: encrypt results outside of the range again.
         while outside.size:
             again = self._encrypt(values[outside])
             values[outside] = again
@@ -77,7 +79,6 @@ class KeyedPermutation:
         return values
 
     def _encrypt(self, values: _Words) -> _Words:
-        """One pass through the network, over the whole domain."""
         left = values >> self._half
         right = values & self._mask
         for key in self._keys:
@@ -86,7 +87,7 @@ class KeyedPermutation:
             mixed *= np.uint64(0xFF51AFD7ED558CCD)
             mixed ^= mixed >> np.uint64(33)
             mixed *= np.uint64(0xC4CEB9FE1A85EC53)
-            mixed >>= np.uint64(64) - self._half  # the upper bits are the best mixed ones
+            mixed >>= np.uint64(64) - self._half  # the upper bits are mixed best
             mixed ^= left
             left, right = right, mixed
         result: _Words = (left << self._half) | right
@@ -94,18 +95,18 @@ class KeyedPermutation:
 
 
 class PermutationSampler(Sampler[int]):
-    """Shuffles a set of any size in constant memory, and begins anywhere in the order at once.
+    """Sampler that shuffles a dataset of any size in constant memory and can start at any position at once.
 
-    Works as `sampler=` of any `torch.utils.data.DataLoader`. Each epoch has its own order; an iteration that no
-    `set_epoch` precedes is the next epoch. The order depends on the length, the seed and the epoch only.
+    It works as `sampler=` of any `torch.utils.data.DataLoader`. Each epoch has its own order, which depends only on the
+    length, the seed and the epoch. Each iteration is the next epoch unless `set_epoch` is called.
 
     Args:
-        data_source: The dataset, or how many samples it has (below 2**62).
-        seed: Any integer; each gives other orders.
-        epoch: The epoch of the first iteration.
+        data_source: The dataset, or its number of samples (below 2**62).
+        seed: Any integer; each seed gives different orders.
+        epoch: Epoch of the first iteration.
 
     Raises:
-        ConfigurationError: If `data_source` has no length, or one out of range.
+        ConfigurationError: If `data_source` has no length, or a length out of range.
 
     Example:
         ```python
@@ -119,7 +120,7 @@ class PermutationSampler(Sampler[int]):
         if not isinstance(data_source, (int, Sized)) or isinstance(data_source, bool):
             raise ConfigurationError(
                 "PermutationSampler needs a dataset with a length, or the length itself, but got "
-                f"{type(data_source).__name__!r}.",
+                f"an object of type {type(data_source).__name__!r}.",
             )
         self._source = data_source
         self.seed = seed
@@ -132,11 +133,15 @@ class PermutationSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the iteration under way or, before the first one and after `set_epoch`, of the next."""
+        """Epoch of the current iteration. Before the first one, and after `set_epoch`, that of the next one."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` that of the next iteration, and of random access."""
+        """Set the epoch of the next iteration and of random access.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
         self._epoch = epoch
         self._begun = False
 
@@ -144,14 +149,14 @@ class PermutationSampler(Sampler[int]):
         return self._source if isinstance(self._source, int) else len(self._source)
 
     def __iter__(self) -> Iterator[int]:
-        # A generator, so that an iterator that is made but never used begins no epoch: torch makes such ones.
+        # A generator, because torch creates iterators that it never uses, and these must not begin an epoch.
         yield from self.iterate_from(0)
 
     def iterate_from(self, position: int) -> Iterator[int]:
-        """Begin an epoch at a position, without computing what comes before.
+        """Begin an epoch at a position, without computing the indices before it.
 
         Args:
-            position: From 0 to the length; how many samples of the epoch are skipped.
+            position: Number of samples to skip, from 0 to the length.
         """
         if self._begun:
             self._epoch += 1
@@ -168,7 +173,7 @@ class PermutationSampler(Sampler[int]):
     @overload
     def __getitem__(self, position: slice) -> list[int]: ...
     def __getitem__(self, position: int | slice) -> int | list[int]:
-        """The index, or for a slice the list of indices, at a position of this epoch's order."""
+        """Return the index at a position of the epoch's order, or a list of indices for a slice."""
         permutation = self._permutation()
         if isinstance(position, slice):
             places = range(permutation.length)[position]
@@ -182,7 +187,6 @@ class PermutationSampler(Sampler[int]):
         return int(permutation(np.array([place], dtype=np.uint64))[0])
 
     def _permutation(self) -> KeyedPermutation:
-        """The permutation of this epoch; made once for each."""
         asked = (len(self), self.seed, self._epoch)
         if self._cached is None or self._cached[0] != asked:
             self._cached = (asked, KeyedPermutation(asked[0], sample_seed(*asked[1:], 0)))
@@ -197,26 +201,26 @@ class PermutationSampler(Sampler[int]):
 
 logger = get_logger(__name__)
 
-LARGE_SET = 50_000_000  # above, a RandomSampler's list of indices takes gigabytes
+LARGE_SET = 50_000_000  # with more samples, a RandomSampler's list of indices takes gigabytes
 
 
 class InterleavingSampler(DistributedSampler[Any]):
-    """Gives each process every n-th sample, in an order that a seed and the epoch decide alone.
+    """Sampler that gives each process every n-th sample, like `DistributedSampler`, with a fixed seed.
 
-    It is for what counts on that order. The first samples come again at the end where they do not go evenly round.
+    If the length is not a multiple of the number of processes, the first samples are repeated at the end.
 
     Args:
-        dataset: The samples.
-        shard: Which share this process reads.
-        shuffle: Whether in a random order.
-        seed: The seed.
+        dataset: The dataset.
+        shard: Part of the data that this process reads.
+        shuffle: Use a random order.
+        seed: Seed of the random order.
     """
 
     def __init__(self, dataset: Any, shard: DataShard, shuffle: bool, seed: int) -> None:
         super().__init__(dataset, num_replicas=shard.count, rank=shard.index, shuffle=shuffle, seed=seed)
 
 
-# Samplers that draw from the global generators with their first index, or never.
+# Samplers that draw from the global generators only before their first index, or never.
 _DRAWS_AT_ONCE = (
     SequentialSampler,
     RandomSampler,
@@ -233,14 +237,14 @@ _DRAWS_AT_ONCE = (
 
 @dataclass(frozen=True)
 class Position:
-    """Where in an epoch an iteration begins.
+    """Position in an epoch at which an iteration begins.
 
     Attributes:
-        batches: Batches of the user's loader that come before.
-        samples: Samples that come before; None where only the batches are known.
-        start: The random state that the epoch began with; None to draw the order from the present one.
-        own: What a loader with a state of its own has saved there; None if it has none.
-        group: How many batches all processes together took in a step of the run that was there; None if unknown.
+        batches: Number of the user's batches before the position.
+        samples: Number of samples before the position, or None if only the batches are known.
+        start: Random state at the start of the epoch, or None to draw a new order.
+        own: State that the user's loader saved at the position, or None if it has none.
+        group: Batches per step of all processes in the run that saved the position, or None if unknown.
     """
 
     batches: int = 0
@@ -251,7 +255,7 @@ class Position:
 
 
 class IndexOrder:
-    """The index batches of a map-style loader, in the order of the user's sampler or batch sampler."""
+    """Batches of indices of a map-style loader, in the order of the user's sampler or batch sampler."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.batched = loader.batch_sampler is not None
@@ -270,39 +274,37 @@ class IndexOrder:
 
     @property
     def source(self) -> Any:
-        """What the indices come from: the batch sampler, or the sampler where there is none."""
+        """Batch sampler of the loader, or its sampler if it has no batch sampler."""
         return self.batch_sampler if self.batched else self.sampler
 
     @property
     def regular(self) -> bool:
-        """Whether batches are made by torch's own BatchSampler."""
         return type(self.batch_sampler) is BatchSampler
 
     @property
     def draws_at_once(self) -> bool:
-        """Whether all draws from the global generators come with the first index."""
+        """True if the sampler draws from the global generators only before its first index."""
         if self.batched and not self.regular:
             return type(self.batch_sampler) in (list, tuple)
         return type(self.sampler) in _DRAWS_AT_ONCE
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of a full batch; None if the batch sampler does not report it."""
         size = getattr(self.batch_sampler, "batch_size", None) if self.batched else 1
         return size if isinstance(size, int) else None
 
     @property
     def distributed_sampler(self) -> DistributedSampler[Any] | None:
-        """Torch's sampler that shards by itself, if the user has one."""
+        """`DistributedSampler` of the user, or None if the user's sampler is another one."""
         return next((each for each in (self.sampler, self.source) if isinstance(each, DistributedSampler)), None)
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def said_length(self) -> int | None:
-        """How many batches a sampler that may draw at any time reports; None to read ahead instead.
+    def reported_length(self) -> int | None:
+        """Return the sampler's number of batches, or None if the last batch must be detected by reading ahead.
 
-        Reading ahead would draw from the global generators earlier than a plain loader does.
+        Reading ahead would make some samplers draw from the global generators earlier than with torch's DataLoader.
         """
         if self.draws_at_once or self._length_is_wrong:
             return None
@@ -312,11 +314,11 @@ class IndexOrder:
             return None
 
     def record_end(self, batches: int, was_last: bool) -> None:
-        """Record at the end of an epoch how many batches there were, and whether the last one was known as such."""
+        """Warn at the end of an epoch if the sampler gave another number of batches than its length."""
         if batches and not was_last:
             logger.warning_once(
-                "%s says that it has %d batches, but gave %d. In this epoch the last batch was not known to be the "
-                "last one; correct its __len__.",
+                "%s has a length of %d batches, but gave %d. In this epoch the last batch was therefore not recognised "
+                "as the last one; correct its __len__.",
                 type(self.source).__name__,
                 len(self.source),
                 batches,
@@ -324,17 +326,20 @@ class IndexOrder:
             self._length_is_wrong = True
 
     def plain_iterator(self) -> Iterator[Any]:
-        """What torch's loader makes of the sampler: nothing is drawn before the first batch is asked for."""
+        """Return the iterator that torch's DataLoader would create, which draws nothing before the first batch."""
         return iter(self.source)
 
     def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Index batches out of such an iterator: a single index counts as a batch of one."""
+        """Return an iterator over lists of indices; without a batch sampler, each list has one index."""
         return iterator if self.batched else ([index] for index in iterator)
 
     def from_position(
         self, iterator: Iterator[Any], position: Position, keep: int
     ) -> tuple[Iterator[Sequence[Any]], Head, int]:
-        """Leave out what comes before a position; nothing that random access makes needless is computed."""
+        """Skip the samples before a position. Returns the remaining batches, the epoch's head and the number skipped.
+
+        Samplers with random access do not compute the skipped indices.
+        """
         if self.batched and not self.regular:
             return _skip_batches(iterator, position, keep)
         size = self.batch_size or 1
@@ -352,10 +357,10 @@ class IndexOrder:
 def _skip_indices(
     sampler: Any, iterator: Iterator[Any] | None, skipped: int, keep: int
 ) -> tuple[Iterator[Any], list[Any]]:
-    """The indices after the first `skipped` ones, and the first `keep` of all."""
+    """Return an iterator over the indices after the first `skipped` ones, and the first `keep` of all indices."""
     if type(sampler) is PermutationSampler:
         rest = sampler.iterate_from(skipped)
-        following = list(islice(rest, 1))  # the epoch begins with the first index that is read
+        following = list(islice(rest, 1))  # reading the first index begins the epoch
         return chain(following, rest), sampler[:keep]
     if type(sampler) is SequentialSampler:
         every = range(len(sampler.data_source))
@@ -369,7 +374,7 @@ def _skip_indices(
 
 
 def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tuple[Iterator[Sequence[Any]], Head, int]:
-    """Leave out batches of the user's batch sampler; one that was begun is cut."""
+    """Skip batches of the user's batch sampler before a position, and cut the batch that contains it."""
     head = Head([], [])
     skipped = count = 0
 
@@ -383,7 +388,7 @@ def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tup
 
     batches = listed()
     following: list[list[Any]] = []
-    # A batch that does not have to be left out is not drawn here: the draw may depend on when it happens.
+    # Draw no batch that is not skipped, because the result may depend on when it is drawn.
     while count < position.batches if position.samples is None else skipped < position.samples:
         batch = next(batches, None)
         if batch is None:
@@ -398,12 +403,11 @@ def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tup
 
 
 class SeedableSampler:
-    """Gives a RandomSampler a generator that is seeded again at each epoch, with the seed plus the epoch."""
+    """Generator for a RandomSampler that is seeded at the start of each epoch with the seed plus the epoch."""
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
         self._seed = seed
         self._generator = sampler.generator = torch.Generator()
 
     def set_epoch(self, epoch: int) -> None:
-        """Seed the generator for an epoch."""
         self._generator.manual_seed(self._seed + epoch)

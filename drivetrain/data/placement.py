@@ -1,4 +1,4 @@
-"""Brings batches to the device: when they are used, or on a stream of their own while the one before is computed on."""
+"""Moving batches to the device: on use, or on a separate stream while the previous batch is being processed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ Place = Callable[[Any], Any]
 
 
 class SideStreamPlacement:
-    """Places each batch on a stream of its own, so that the copy overlaps with compute that is still queued.
+    """Placement of batches on a separate stream, so that copies overlap with computation.
 
-    Nothing waits on the host: the copy begins at once, beside the kernels of the batch before; kernels queued once the
-    batch is received wait for the copy. It pays where host memory is pinned and the placing callable copies with
-    `non_blocking=True`.
+    The host never waits. A copy runs beside the kernels of the previous batch, and kernels queued after `receive` wait
+    for it. Copies overlap only if host memory is pinned and the placing function uses `non_blocking=True`.
     """
 
     def __init__(self, place: Place, kind: DeviceKind, device: torch.device, sends_ahead: bool = False) -> None:
@@ -37,21 +36,22 @@ class SideStreamPlacement:
         return self.receive(self.send(batch))
 
     def send(self, batch: Any) -> Any:
-        """Begin to copy a batch. What is returned may be used once it was received."""
+        """Start copying a batch to the device on the side stream. Pass the result to `receive` before use."""
+        # Created late, so that preparing a loader does not initialise the device.
         if self._stream is None:
             self._stream = self._kind.make_stream(self._device)
         with self._kind.stream_context(self._stream):
             return self._place(batch)
 
     def receive(self, sent: Any) -> Any:
-        """Let the kernels that are queued from now on wait for a batch that was sent."""
+        """Make kernels that are queued from now on wait for the copy of a sent batch, and return the batch."""
         current = self._kind.current_stream()
         if current is not None:
             current.wait_stream(self._stream)
             device_type = self._device.type
 
             def keep(tensor: Tensor) -> Tensor:
-                # The allocator must not hand this memory out again before `current` is done with it.
+                # Otherwise the allocator could reuse this memory while `current` still needs it.
                 if tensor.device.type == device_type:
                     tensor.record_stream(current)
                 return tensor
@@ -63,14 +63,14 @@ class SideStreamPlacement:
 def overlapped(
     place: Place | None, device: tuple[DeviceKind, torch.device] | None, ahead: bool = False
 ) -> Place | None:
-    """`place`, on a side stream where the device has streams; None stays None."""
+    """Wrap a placing function so that it copies on a side stream, if the device has streams."""
     if place is None or device is None or not device[0].supports_streams:
         return place
     return SideStreamPlacement(place, *device, ahead)
 
 
 def sends_ahead(place: Place | None) -> bool:
-    """Whether batches may be placed while the ones before are computed on."""
+    """Return True if batches may be copied while the previous ones are being processed."""
     return isinstance(place, SideStreamPlacement) and place.sends_ahead
 
 
@@ -78,17 +78,17 @@ _ON_HOST, _SENT, _PLACED, _RELEASED = range(4)
 
 
 class PendingBatch:
-    """A batch that was read and is brought to the device when it is used, or was sent before.
+    """Batch that has been read and is moved to the device on first use, if it was not sent earlier.
 
     Args:
         batch: The batch on the host.
-        info: What its loader recorded about it.
-        place: Puts it on the device; None leaves it as it is.
+        info: Record of the batch from its loader.
+        place: Function that moves the batch to the device, or None to leave it on the host.
 
     Attributes:
-        info: What its loader recorded about it.
-        batch_idx: Its number in the epoch, which a loop sets.
-        tokens: How many tokens the task counts in it, where these are counted before it is released.
+        info: Record of the batch from its loader.
+        batch_idx: Number of the batch in the epoch, set by the loop.
+        tokens: Number of tokens that the task counts in the batch, if it counted them before the release.
     """
 
     __slots__ = ("__weakref__", "_batch", "_following", "_place", "_state", "batch_idx", "info", "tokens")
@@ -105,29 +105,28 @@ class PendingBatch:
 
     @property
     def batch(self) -> Any:
-        """The batch, on the device."""
+        """Data of the batch, on the device."""
         return self.take()
 
     @property
     def is_missing(self) -> bool:
-        """Whether there is None in the place of a batch."""
+        """True if the batch is None, as for an exhausted loader of a `CombinedLoader`."""
         return self._batch is None
 
     @property
     def is_released(self) -> bool:
-        """Whether the batch was dropped."""
         return self._state == _RELEASED
 
     def take(self) -> Any:
-        """The batch, on the device; the one after it, where that was read and only has to be copied, is sent too.
+        """Return the batch on the device, and start copying the following batch if it has been read.
 
-        Drop the batch before it first: then no more than two are on the device.
+        Release the previous batch first, so that at most two batches are on the device.
         """
         if self._state != _PLACED:
-            self._bring()
+            self._place_now()
         return self._batch
 
-    def _bring(self) -> None:
+    def _place_now(self) -> None:
         assert self._state != _RELEASED, "a batch that was released is used again"
         place: Any = self._place
         self._batch = place(self._batch) if self._state == _ON_HOST else place.receive(self._batch)
@@ -137,7 +136,7 @@ class PendingBatch:
             self._following = None
 
     def precede(self, following: PendingBatch) -> None:
-        """Note which batch is sent while this one is computed on.
+        """Set the following batch, whose copy to the device starts when this one is taken.
 
         Args:
             following: The batch that was read after this one.
@@ -145,20 +144,20 @@ class PendingBatch:
         self._following = following
 
     def send(self) -> None:
-        """Begin to copy the batch, if that has not begun."""
+        """Start copying the batch to the device if this has not been done."""
         if self._state == _ON_HOST:
             self._batch = self._place.send(self._batch)  # type: ignore[union-attr]
             self._state = _SENT
 
     def release(self) -> None:
-        """Drop the batch, once it is computed on."""
+        """Drop the reference to the batch after it has been processed."""
         if self._batch is not None:
             self._batch = ...
         self._state = _RELEASED
 
 
 class PendingParts(PendingBatch):
-    """A batch of several loaders together; each part is brought to the device by its own loader."""
+    """Combined batch of several loaders, whose parts each move to the device on first use."""
 
     __slots__ = ("_arranged", "_parts")
 
@@ -167,19 +166,18 @@ class PendingParts(PendingBatch):
         self._state = _ON_HOST
         self._parts, self._arranged = parts, arranged
 
-    def _bring(self) -> None:
+    def _place_now(self) -> None:
         assert self._state != _RELEASED, "a batch that was released is used again"
         batches = [each.take() if isinstance(each, PendingBatch) else each for each in self._parts]
         self._batch, self._state = self._arranged(batches), _PLACED
 
     def release(self) -> None:
-        """Drop the batch, once it is computed on."""
         self._parts = ()
         super().release()
 
 
 def pending(pairs: Iterator[tuple[Any, BatchInfo]], place: Place | None) -> Iterator[PendingBatch]:
-    """Batches that are placed when they are used."""
+    """Wrap batches in `PendingBatch` objects, each linked to the next one if it may be copied ahead."""
     if place is None:
         return starmap(PendingBatch, pairs)
     links = sends_ahead(place)
@@ -189,7 +187,7 @@ def pending(pairs: Iterator[tuple[Any, BatchInfo]], place: Place | None) -> Iter
         nonlocal before
         current = PendingBatch(batch, info, place)
         if links:
-            earlier = before()  # weak: a batch is freed with its step
+            earlier = before()  # a weak reference, so that a batch is freed with its step
             if earlier is not None:
                 earlier.precede(current)
             before = ref(current)
@@ -203,8 +201,8 @@ def _nothing() -> None:
 
 
 def one_ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items, each once the one after it has been read."""
-    held: list[Item] = []  # never what was given last
+    """Yield each item only after the next one has been read."""
+    held: list[Item] = []  # never holds the latest yielded item, so that it can be freed
     for item in items:
         held.append(item)
         del item

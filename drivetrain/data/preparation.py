@@ -1,4 +1,4 @@
-"""Preparing a user's loader: which way it is read, and with what options."""
+"""Preparation of a user's loader: choice of the reader, and its options."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ logger = get_logger(__name__)
 
 
 class SkippingLoader(DataLoader[Any]):
-    """A prepared loader whose iterations begin after its first batches; made by `skip_first_batches`.
+    """View of a prepared loader that skips its first batches in each iteration; created by `skip_first_batches`.
 
-    It has no state: the epoch, the position and all attributes are those of the loader that it skips in, so that an
-    epoch that was resumed through it counts, and is saved, as that loader's.
+    It has no own state. The epoch, the position and all attributes are those of the prepared loader. An epoch that is
+    resumed through the view therefore counts as that loader's epoch.
 
     Attributes:
         whole: The prepared loader.
-        count: How many of this process's batches are left out.
+        count: Number of this process's batches that are skipped.
     """
 
     def __init__(self, whole: PreparedLoader, count: int) -> None:
@@ -43,11 +43,10 @@ class SkippingLoader(DataLoader[Any]):
         self.count = count
 
     if not TYPE_CHECKING:
-        __setattr__ = object.__setattr__  # torch's guards attributes that are those of the loader inside
+        __setattr__ = object.__setattr__  # DataLoader's own refuses attributes that belong to the wrapped loader
 
     @property  # type: ignore[misc]
     def multiprocessing_context(self) -> Any:
-        """How the workers of the user's loader start."""
         return self.whole.multiprocessing_context
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -56,7 +55,7 @@ class SkippingLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self.count:
             self.whole.stay_in_epoch()
-            if not self.whole.resumes_within:  # a position that was loaded is where the skipping would lead, and exact
+            if not self.whole.resumes_within:  # a loaded position already is after the skipped batches, and exact
                 self.whole.skip(self.count, in_loaded_order=True)
         return iter(self.whole)
 
@@ -85,26 +84,28 @@ def prepare_loader(
     fill: bool = False,
     sends_ahead: bool = False,
 ) -> PreparedLoader:
-    """Make a loader that gives this process its share of a user's loader.
+    """Prepare a loader so that it gives this process its share of the batches, on the device.
 
     Args:
         loader: A `torch.utils.data.DataLoader`, or any iterable of batches.
-        shard: Which part of the data is this process's.
-        place: Puts a batch on the device. None leaves batches as they are.
-        device: The kind of device and the device; where it has streams, batches are placed on one of their own.
-        config: The options. `even_batches=False` turns `TailPolicy.COMPLETE` into `TailPolicy.UNEVEN`.
-        tail: What happens at the end of an epoch.
-        seed: The run's seed, which each sample's random state derives from. None leaves randomness to the loader.
-        active: Where the loader is listed while it is iterated.
-        fill: Fill a short batch up to the size of the others, also in a world of one; its rows are counted as padding.
-        sends_ahead: Whether `place` only copies, so that a batch may be sent while the one before is computed on, where
-            it was read by then: a micro-batch of a step, and what workers have ready.
+        shard: Part of the data that this process reads.
+        place: Function that moves a batch to the device, or None to leave batches unchanged.
+        device: Device kind and device. If the device has streams, batches are copied on a separate one.
+        config: Options. `even_batches=False` turns `TailPolicy.COMPLETE` into `TailPolicy.UNEVEN`.
+        tail: Policy for the end of an epoch.
+        seed: The run's seed, from which each sample's random state is derived. If None, the loader's own randomness is
+            not changed.
+        active: List in which the loader is entered while it is iterated.
+        fill: Pad a short batch to the size of the others, even for a single process. The rows count as padding.
+        sends_ahead: True if `place` only copies, so that a batch that has already been read may be copied while the
+            previous one is being processed.
 
     Returns:
-        The prepared loader; `loader` itself if it is one already.
+        The prepared loader, or `loader` itself if it is one.
 
     Raises:
-        ConfigurationError: If the loader cannot be prepared like this; the message states why and what to do.
+        ConfigurationError: If the loader cannot be prepared with these options. The message has the reason and what to
+            do.
 
     Example:
         ```python
@@ -117,7 +118,7 @@ def prepare_loader(
         return loader
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise ConfigurationError(
-            f"Cannot prepare a {type(loader).__name__!r} as a loader: it cannot be iterated. Give a "
+            f"Cannot prepare a {type(loader).__name__!r} as a loader: it cannot be iterated. Use a "
             "torch.utils.data.DataLoader, or an iterable of batches.",
         )
     config = config or DataLoaderConfiguration()
@@ -128,7 +129,7 @@ def prepare_loader(
     layout = Layout(shard, TailPolicy(tail), config.split_batches, drop_last=drop_last)
     seedable = _seedable_sampler(loader, config)
     reader = _make_reader(loader, layout, config, _sample_seed_of(config, seed))
-    if active is None:  # not `or`: a list of loaders that is empty is still the caller's
+    if active is None:  # not `or`, because an empty ActiveLoaders is false
         active = ActiveLoaders()
     moving: dict[str, Any] = {"place": place, "device": device, "sends_ahead": sends_ahead}
     recipe = partial(prepare_loader, shard=shard, config=config, tail=tail, seed=seed, fill=fill, **moving)
@@ -137,17 +138,16 @@ def prepare_loader(
 
 
 def skip_first_batches(dataloader: Iterable[Any], num_batches: int = 0) -> SkippingLoader:
-    """A loader that leaves out the first batches at every iteration, for the epoch in which a run resumes.
+    """Return a view of a loader that skips the first batches, for the epoch in which a run resumes.
 
-    Of a map-style dataset nothing is read that is skipped.
+    Skipped samples of a map-style dataset are not read.
 
     Args:
-        dataloader: A prepared loader, or one as for `prepare_loader`, which is then prepared for one process.
-        num_batches: How many of this process's batches to skip.
+        dataloader: A prepared loader. Any other loader is first prepared for one process.
+        num_batches: Number of this process's batches to skip.
 
     Returns:
-        A view of the loader, whose epochs and position it shares: after the epoch that was resumed, iterate the loader
-        itself.
+        A view that shares the loader's epochs and position. After the resumed epoch, iterate over the loader itself.
 
     Example:
         ```python
@@ -162,19 +162,18 @@ def skip_first_batches(dataloader: Iterable[Any], num_batches: int = 0) -> Skipp
 
 
 def is_plain(loader: Any) -> bool:
-    """Whether a loader is torch's own: a subclass with an iteration of its own is more than its dataset and sampler."""
+    """Return True for a `DataLoader` whose `__iter__` is torch's own, and not that of a subclass."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
 def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, seed: int | None) -> Reader:
-    """The way to read this kind of loader."""
     sharded = layout.shard.count > 1
     plain = is_plain(loader)
     if plain and isinstance(loader.dataset, IterDataPipe):
         if sharded:
             raise ConfigurationError(
                 f"The dataset {type(loader.dataset).__name__} is a data pipe, which torch has deprecated and shards "
-                "between processes by itself. Give a torch.utils.data.IterableDataset instead.",
+                "between processes by itself. Use a torch.utils.data.IterableDataset instead.",
             )
         plain = False
     streams = plain and isinstance(loader.dataset, IterableDataset)
@@ -198,7 +197,6 @@ def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, s
 
 
 def _sample_seed_of(config: DataLoaderConfiguration, seed: int | None) -> int | None:
-    """The seed for samples, or None where they are not seeded."""
     if config.seed_samples is False:
         return None
     if config.seed_samples and seed is None:
@@ -212,9 +210,8 @@ def _sample_seed_of(config: DataLoaderConfiguration, seed: int | None) -> int | 
 
 
 def _seedable_sampler(loader: Any, config: DataLoaderConfiguration) -> SeedableSampler | None:
-    """A seeded generator for a RandomSampler, if asked for."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    if sampler is None:  # one may have no length, which its truth value would ask for
+    if sampler is None:  # not `or`, because the truth value of a sampler without a length raises
         sampler = getattr(loader, "sampler", None)
     if not config.use_seedable_sampler or type(sampler) is not RandomSampler:
         return None

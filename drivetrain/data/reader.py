@@ -1,4 +1,4 @@
-"""What all ways of reading a loader have in common."""
+"""`Reader`, the protocol of the classes that read a loader, and their common helpers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Item = TypeVar("Item")
 
 
 class Opened(NamedTuple):
-    """One iteration over a loader.
+    """Result of `Reader.open`: the batches of one iteration and how to end it.
 
     Attributes:
-        pairs: This process's batches, each with what is known about it.
-        start: The random state that the epoch's order is drawn from.
-        close: Called when the iteration is over or left.
-        own_state: Returns what the user's loader has saved of itself after so many of its batches, or None if that is
-            unknown; None stands for the end of the epoch. None for loaders that keep no state.
-        head: The epoch's first batches, which padding is made of, each with its rows, where the iteration begins after
+        pairs: This process's batches, each with its `BatchInfo`.
+        start: Random state from which the epoch's order is drawn.
+        close: Called when the iteration has ended.
+        own_state: Returns the state of the user's loader after a number of its batches (None for the end of the epoch),
+            or None if unknown. It is None for loaders without a state.
+        head: First batches of the epoch with their rows, from which padding is made, if the iteration begins after
             them. It is filled when the first pair is read.
     """
 
@@ -42,11 +42,11 @@ class Opened(NamedTuple):
 
 
 class Reader(Protocol):
-    """One way of reading this process's share of a loader.
+    """Protocol of objects that read this process's share of a loader, one class for each kind of loader.
 
     Attributes:
-        layout: How batches are shared; may be changed between iterations.
-        finds_rows: Whether the rows of a batch are known only once it is read, and then to this process only.
+        layout: How batches are shared between processes. It may be changed between iterations.
+        finds_rows: True if the rows of a batch are known only after this process has read it.
     """
 
     layout: Layout
@@ -54,38 +54,39 @@ class Reader(Protocol):
 
     @property
     def ends_alike(self) -> bool:
-        """Whether processes whose loaders have the same length surely have as many batches."""
+        """True if processes with equally long loaders always have equally many batches."""
         ...
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether a batch may be read before the one before it is computed on, and nothing shows it.
+        """True if the next batch may be read before the current one is processed, without changing any result.
 
-        So it is where workers read, who read ahead anyway, and where the order was drawn before.
+        This is the case if workers read ahead anyway and the whole order is already drawn.
         """
         ...
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
-        """Begin an iteration over an epoch, at a position of it."""
+        """Begin an iteration over an epoch at a position."""
         ...
 
     def restart(self) -> None:
-        """Let the next iteration be as the first one: with new workers, where these stay."""
+        """Reset the reader and replace persistent workers, so that its next iteration is like the first."""
         ...
 
     def __len__(self) -> int:
-        """How many batches this process gets in an epoch."""
+        """Return the number of this process's batches in an epoch."""
         ...
 
 
-# Whose datasets and loaders give each process its own part.
+# Packages whose datasets and loaders give each process its own part.
 _SPLITTING_PACKAGES = {"litdata", "streaming", "webdataset", "wids"}
 
 
 def is_split_already(loader: Any) -> bool:
-    """Return whether each process reads its own part of a loader's data, which must not be shared out again.
+    """Return True if a loader already reads a different part of the data on each process.
 
-    Call it on all processes: they compare their tables of the package `datasets`.
+    Such data must not be sharded again. All processes must call this, because they compare their tables of the package
+    `datasets`.
 
     Args:
         loader: The user's loader.
@@ -99,17 +100,20 @@ def is_split_already(loader: Any) -> bool:
     if fingerprint is not None and not is_split and several_processes():
         is_split = len(set(gather_object([fingerprint]))) > 1
     if is_split:
-        logger.info_once("A %s gives each process its own part, which is not shared out again.", type(dataset).__name__)
+        logger.info_once("A %s gives each process its own part, which is not sharded again.", type(dataset).__name__)
     return is_split
 
 
 def up_to(items: Iterator[Item], limit: int | None, skipped: int = 0) -> Iterator[Item]:
-    """The items before a limit, of which `skipped` came before them; nothing is read beyond."""
+    """Limit an iterator to `limit` items, minus the `skipped` ones that came before it. Nothing more is read."""
     return items if limit is None else islice(items, max(0, limit - skipped))
 
 
 def begun(items: Iterator[Item]) -> tuple[list[Item], Iterator[Item]]:
-    """Read the first item. Returns a list of it, or none, and an iterator over all that keeps none that it gave."""
+    """Read the first item. Returns a list with it (or an empty list) and an iterator over all items.
+
+    The iterator keeps no reference to items that it has yielded.
+    """
     first = list(islice(items, 1))
 
     def everything() -> Iterator[Item]:
@@ -120,13 +124,12 @@ def begun(items: Iterator[Item]) -> tuple[list[Item], Iterator[Item]]:
     return first, everything()
 
 
-def least(*lengths: int | None) -> int | None:
-    """The smallest of some lengths, of which those that are None are unknown."""
+def smallest_known(*lengths: int | None) -> int | None:
     return min((length for length in lengths if length is not None), default=None)
 
 
 def last_rows(loader: Any) -> int | None:
-    """Return the rows of the last batch of a loader or list of batches; None if no length or list has that number."""
+    """Return the number of rows in a loader's last batch, or None if its length and batch sampler do not give it."""
     if isinstance(loader, (list, tuple)):
         return batch_size_or_none(loader[-1]) if loader else None
     batches = getattr(loader, "batch_sampler", None)
@@ -142,12 +145,11 @@ def last_rows(loader: Any) -> int | None:
         return None
 
 
-def do_nothing() -> None:
-    """For iterations that leave nothing to be closed."""
+def do_nothing() -> None: ...
 
 
 def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[Any]:
-    """A loader over `dataset` with the user's options for workers and memory, and these changes."""
+    """Create a DataLoader over another dataset with a loader's options for workers and memory, plus changes."""
     options: dict[str, Any] = {
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,
@@ -166,9 +168,9 @@ def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader
 
 
 def with_rows_found(pairs: Iterator[tuple[Any, BatchInfo]], alone: bool) -> Iterator[tuple[Any, BatchInfo]]:
-    """Take the number of rows from each batch, where it does not follow from the order of the indices.
+    """Set the number of rows in each `BatchInfo` from the batch itself.
 
-    A batch of padding whose rows cannot be found counts as one row.
+    A padding batch without countable rows counts as one row.
     """
 
     def find(pair: tuple[Any, BatchInfo]) -> tuple[Any, BatchInfo]:

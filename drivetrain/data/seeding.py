@@ -1,4 +1,4 @@
-"""Randomness that belongs to the sample: each one's random state derives from the seed, the epoch and its index."""
+"""Random state of samples and epochs: seeding each sample, and drawing an epoch's order reproducibly."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from drivetrain.runtime.seeds import (
     seed_all_generators,
 )
 
-COLLATE = 0xC011A7E  # distinguishes the random state of collating a batch from that of its first sample
+COLLATE = 0xC011A7E  # separates the random state of collating a batch from that of its first sample
 
 _FIXED = (TensorDataset, list, tuple, range, torch.Tensor, np.ndarray)
 
 
 def is_deterministic(dataset: Any) -> bool:
-    """Whether reading a sample surely draws no random numbers: tensors, lists, tables, subsets and unions of such."""
-    if "__getitems__" in getattr(dataset, "__dict__", ()):  # put on this one object, and called by torch's loader
+    """Return True if reading a sample certainly draws no random numbers, as with tensors, lists and subsets of them."""
+    if "__getitems__" in getattr(dataset, "__dict__", ()):  # set on the instance; torch's DataLoader calls it
         return False
     is_table = type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] == "torch"
     if type(dataset) in _FIXED or is_table:
@@ -60,12 +60,11 @@ def is_deterministic(dataset: Any) -> bool:
 
 
 def is_deterministic_collate(collate_fn: Any) -> bool:
-    """Whether this is one of torch's own collate functions, which draw no random numbers."""
     return collate_fn in (default_collate, default_convert)
 
 
 def key_of(index: Any) -> int:
-    """An integer for any index that a sampler may give, the same in every process."""
+    """Map any index of a sampler to an integer, equal in every process."""
     try:
         return operator.index(index)
     except TypeError:
@@ -73,19 +72,18 @@ def key_of(index: Any) -> int:
 
 
 def as_is(batch: Any) -> Any:
-    """The collate function of loaders whose dataset gives whole batches."""
     return batch
 
 
 class SeededBatches(Dataset[Any]):
-    """Reads and collates whole batches of a map-style dataset, each sample in its own random state.
+    """Dataset that reads and collates whole batches, with each sample in its own random state.
 
-    It is indexed with `(epoch, indices)`: the epoch travels with the indices, since persistent workers hold a copy
-    that no `set_epoch` reaches. In the main process the global generators are left as they were.
+    It is indexed with `(epoch, indices)`, because persistent workers hold a copy that `set_epoch` cannot reach. In the
+    main process the global generators are restored afterwards.
 
-    Seeding a generator takes longer than reading many a sample. So those that no sample of the first batch draws from
-    are left as they are from then on; where a batch has drawn from one nevertheless, its samples are read again, each
-    from its own state, and the generator is seeded for each sample for good. So it is with what collates them.
+    Seeding a generator may take longer than reading a sample. A generator that no sample of the first batch uses is
+    therefore not seeded for later samples. If a later batch uses it after all, the batch is read again with all its
+    samples seeded. From then on this generator is always seeded. Collating is treated in this way too.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int, batched: bool) -> None:
@@ -95,20 +93,21 @@ class SeededBatches(Dataset[Any]):
         self.batched = batched
         self.reads_many = bool(getattr(dataset, "__getitems__", None))
         self.seeds_samples = not is_deterministic(dataset)
-        # The generators that samples draw from, as far as is known; None before the first batch.
+        # Names of the generators that samples are known to use; None before the first batch.
         self._drawn: list[str] | None = None if self.seeds_samples else []
         self._collates_plainly = is_deterministic_collate(collate_fn)
-        self._collating_draws: bool | None = None  # from any of them; None before the first batch
+        self._collating_draws: bool | None = None  # True if collating uses a generator; None before the first batch
         self._kept = KeptGenerators()
 
     def __getitem__(self, request: tuple[int, Any]) -> Any:
         self._kept.take()
+        # If nothing is known to draw, read without seeding, and check the generators afterwards.
         if self._drawn == [] and (self._collates_plainly or self._collating_draws is False) and self.batched:
             try:
                 batch = self.collate_fn(self._read_seeded(*request, ()))
             except Exception:
                 if not self._kept.changed():
-                    raise  # else it may be due to what was drawn, and comes again below where it is not
+                    raise  # otherwise unseeded draws may be the cause: read again below with all samples seeded
             else:
                 if not self._kept.changed():
                     return batch
@@ -116,6 +115,7 @@ class SeededBatches(Dataset[Any]):
         try:
             return self._read(*request)
         finally:
+            # In the main process these are the user's generators.
             if get_worker_info() is None:
                 self._kept.put_back()
 
@@ -149,11 +149,11 @@ class SeededBatches(Dataset[Any]):
             late = self._kept.changed(others)
             if not late:
                 return samples
+        # From now on seed these generators too, and read the batch again.
         self._drawn = [*self._drawn, *late]
         return self._samples(epoch, indices)
 
     def _read_seeded(self, epoch: int, indices: Any, drawn: Sequence[str]) -> Any:
-        """Samples, with these generators seeded for each."""
         if not drawn:
             return self.dataset.__getitems__(indices) if self.reads_many else [self.dataset[index] for index in indices]
         seeds = [GENERATORS[name].seed for name in drawn]
@@ -167,7 +167,7 @@ class SeededBatches(Dataset[Any]):
         return samples
 
     def _read_first(self, epoch: int, indices: Any) -> Any:
-        """Samples, with all generators seeded for each, and note which of them they draw from."""
+        """Read samples with all generators seeded before each one, and record which generators they use."""
         drawn: list[str] = []
         samples = []
         for index in indices:
@@ -183,12 +183,11 @@ class SeededBatches(Dataset[Any]):
 
 
 def collate_seed(seed: int, epoch: int, key: int) -> int:
-    """The seed for collating the batch whose first sample has this key."""
     return sample_seed(sample_seed(seed, epoch, key), COLLATE, 0)
 
 
 class ShowUsersDataset:
-    """A worker's init function: `get_worker_info().dataset` is the user's dataset, not what wraps it."""
+    """Worker init function that makes `get_worker_info().dataset` the user's dataset instead of its wrapper."""
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self.worker_init_fn = worker_init_fn
@@ -196,13 +195,13 @@ class ShowUsersDataset:
     def __call__(self, worker_id: int) -> None:
         info = get_worker_info()
         if info is not None:
-            # The class refuses assignment, for the users' sake.
+            # torch's WorkerInfo refuses ordinary assignment.
             object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)
 
 
-# The random state that an epoch's order is drawn from: kept, shared between processes, and drawn from apart
+# Random state of an epoch's order
 
 
 Item = TypeVar("Item")
@@ -213,15 +212,14 @@ _WRAPPED = (DataLoader, Sampler)
 
 
 def several_processes() -> bool:
-    """Whether there is a process group of more than one process, which must agree about the order."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def find_generators(*owners: Any) -> list[Any]:
-    """The random generators that loaders and samplers, and the samplers inside of these, hold as attributes.
+    """Find the random generators that loaders and samplers, also nested ones, hold as attributes.
 
-    Those of torch on the CPU, of NumPy (`Generator`, `RandomState`) and of Python (`Random`) are found, each once,
-    in an order that is the same on all processes.
+    Each generator of torch (CPU), NumPy (`Generator`, `RandomState`) and Python (`Random`) is returned once, in an
+    order that is equal on all processes.
     """
     found: list[Any] = []
     seen: set[int] = set()
@@ -242,18 +240,19 @@ def find_generators(*owners: Any) -> list[Any]:
                 seen.add(id(value))
                 found.append(value)
         waiting.extend(attributes[name] for name in _NESTED if attributes.get(name) is not None)
-        # What a loader or a sampler is wrapped in may hold it under any name.
+        # Wrappers may hold the wrapped loader or sampler under any name.
         waiting.extend(attributes[name] for name in sorted(attributes) if isinstance(attributes[name], _WRAPPED))
-        several = attributes.get("loaders")  # of a CombinedLoader
+        several = attributes.get("loaders")  # the attribute of a CombinedLoader
         if isinstance(several, list):
             waiting.extend(each for each in several if isinstance(each, _WRAPPED))
     return found
 
 
 def generator_state(generator: Any) -> Any:
-    """The state of a generator that `find_generators` found: bytes, or lists and dicts of numbers and strings.
+    """Return a generator's state as bytes, or as lists and dicts of numbers and strings.
 
-    No tensor: any process may write those of a checkpoint, and if rank 0 reads for all, only its state counts.
+    The result holds no tensors. Checkpoints may save tensors from any process, but if rank 0 reads for all, only its
+    state is valid.
     """
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
@@ -266,7 +265,6 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Put a generator where `generator_state` found it."""
     if isinstance(generator, torch.Generator):
         state = torch.frombuffer(bytearray(state), dtype=torch.uint8) if isinstance(state, bytes) else state
         generator.set_state(torch.as_tensor(state, dtype=torch.uint8))
@@ -280,7 +278,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 @contextmanager
 def kept_generators(*owners: Any) -> Iterator[None]:
-    """Put the generators that `find_generators` finds back, in the end, to where they were."""
+    """Restore after the body all generators that `find_generators` finds in the given objects."""
     generators = find_generators(*owners)
     states = [generator_state(generator) for generator in generators]
     try:
@@ -292,14 +290,14 @@ def kept_generators(*owners: Any) -> Iterator[None]:
 
 @dataclass
 class EpochStart:
-    """The random state that an epoch's order is drawn from.
+    """Random state from which an epoch's order is drawn.
 
     Attributes:
-        shared: Python's, NumPy's and torch's global generators.
-        own: The states of the generators that the loader and its samplers hold.
-        new_workers: Whether torch's loader first draws a seed for workers; those that stay have one.
-        left: Where the global generators were left while the order is drawn batch by batch; None if drawn at once.
-        follows: Which of them, Python's, NumPy's and torch's, go where the order's draws end.
+        shared: State of the global generators of Python, NumPy and torch.
+        own: States of the generators that the loader and its samplers hold.
+        new_workers: True if torch's DataLoader first draws a seed for new workers, and False if workers persist.
+        left: State of the global generators after the latest batch, if the order is drawn batch by batch; else None.
+        follows: For Python, NumPy and torch, True if the global generator advances with the order's draws.
     """
 
     shared: RandomState
@@ -310,16 +308,14 @@ class EpochStart:
 
     @classmethod
     def capture(cls, generators: Iterable[Any], new_workers: bool = True) -> EpochStart:
-        """The state right now."""
         return cls(RandomState.capture(devices=False), [generator_state(each) for each in generators], new_workers)
 
     def agreed(self) -> EpochStart:
-        """That of rank 0, on every rank. All processes must call it."""
+        """Broadcast the epoch's random state from rank 0. All processes must call it, and get equal states."""
         agreed: EpochStart = broadcast_object_list([self])[0]
         return agreed
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as dicts and lists of tensors, numbers and strings."""
         state = {"shared": self.shared.state_dict(), "own": list(self.own), "new_workers": self.new_workers}
         if self.left is not None:
             state |= {"left": self.left.state_dict(), "follows": list(self.follows)}
@@ -327,33 +323,32 @@ class EpochStart:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> EpochStart:
-        """The way back from `state_dict`."""
         left = RandomState.from_state_dict(state["left"]) if "left" in state else None
         shared, follows = RandomState.from_state_dict(state["shared"]), state.get("follows", (False, False, False))
         return cls(shared, list(state["own"]), bool(state["new_workers"]), left, tuple(follows))
 
 
 class SeparateDraws:
-    """Draws from a state of its own, and leaves the global generators to the user.
+    """Separate random state from which an epoch's order is drawn without disturbing the global generators.
 
-    A process whose global generators stood where the epoch starts is afterwards where it would be had it drawn
-    from them itself, so that the next epoch has another order; any other process is back where it was. This holds too
-    for an epoch that was interrupted, if nothing else had drawn from the generators in it.
+    If the global generators were at the start of the epoch, they advance as if the order had been drawn from them. The
+    next epoch then has another order. Otherwise they are restored. This also applies to an interrupted epoch in which
+    nothing else used the generators.
     """
 
     def __init__(self, start: EpochStart) -> None:
         before = RandomState.capture(devices=False)
         self._start = start
         self._state = start.shared
-        self._same = _compare(before, start.left or start.shared)
+        self._same = _equal_states(before, start.left or start.shared)
         if start.left is not None:
-            self._same = _both(self._same, start.follows)
+            self._same = _elementwise_and(self._same, start.follows)
         self._resumes, self._draws_later = start.left is not None, False
         self._left: RandomState | None = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Draw in the body from the separate state; the global generators are then as before."""
+        """Use the separate random state during the body, and restore the global generators afterwards."""
         outside = RandomState.capture(devices=False)
         self._state.restore()
         try:
@@ -363,7 +358,7 @@ class SeparateDraws:
             outside.restore()
 
     def iterate(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items, each read while drawing from the separate state."""
+        """Iterate over items, and read each one with the separate random state."""
         self._draws_later = True
         return self._iterate(items)
 
@@ -374,20 +369,20 @@ class SeparateDraws:
             with self.drawing():
                 item = next(iterator, _END)
             if item is _END:
-                self.settle()  # before the last batch is handed out, with which the run may be saved
+                self.settle()  # before the last batch is handed out, because a checkpoint may follow it
                 return
             yield item
 
     def settle(self) -> None:
-        """Advance the global generators as if they had been drawn from, where they stood at the start.
+        """Advance the global generators as if the order had been drawn from them, if they were at its start.
 
-        Called once the first items are drawn and again at the end. After the first time, only generators that nothing
-        else has used in between are advanced further.
+        It is called after the first items are drawn, and again at the end. The second call advances only generators
+        that nothing else has used in between.
         """
         now = RandomState.capture(devices=False)
         if self._left is not None:
-            self._same = _both(self._same, _compare(now, self._left))
-        follows = (False, False, False) if self._resumes else self._same  # they were advanced by the first items before
+            self._same = _elementwise_and(self._same, _equal_states(now, self._left))
+        follows = (False, False, False) if self._resumes else self._same  # the interrupted run already advanced them
         self._resumes = False
         self._left = RandomState(
             python=self._state.python if follows[0] else now.python,
@@ -399,18 +394,18 @@ class SeparateDraws:
             self._start.left, self._start.follows = self._left, self._same
 
 
-def _compare(one: RandomState, other: RandomState) -> tuple[bool, bool, bool]:
-    """Whether Python's, NumPy's and torch's states are the same."""
+def _equal_states(one: RandomState, other: RandomState) -> tuple[bool, bool, bool]:
+    """Compare two random states. Returns a flag each for Python's, NumPy's and torch's generator."""
     numpy = all(np.array_equal(mine, theirs) for mine, theirs in zip(one.numpy, other.numpy, strict=True))
     return one.python == other.python, numpy, torch.equal(one.torch, other.torch)
 
 
-def _both(one: tuple[bool, bool, bool], other: tuple[bool, bool, bool]) -> tuple[bool, bool, bool]:
+def _elementwise_and(one: tuple[bool, bool, bool], other: tuple[bool, bool, bool]) -> tuple[bool, bool, bool]:
     return one[0] and other[0], one[1] and other[1], one[2] and other[2]
 
 
 def _plain(state: Any) -> Any:
-    """A NumPy generator's state with lists in place of arrays."""
+    """Convert the NumPy arrays in a generator's state to lists."""
     if isinstance(state, Mapping):
         return {str(key): _plain(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):
@@ -419,7 +414,7 @@ def _plain(state: Any) -> Any:
 
 
 def _arrays(state: Any) -> Any:
-    """The way back from `_plain`."""
+    """Convert lists in a generator's state back to NumPy arrays."""
     if isinstance(state, Mapping):
         if state.keys() == {"dtype", "values"}:
             return np.array(state["values"], dtype=state["dtype"])

@@ -1,7 +1,7 @@
-"""Which rows of which batch each process takes: pure functions, without processes or random state.
+"""Assignment of batches and rows to processes, padding, and agreement between processes about batches.
 
-Batches are taken in groups, one for each process (or, with `split_batches`, one for all of them). Only the last
-group of an epoch can be short; what happens there is the `TailPolicy`.
+Batches are taken in groups, with one batch per process (or, with `split_batches`, one batch for all). Only the last
+group of an epoch can be short, and the `TailPolicy` decides how it is shared.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _UNREAD: Any = object()
 
 
 class Share(NamedTuple):
-    """What one process takes of a group of batches: some rows of one of them, and then padding.
+    """Rows that one process takes from a group of batches: rows of one batch, followed by padding.
 
     Attributes:
-        source: Which batch of the group; None if there is only padding.
-        start: The first row taken of that batch.
-        stop: The row after the last one taken.
-        padding: How many rows of padding follow.
-        offset: Where in the epoch's first samples the padding begins. It continues from the start after their end.
+        source: Index of the batch in the group, or None if the share is padding only.
+        start: First row taken from the batch.
+        stop: Row after the last one taken.
+        padding: Number of padding rows that follow.
+        offset: Position in the epoch's first samples at which the padding begins. It wraps around at their end.
     """
 
     source: int | None
@@ -51,14 +51,14 @@ class Share(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How groups of batches are shared.
+    """Rules by which groups of batches are shared between processes.
 
     Attributes:
-        shard: This process's part.
-        tail: What happens at the end of the epoch.
-        split: Whether each batch is split over the processes.
-        batch_size: Rows of a full batch of the user's loader; None if unknown.
-        drop_last: Whether the last batches are left out if there is not one for each process.
+        shard: Part of the data that this process reads.
+        tail: Policy for the end of an epoch.
+        split: True if each batch is split over the processes.
+        batch_size: Rows in a full batch of the user's loader, or None if unknown.
+        drop_last: True if a last group with fewer batches than processes is dropped.
     """
 
     shard: DataShard
@@ -69,20 +69,18 @@ class Layout(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """Batches that all processes together take in one step."""
+        """Number of batches that all processes together take in one step."""
         return 1 if self.split else self.shard.count
 
     def check(self) -> None:
-        """Refuse a batch size that cannot be split."""
         if self.split and self.batch_size is not None and self.batch_size % self.shard.count:
             raise ConfigurationError(
                 f"split_batches=True splits each batch over {self.shard.count} processes, but the loader's batch size "
-                f"{self.batch_size} does not divide by {self.shard.count}. Give a batch size that does, or leave "
+                f"{self.batch_size} is not a multiple of {self.shard.count}. Use a multiple, or leave "
                 "split_batches out: then each process gets whole batches.",
             )
 
     def steps(self, batches: int, last_rows: int | None = None) -> int:
-        """Return how many batches this process gets in an epoch."""
         if self.split and self.tail is TailPolicy.UNEVEN and last_rows is not None:
             return batches - (self.shard.index >= last_rows)
         if self.split or self.shard.count == 1:
@@ -95,11 +93,11 @@ class Layout(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The first samples of the epoch's order, which padding is made of.
+    """First samples of an epoch, which are used as padding at its end.
 
     Attributes:
         samples: The samples.
-        sizes: How many of them are in each of the epoch's first batches.
+        sizes: Number of samples in each of the epoch's first batches.
     """
 
     samples: list[Any]
@@ -109,10 +107,10 @@ class Head(NamedTuple):
 def plan_share(
     sizes: Sequence[int], layout: Layout, *, first_batch: int, final: bool, index: int | None = None
 ) -> Share | None:
-    """Decide what one process takes of a group of batches."""
+    """Compute one process's share of a group of batches, or None if it gets no batch."""
     if not all(sizes):
         raise DataError(
-            "The batch sampler gave an empty batch, which cannot be shared between processes. Let it give batches of "
+            "The batch sampler gave an empty batch, which cannot be shared between processes. Every batch must have "
             "at least one index."
         )
     mine = layout.shard.index if index is None else index
@@ -122,6 +120,7 @@ def plan_share(
     size = sizes[mine] if mine < len(sizes) else 0
     padding = offset = 0
     if layout.tail is TailPolicy.COMPLETE:
+        # Only the last group is padded, to one size for all processes.
         if len(sizes) < count or (final and full is not None and any(each < full for each in sizes)):
             target = max(full or 0, *sizes)
             missing = [target - each for each in sizes] + [target] * (count - len(sizes))
@@ -134,7 +133,7 @@ def plan_share(
 
 
 def _plan_slice(size: int, layout: Layout, mine: int, first_batch: int, final: bool) -> Share | None:
-    """What process `mine` takes of one batch that is split over all."""
+    """Compute one process's share of a batch that is split over all processes, or None if it gets no rows."""
     count = layout.shard.count
     if layout.tail is TailPolicy.COMPLETE:
         target = max(layout.batch_size or 0, size) if final else size
@@ -151,10 +150,10 @@ def _plan_slice(size: int, layout: Layout, mine: int, first_batch: int, final: b
 
 
 def with_last(items: Iterable[Item], length: int | None = None) -> Iterator[tuple[Item, bool]]:
-    """Pair each item with whether it is the last one."""
+    """Yield each item with a flag that is True for the last item."""
     iterator = iter(items)
     number = 1
-    ahead = [next(iterator, _END)]  # never what was given last: a batch is freed with its step
+    ahead = [next(iterator, _END)]  # never holds the latest yielded item, so that a batch is freed with its step
     while ahead[0] is not _END:
         if length is not None and number < length:
             yield ahead.pop(), False
@@ -175,16 +174,16 @@ def shard_batches(
     length: int | None = None,
     streaming: bool = False,
 ) -> Iterator[tuple[Sequence[Item], BatchInfo]]:
-    """Take one process's share out of an epoch's batches.
+    """Yield one process's share of each step's batches, with its `BatchInfo`.
 
-    A world of one gets the very batches that it was given.
+    A single process gets the given batch objects themselves.
     """
     if layout.shard.count == 1:
-        held: list[Sequence[Item]] = []  # nothing while this waits to be asked for the next
+        held: list[Sequence[Item]] = []  # empty while suspended, so that a batch is freed with its step
         for batch, last in map(_not_last, batches) if streaming else with_last(batches, length):
             try:
                 rows = len(batch)
-            except TypeError:  # torch takes any iterable of indices
+            except TypeError:  # torch accepts any iterable of indices
                 batch = list(batch)
                 rows = len(batch)
             held.append(batch)
@@ -209,7 +208,10 @@ def _not_last(batch: Sequence[Item]) -> tuple[Sequence[Item], bool]:
 def _shares(
     batches: Iterable[Sequence[Item]], layout: Layout, index: int, consumed: int, head: Head | None, streaming: bool
 ) -> Iterator[tuple[Sequence[Item], BatchInfo]]:
-    """The shares of one process among several; for TailPolicy.UNEVEN `last` is that of the group, not the process."""
+    """Yield each step's batch of one of several processes, with its `BatchInfo`.
+
+    With `TailPolicy.UNEVEN`, `last` refers to the group of all processes.
+    """
     groups = _groups(batches, layout)
     full = layout.batch_size or 0
     for group, final in ((group, False) for group in groups) if streaming else with_last(groups):
@@ -235,17 +237,15 @@ def _shares(
 
 
 def padding_samples(samples: Sequence[Item], share: Share) -> list[Item]:
-    """The padding of a share, out of the epoch's first samples."""
     return [samples[(share.offset + number) % len(samples)] for number in range(share.padding)]
 
 
 def _groups(batches: Iterable[Sequence[Item]], layout: Layout) -> Iterator[list[Sequence[Item]]]:
-    """Take batches in groups; the last one may be short."""
     return grouped((batch if hasattr(batch, "__getitem__") else list(batch) for batch in batches), layout)
 
 
 def grouped(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
-    """Take items in groups, one for each process; a last group that is short is left out if the layout drops it."""
+    """Yield lists of items, one item per process; a short last list is dropped if `layout.drop_last` is set."""
     size = layout.group_size
     while group := list(islice(items, size)):
         if layout.drop_last and len(group) < size:
@@ -253,13 +253,13 @@ def grouped(items: Iterator[Item], layout: Layout) -> Iterator[list[Item]]:
         yield group
 
 
-# Rows of batches that are collated already: taken out, and put together
+# Rows of collated batches
 
 
 def share_of_batches(
     group: Sequence[Any], sizes: Sequence[int], share: Share, head: Sequence[Any], head_sizes: Sequence[int]
 ) -> Any:
-    """Make one process's batch out of a group of batches."""
+    """Build one process's batch from a group of collated batches."""
     if share.source is None and share.offset == 0 and share.padding == head_sizes[0]:
         return head[0]
     own: list[Any] = [] if share.source is None else [group[share.source]]
@@ -270,7 +270,7 @@ def share_of_batches(
     total, everything, sizes_of_all = sum(head_sizes), [*head, *own], [*head_sizes, *counts]
     real = [total + row for row in taken]
     paddings = [[(share.offset + number) % total for number in range(share.padding)]]
-    if own:  # else made of its own rows; beside the head it shows what is a column
+    if own:  # fall back to padding with the batch's own rows; the head still shows which values are columns
         paddings.append([total + number % counts[0] for number in range(share.padding)])
     for padding in paddings:
         with suppress(OtherForm):
@@ -280,14 +280,14 @@ def share_of_batches(
 
 
 class OtherForm(Exception):
-    """Batches whose rows cannot be put together, since their shapes, keys or lengths differ."""
+    """Error for batches whose rows cannot be combined because their shapes, keys or lengths differ."""
 
 
 def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int]) -> Any:
-    """Rows out of several batches of the same form, put together to one.
+    """Build a batch from chosen rows of several batches of equal form.
 
-    Tensors, NumPy arrays and lists, such as of strings, numbers or images, that are as long as their batch has rows are
-    columns. All else is taken from the last batch as it is.
+    Tensors, NumPy arrays and lists are columns if they are as long as their batch has rows. All other values are taken
+    unchanged from the last batch.
     """
     like = batches[-1]
     if any(type(batch) is not type(like) for batch in batches):
@@ -318,9 +318,9 @@ def _rows_of_arrays(arrays: Sequence[Any], counts: Sequence[int], picks: Sequenc
     if not like.ndim or like.shape[0] != counts[-1]:
         return like
     if len(set(counts)) > 1 and all(array.shape == like.shape for array in arrays):
-        return like  # a column is as long as its batch
+        return like  # equal shapes in batches of different sizes: not a column
     before = sum(counts[:-1])
-    if picks and min(picks) >= before:  # the others need not have its form
+    if picks and min(picks) >= before:  # only rows of the last batch: the others may have another form
         arrays, counts, picks = [like], [counts[-1]], [pick - before for pick in picks]
     for array, rows in zip(arrays, counts, strict=True):
         if not array.ndim or array.shape[0] != rows or array.shape[1:] != like.shape[1:]:
@@ -331,18 +331,18 @@ def _rows_of_arrays(arrays: Sequence[Any], counts: Sequence[int], picks: Sequenc
 
 
 def _is_column(sequences: Sequence[Sequence[Any]], counts: Sequence[int]) -> bool:
-    """Return whether sequences hold one value for each row of their batches, rather than the parts of a batch."""
+    """Return True if sequences hold one value per row, and False if they hold the parts of a batch."""
     if any(len(values) != rows for values, rows in zip(sequences, counts, strict=True)):
         return False
-    if len(set(counts)) > 1:  # the number of a batch's parts does not change with its rows
+    if len(set(counts)) > 1:  # the number of parts would not change with the number of rows
         return True
     values, rows = sequences[-1], counts[-1]
     if all(isinstance(each, Tensor) for each in values):
-        # Three tensors of [3, height, width] are images rather than three columns.
+        # Three tensors of shape [3, height, width] are three images, not three columns.
         images = rows == 3 and all(each.dim() == 3 for each in values)
         return images or all(not each.dim() or each.size(0) != rows for each in values)
     if all(isinstance(each, Mapping) for each in values):
-        return True  # such as the targets of images
+        return True  # for example the targets of images
     return not any(_has_rows(each, rows) for each in values)
 
 
@@ -351,11 +351,11 @@ def _has_rows(part: Any, rows: int) -> bool:
     return sequence or isinstance(part, Tensor) or batch_size_or_none(part) == rows
 
 
-# Batches of one shape, for devices that compile a graph for each
+# Batches of equal shape, for devices that compile a graph per shape
 
 
 def filled(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator[tuple[Any, BatchInfo]]:
-    """Fill short batches up with copies of their own rows, in turn, which are counted as padding."""
+    """Pad short batches with copies of their own rows, which count as padding."""
     full = size or 0
 
     def fill(pair: tuple[Any, BatchInfo]) -> tuple[Any, BatchInfo]:
@@ -363,6 +363,7 @@ def filled(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator
         batch, info = pair
         rows = batch_size_or_none(batch) if info.rows is None else info.rows
         if rows:
+            # Without a known batch size, the largest batch so far is a full one.
             full = max(full, rows)
             if rows < full:
                 picks = [number % rows for number in range(full)]
@@ -374,7 +375,7 @@ def filled(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator
     return map(fill, pairs)
 
 
-# What processes agree on batch by batch, where their loaders alone do not determine it
+# Agreement between processes
 
 
 logger = get_logger(__name__)
@@ -385,7 +386,6 @@ _NONE_LEFT: Any = (None, None)
 
 
 def sum_over_processes(numbers: Sequence[int]) -> list[int]:
-    """Add up integers over all processes, on the host where a backend for it is there."""
     on_host = not dist.is_initialized() or "cpu" in str(dist.get_backend_config())
     device = torch.device("cpu") if on_host else PartialState().device
     total: list[int] = reduce(torch.tensor(numbers, dtype=torch.int64, device=device), "sum").tolist()
@@ -393,19 +393,19 @@ def sum_over_processes(numbers: Sequence[int]) -> list[int]:
 
 
 def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    """The same batches, each handed out once it is known to be the last one on every process or on none.
+    """Yield batches only after all processes have exchanged if each has one, and if it is the last.
 
-    Not only once every process has one: a window of micro-batches ends early with the last batch, and with it the
-    gradients are reduced.
+    Knowing the last batch in advance is required because an accumulation window ends early with it, and gradients are
+    reduced then.
     """
     given, world = 0, PartialState().num_processes
-    held: list[Pair] = []  # nothing while this waits to be asked for the next
+    held: list[Pair] = []  # empty while suspended, so that a batch is freed with its step
     for batch, info in chain(pairs, repeat(_NONE_LEFT)):
         has_one = info is not None
         has_more = has_one and not info.last
         given += has_one
         if any(0 < count < world for count in sum_over_processes([has_one, has_more])):
-            raise DataError(_different_ends(gather_object([(given, has_more)])))
+            raise DataError(_different_ends_message(gather_object([(given, has_more)])))
         if has_one:
             held.append((batch, info))
             del batch
@@ -417,13 +417,14 @@ def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
 def digest_of(samples: Any) -> str:
     """Return a digest of samples that does not depend on the process.
 
-    Of an object of another kind it has the bytes (`tobytes`, as images have) or the attributes.
+    For objects of unknown classes, it covers the bytes (`tobytes`, as for images) or the attributes.
     """
     digest, seen = hashlib.blake2b(digest_size=16), set[int]()
 
     def add(value: Any) -> None:
         if isinstance(value, torch.Tensor):
             digest.update(repr((value.shape, value.dtype)).encode())
+            # Sparse and quantised tensors cannot be viewed as bytes.
             if value.layout is torch.strided and not value.is_quantized:
                 value = value.detach().cpu().flatten().contiguous().resolve_conj().resolve_neg()
                 digest.update(value.view(torch.uint8).numpy())
@@ -447,7 +448,7 @@ def digest_of(samples: Any) -> str:
 
 
 def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[], str | None] | None = None) -> None:
-    """Refuse a stream that gives each process its own part, since sharing it out would lose the other parts.
+    """Raise an error if a stream gives each process its own part, because sharding it would lose data.
 
     All processes must call it.
     """
@@ -458,20 +459,20 @@ def check_same_stream(name: str, begins_with: str | None, read_again: Callable[[
     is_other = others[PartialState().process_index]
     again = gather_object([read_again() if is_other and read_again is not None else begins_with])
     if any(other and first == second for other, first, second in zip(others, digests, again, strict=True)):
-        raise DataError(_other_samples(name))
+        raise DataError(_other_samples_message(name))
     logger.warning_once(
-        "%s begins with other samples each time that it is read, so whether each process reads a part of its own "
-        "cannot be found out. Rank 0 reads for all. Set dispatch_batches=True if that is right, and "
+        "%s begins with other samples each time that it is read, so it is not known if each process reads its own "
+        "part. Rank 0 reads for all. Set dispatch_batches=True if that is right, or "
         "use_distributed_sampler=False if each process reads its own part.",
         name,
     )
 
 
 def check_same_dataset(dataset: Any) -> None:
-    """Refuse a map-style dataset of which each process holds its own part; all processes must call it.
+    """Raise an error if each process holds its own part of a map-style dataset. All processes must call it.
 
-    No sample is read: compared are the lengths, and the indices of a `Subset`. Subsets that differ and overlap, as
-    `random_split` draws them without a seed, are named in a warning.
+    No sample is read: only the lengths and the indices of a `Subset` are compared. Overlapping subsets, as
+    `random_split` draws them without a seed, cause a warning.
     """
     indices = _indices_of(dataset)
     everyone = gather_object([(_length_of(dataset), None if indices is None else indices[:64].tolist())])
@@ -479,15 +480,15 @@ def check_same_dataset(dataset: Any) -> None:
         return
     whole = gather_object([indices])
     if any(each is None for each in whole) or len(np.unique(np.concatenate(whole))) == sum(map(len, whole)):
-        raise DataError(_other_samples(type(dataset).__name__))
+        raise DataError(_other_samples_message(type(dataset).__name__))
     logger.warning_once(
-        "The processes hold different subsets, so that some samples are read twice and others not. Seed what draws "
-        "them, as in random_split(..., generator=torch.Generator().manual_seed(0)), or call seed_everything first."
+        "The processes hold different subsets, so that some samples are read twice and others not at all. Seed the "
+        "split, as in random_split(..., generator=torch.Generator().manual_seed(0)), or call seed_everything first."
     )
 
 
 def _indices_of(dataset: Any) -> Any:
-    """Return the indices that a subset, or a subset of one, takes of its dataset; None if it is none."""
+    """Return the indices of a subset, or of nested subsets, into the innermost dataset; None for other datasets."""
     indices = None
     while isinstance(dataset, Subset):
         own = np.asarray(dataset.indices)
@@ -503,31 +504,31 @@ def _length_of(dataset: Any) -> int | None:
         return None
 
 
-def _other_samples(name: str) -> str:
+def _other_samples_message(name: str) -> str:
     return (
-        f"{name} gives each process other samples, and would be shared out once more, so that most would be lost. If "
+        f"{name} gives each process other samples, and sharding them again would lose most of them. If "
         "each process reads its own part, set use_distributed_sampler=False, of the Trainer or of "
-        "DataLoaderConfiguration. Else let all read the same (seed what draws it), or set dispatch_batches=True, so "
-        "that rank 0 alone reads."
+        "DataLoaderConfiguration. Otherwise seed the dataset so that all processes read equal samples, or set "
+        "dispatch_batches=True, so that only rank 0 reads."
     )
 
 
-def _different_ends(ends: list[tuple[int, bool]]) -> str:
+def _different_ends_message(ends: list[tuple[int, bool]]) -> str:
     counts = ", ".join(
         f"rank {rank} has more than {given}" if has_more else f"rank {rank} has {given}"
         for rank, (given, has_more) in enumerate(ends)
     )
     return (
-        f"The processes have different numbers of batches in this epoch: {counts}. They step together, so each needs "
-        "as many as the others: let every process's dataset end after as many batches, or stop them all at the "
-        "smallest number, as with limit_train_batches."
+        f"The processes have different numbers of batches in this epoch: {counts}. They step together, so all need "
+        "equally many. Make every process's dataset end after equally many batches, or stop all at the "
+        "smallest number, for example with limit_train_batches."
     )
 
 
 def with_rows_of_all(pairs: Iterator[Pair], shards: int) -> Iterator[Pair]:
-    """Exchange the rows of each step's batches; all processes iterate together, with as many batches.
+    """Exchange the numbers of real rows in each step between processes that iterate together.
 
-    Where the rows of any batch of a step cannot be found, its real batches count alike.
+    If the rows of any batch of a step are unknown, all its real batches have equal weights.
     """
     copies = PartialState().num_processes // shards
 

@@ -1,1 +1,1 @@
-"""This process among others: environment, devices, collectives, seeds, logging."""
+"""Process-level foundations of a run: environment, devices, collectives, seeds and logging."""

@@ -1,4 +1,4 @@
-"""What keeps a collective that goes wrong from hanging in silence: a check before, a reason after."""
+"""Checks that turn a hanging or failing collective into an error that names the rank and the cause."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from drivetrain.runtime.process_group import leaving_key
 if TYPE_CHECKING:
     from drivetrain.runtime.state import PartialState
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05  # seconds between two questions to the store
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05  # seconds between two checks of the store
 
 
 def verify_operation(
     operation: str, data: Any, state: PartialState, ignore: Literal["rows", "sizes"] | None = None
 ) -> None:
-    """Compare between all processes which collective they call on which structure of tensors, and from which line.
+    """Check in debug mode that all ranks call this collective with tensors of equal shapes and dtypes.
 
-    Called before every collective and every wait in debug mode. The processes meet at their store and not in a
-    collective, so that none is stuck where another calls something else.
+    The ranks compare their calls through the store, not through a collective. A rank that calls something else is
+    therefore reported instead of causing a hang.
     """
     if state.call_comparison is not None:
-        described = "" if data is None else _outline(data, ignore)
+        described = "" if data is None else _describe_structure(data, ignore)
         state.call_comparison.compare(f"{operation}({described})", user_line())
 
 
 class CallComparison:
-    """Compares the calls of all processes, one after the other."""
+    """Debug-mode comparison of the collectives that all ranks call, one call at a time."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
         self._store = store
@@ -46,21 +46,22 @@ class CallComparison:
         self._number = 0
 
     def compare(self, call: str, line: str) -> None:
-        """Publish this process's call and read those of all others."""
+        """Publish this rank's call in the store and compare it with the calls of all other ranks."""
         self._number += 1
         try:
             self._store.set(self._key(self._rank), f"{call}\n{line}")
             missing = self._wait()
             if missing:
-                raise CollectiveError(self._absence(missing, call))
+                raise CollectiveError(self._absence_message(missing, call))
             calls = [self._read(rank) for rank in range(self._world_size)]
-            # Everybody has come here, so everybody has read what was published before.
+            # Every rank has published this call, so every rank has read the previous one: deleting it is safe.
             self._store.delete_key(self._key(self._rank, self._number - 1))
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             raise CollectiveError(
                 f"Rank {self._rank} could not compare {call} with the other processes: {error}. The process that "
-                "serves the store is gone; its own error says why."
+                "serves the store has exited; see its error for the cause."
             ) from error
+        # Usually a single rank has diverged, so the minority is reported.
         usual = Counter(each for each, _ in calls).most_common(1)[0][0]
         different = [rank for rank, (each, _) in enumerate(calls) if each != usual]
         if different:
@@ -68,21 +69,21 @@ class CallComparison:
             raise CollectiveError(
                 f"Rank(s) {different} do not take part in the same exchange as the others:\n{listing}\n"
                 "All processes must call the same collectives in the same order, on tensors of the same shapes "
-                "and dtypes. Rows of different number can be gathered after pad_across_processes."
+                "and dtypes. Use pad_across_processes before gathering tensors with different numbers of rows."
             )
 
     def _key(self, rank: int, number: int | None = None) -> str:
         return f"debug/{self._number if number is None else number}/{rank}"
 
     def _wait(self) -> list[int]:
-        """Wait for all processes to publish this call; the ranks that have ended, or not come in time."""
+        """Wait until every rank has published this call. Returns the ranks that exited or timed out."""
         waited_for = list(range(self._world_size))
         deadline, pause = time.monotonic() + self._timeout.total_seconds(), _FIRST_PAUSE
         while not self._store.check([self._key(rank) for rank in waited_for]):
             waited_for = [rank for rank in waited_for if not self._store.check([self._key(rank)])]
             ended = [rank for rank in waited_for if self._store.check([leaving_key(rank)])]
             if ended or time.monotonic() > deadline:
-                # A rank may have published between the two questions, and then ended.
+                # A rank may have published its call between the two checks and then exited: check again.
                 return [rank for rank in ended or waited_for if not self._store.check([self._key(rank)])]
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -92,10 +93,10 @@ class CallComparison:
         call, _, line = self._store.get(self._key(rank, number)).decode().partition("\n")
         return call, line
 
-    def _absence(self, missing: list[int], call: str) -> str:
+    def _absence_message(self, missing: list[int], call: str) -> str:
         last = []
         for rank in missing:
-            state = "has ended" if self._store.check([leaving_key(rank)]) else f"did not come within {self._timeout}"
+            state = "has exited" if self._store.check([leaving_key(rank)]) else f"did not arrive within {self._timeout}"
             before = self._number - 1
             if before and self._store.check([self._key(rank, before)]):
                 previous, line = self._read(rank, before)
@@ -110,28 +111,27 @@ class CallComparison:
 def call_collective(
     operation: str, state: PartialState, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> None:
-    """Run a collective; where it fails, raise an error with the rank and the usual cause."""
+    """Run a collective; if it fails, raise a CollectiveError with the rank and the usual causes."""
     state.heartbeat.beat()
     try:
         function(*args, **kwargs)
     except dist.DistError as error:
-        raise CollectiveError(_failure(operation, state, error)) from error
+        raise CollectiveError(_failure_message(operation, state, error)) from error
     except RuntimeError as error:
-        if type(error) is not RuntimeError:  # out of memory is one too, with its own message
+        if type(error) is not RuntimeError:  # OutOfMemoryError is a subclass with a message of its own
             raise
-        raise CollectiveError(_failure(operation, state, error)) from error
+        raise CollectiveError(_failure_message(operation, state, error)) from error
 
 
-def _failure(operation: str, state: PartialState, error: Exception) -> str:
+def _failure_message(operation: str, state: PartialState, error: Exception) -> str:
     return (
         f"{operation} failed on rank {state.process_index} of {state.num_processes}: {error}\n"
-        "Most often a peer raised or was stopped, and its own error says why; or processes call different "
-        "collectives, or on different shapes, which `drivetrain launch --debug` (DRIVETRAIN_DEBUG=1) shows."
+        "Most often another process raised or was stopped: see its own error. If processes call different "
+        "collectives or use different shapes, `drivetrain launch --debug` (DRIVETRAIN_DEBUG=1) shows where."
     )
 
 
-def _outline(data: Any, ignore: str | None) -> str:
-    """The structure with shapes and dtypes in place of tensors and types in place of other values."""
+def _describe_structure(data: Any, ignore: str | None) -> str:
 
     def describe(leaf: Any) -> _Words:
         if not isinstance(leaf, Tensor):
@@ -144,7 +144,7 @@ def _outline(data: Any, ignore: str | None) -> str:
 
 
 class _Words(str):
-    """Text that a container's repr shows without quotes."""
+    """String whose `repr` has no quotes, for use inside containers."""
 
     __slots__ = ()
 

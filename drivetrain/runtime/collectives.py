@@ -1,11 +1,10 @@
-"""Exchange of nested structures between the processes of a run.
+"""Collectives over nested structures of tensors.
 
-Every function here must be called by all processes, takes structures as described in
-`drivetrain.runtime.nested`, keeps dtypes and devices, and gives every process the same result. In a world of
-one nothing is exchanged.
+Every process must call these functions. They take the structures described in `drivetrain.runtime.nested`, keep dtypes
+and devices, and return equal results on all processes. With a world size of 1 nothing is communicated.
 
-With `DRIVETRAIN_DEBUG=1` the processes first compare what they are about to exchange, and a
-`CollectiveError` names the rank that differs, where there would otherwise be a hang or garbage.
+With `DRIVETRAIN_DEBUG=1` the processes first compare the operation and the shapes. A `CollectiveError` then names the
+rank that differs, instead of a hang or wrong values.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.process_group import group_timeout
 from drivetrain.runtime.state import PartialState
 
-# Torch 2.13 warns at every use of the older name.
+# torch 2.13 warns at every use of all_gather_into_tensor.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _REDUCTIONS = {
@@ -37,8 +36,7 @@ _REDUCTIONS = {
     "none": None,
 }
 
-# What is combined in another dtype than its own: half precision for its range, the others because backends
-# do not support them.
+# Dtypes that are reduced in another dtype: 16- and 8-bit floats would overflow, and backends lack the others.
 _REDUCED_AS = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -52,19 +50,19 @@ _REDUCED_AS = {
 
 
 def gather(tensor: Any) -> Any:
-    """Concatenate the tensors of all processes along their first dimension, in the order of the ranks.
+    """Concatenate the tensors of all processes along their first dimension, in rank order.
 
     Args:
-        tensor: A nested structure of tensors, of the same shapes on all processes. For tensors whose number
-            of rows differs there are `pad_across_processes` and `gather_rows`.
+        tensor: A nested structure of tensors with equal shapes on all processes. If the number of rows differs, use
+            `pad_across_processes` first.
 
     Returns:
-        The structure with tensors of `num_processes` times as many rows. A tensor without dimensions
-        becomes one with a row for each process. In a world of one, `tensor` itself.
+        The structure with `num_processes` times as many rows in each tensor. A 0-dimensional tensor becomes a vector
+        with one element per process. With a world size of 1, `tensor` itself.
 
     Raises:
         DataError: If the structure holds something that is not a tensor.
-        CollectiveError: If a peer is gone, or in debug mode if shapes differ.
+        CollectiveError: If another process has exited, or in debug mode if shapes differ.
 
     Example:
         ```python
@@ -90,14 +88,14 @@ def gather_rows(data: Any, keep: int) -> Any:
     recursively_apply(record_rows, data, error_on_other_type=True)
     if state.use_distributed and state.debug:
         verify_operation("gather_rows", data, state, ignore="rows")
-    # A rank that cannot take part informs the others, which would otherwise wait for it.
+    # A rank with invalid arguments sends -1, since raising alone would leave the other ranks waiting.
     count = keep if keep >= 0 and all(size >= keep for size in rows) else -1
     counts = _exchange_integers([count], state)
     if any(each[0] < 0 for each in counts):
         wrong = [rank for rank, each in enumerate(counts) if each[0] < 0]
         raise CollectiveError(
-            "gather_rows needs keep >= 0 and at least so many rows in every tensor; not so on rank(s) "
-            f"{wrong}. Rank {state.process_index} was asked to keep {keep} of tensors with {rows} rows."
+            "gather_rows needs keep >= 0 and at least `keep` rows in every tensor, which is not true on rank(s) "
+            f"{wrong}. Rank {state.process_index} was given keep={keep} and tensors with {rows} rows."
         )
     if not state.use_distributed:
         return recursively_apply(lambda leaf: leaf[:keep] if leaf.dim() and len(leaf) > keep else leaf, data)
@@ -106,17 +104,16 @@ def gather_rows(data: Any, keep: int) -> Any:
 
 
 def gather_object(object: Any) -> list[Any]:
-    """Collect Python objects from all processes, in the order of the ranks.
+    """Collect picklable Python objects from all processes, in rank order.
 
     Args:
-        object: A list or tuple, whose items are collected, or any other object, which counts as a list of
-            one. It must be possible to pickle it.
+        object: A list or tuple whose items are collected. Any other object counts as a list with one item.
 
     Returns:
-        One flat list of the items of all processes.
+        One flat list with the items of all processes.
 
     Raises:
-        DataError: It cannot be pickled, or its class is not found by the other processes.
+        DataError: If an object cannot be pickled, or another process cannot import its class.
     """
     items = list(object) if isinstance(object, (list, tuple)) else [object]
     state = PartialState()
@@ -127,41 +124,39 @@ def gather_object(object: Any) -> list[Any]:
     collected: list[Any] = [None] * state.num_processes
     try:
         call_collective("gather_object", state, dist.all_gather_object, collected, items)
-    except (PicklingError, AttributeError, TypeError) as error:  # pickle raises all of them for what it cannot take
+    except (PicklingError, AttributeError, TypeError) as error:  # pickle raises any of them for unpicklable objects
         raise cannot_be_sent("gather_object", state, error) from error
     return [item for each in collected for item in each]
 
 
 def cannot_be_sent(operation: str, state: PartialState, error: Exception) -> DataError:
-    """The error for an object that other processes cannot be given."""
+    """Build the error for an object that cannot be pickled or unpickled."""
     return DataError(
-        f"{operation} on rank {state.process_index}: what it was given cannot be sent to other processes: "
-        f"{error}. Give tensors, numbers, strings and containers of them, or objects whose class is defined at "
-        "the top of a module."
+        f"{operation} on rank {state.process_index}: the object cannot be sent to other processes: "
+        f"{error}. Use tensors, numbers, strings and containers of them, or objects whose class is defined at "
+        "the top level of a module."
     )
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Combine the tensors of all processes, element by element.
+    """Reduce the tensors of all processes element-wise, with the result on every process.
 
-    Half precision is added up in single precision. Dtypes are kept, so a reduction whose result would not fit
-    the dtype is refused: the mean of integers, and the sum or mean of booleans (`"max"` of them is *any*,
-    `"min"` is *all*).
+    Half-precision tensors are summed in float32. Each tensor keeps its dtype, so reductions whose result may not fit
+    the dtype are refused: the mean of integers, and the sum or mean of booleans. For booleans, `"max"` is *any* and
+    `"min"` is *all*.
 
     Args:
-        tensor: A nested structure of tensors, of the same shapes on all processes.
-        reduction: `"mean"`, `"sum"`, `"max"`, `"min"`, or `"none"`, which leaves each process its
-            own.
-        scale: What the result is multiplied with.
+        tensor: A nested structure of tensors with equal shapes on all processes.
+        reduction: `"mean"`, `"sum"`, `"max"`, `"min"`, or `"none"` to skip the communication.
+        scale: Factor by which the result is multiplied.
 
     Returns:
-        The structure with new tensors; the ones given are not changed.
+        The structure with new tensors. The input tensors are not changed.
 
     Raises:
         ConfigurationError: If the reduction has another name.
-        DataError: If a tensor's dtype cannot hold the result, or the structure holds something else than
-            tensors.
-        CollectiveError: If a peer is gone, or in debug mode if shapes differ.
+        DataError: If a tensor's dtype cannot hold the result, or the structure holds something other than tensors.
+        CollectiveError: If another process has exited, or in debug mode if shapes differ.
     """
     if reduction not in _REDUCTIONS:
         raise ConfigurationError(
@@ -175,12 +170,12 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Give every process the tensors of one of them.
+    """Copy the tensors of one process into the tensors of all other processes.
 
     Args:
-        tensor: A nested structure of tensors, of the same shapes and dtypes on all processes. They are
-            overwritten.
-        from_process: The rank whose tensors all get.
+        tensor: A nested structure of tensors with equal shapes and dtypes on all processes. The tensors are overwritten
+            in place.
+        from_process: The rank that sends its tensors.
 
     Returns:
         `tensor`.
@@ -188,7 +183,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     Raises:
         ConfigurationError: If there is no such rank.
         DataError: If the structure holds something that is not a tensor.
-        CollectiveError: If a peer is gone, or in debug mode if shapes differ.
+        CollectiveError: If another process has exited, or in debug mode if shapes differ.
     """
     state = PartialState()
     _check_rank(from_process, state)
@@ -200,12 +195,11 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Give every process the Python objects of one of them.
+    """Replace the items of a list of Python objects by those of one process, on all processes.
 
     Args:
-        object_list: A list of the same length on all processes. Its items are overwritten; they must be
-            possible to pickle.
-        from_process: The rank whose objects all get.
+        object_list: A list of picklable objects with equal length on all processes. Its items are overwritten.
+        from_process: The rank that sends its objects.
 
     Returns:
         `object_list`.
@@ -223,20 +217,20 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Make the tensors of all processes equally long along one dimension, so that they can be gathered.
+    """Pad tensors to the largest size on any process along one dimension, so that they can be gathered.
 
     Args:
-        tensor: A nested structure of tensors, with as many dimensions on all processes.
-        dim: The dimension to pad. A tensor without this dimension stays as it is.
+        tensor: A nested structure of tensors with equal numbers of dimensions on all processes.
+        dim: The dimension to pad. A tensor without this dimension is not changed.
         pad_index: The value to pad with.
         pad_first: Pad at the start instead of the end.
 
     Returns:
-        The structure with tensors as long as the longest of all processes.
+        The structure with padded tensors.
 
     Raises:
         DataError: If the structure holds something that is not a tensor.
-        CollectiveError: If a peer is gone, or in debug mode if the structures differ.
+        CollectiveError: If another process has exited, or in debug mode if the structures differ.
     """
     state = PartialState()
     if not state.use_distributed:
@@ -267,12 +261,11 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 
 
 def _gather_tensor(tensor: Tensor, state: PartialState) -> Tensor:
-    """Concatenate one tensor over all processes."""
     tensor = tensor.detach()
     if tensor.dim() == 0:
         tensor = tensor[None]
-    # Sent as bytes, since backends lack some dtypes and nothing is computed here.
-    source = _on_wire(tensor, state).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    # Send bytes: some backends lack some dtypes, and an all-gather computes nothing.
+    source = _to_backend_device(tensor, state).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     target = source.new_empty(state.num_processes * source.numel())
     call_collective("gather", state, _all_gather, target, source)
     shape = (state.num_processes * tensor.size(0), *tensor.shape[1:])
@@ -280,7 +273,6 @@ def _gather_tensor(tensor: Tensor, state: PartialState) -> Tensor:
 
 
 def _gather_rows_of_tensor(tensor: Tensor, counts: Sequence[int], state: PartialState) -> Tensor:
-    """Concatenate the first `counts[rank]` rows of one tensor over all processes."""
     if tensor.dim() == 0:
         return _gather_tensor(tensor, state)
     most, mine = max(counts), counts[state.process_index]
@@ -295,12 +287,11 @@ def _gather_rows_of_tensor(tensor: Tensor, counts: Sequence[int], state: Partial
 
 
 def _reduce_tensor(tensor: Tensor, reduction: str, scale: float, state: PartialState) -> Tensor:
-    """Combine one tensor over all processes."""
     _check_dtype(tensor.dtype, reduction, scale)
     operation = _REDUCTIONS[reduction]
     if operation is None or not state.use_distributed:
         return tensor if scale == 1 else tensor * scale
-    wire = _on_wire(tensor.detach(), state)
+    wire = _to_backend_device(tensor.detach(), state)
     dtype = _REDUCED_AS.get(tensor.dtype, tensor.dtype)
     total = wire.to(dtype, copy=True, memory_format=torch.contiguous_format)
     call_collective("reduce", state, dist.all_reduce, total, op=operation)
@@ -312,7 +303,7 @@ def _reduce_tensor(tensor: Tensor, reduction: str, scale: float, state: PartialS
 
 
 def _check_dtype(dtype: torch.dtype, reduction: str, scale: float) -> None:
-    """Refuse a reduction whose result this dtype cannot hold, in a world of one as in a larger one."""
+    """Raise a DataError if the result of a reduction may not fit the tensor's dtype."""
     if dtype.is_complex:
         fits = reduction not in ("max", "min")
     elif dtype.is_floating_point:
@@ -322,15 +313,14 @@ def _check_dtype(dtype: torch.dtype, reduction: str, scale: float) -> None:
     if not fits:
         what = f"{reduction} of {dtype}" + (f" times {scale}" if scale != 1 else "")
         raise DataError(
-            f"reduce keeps dtypes, and the {what} may not be one of its values. Cast first, with "
+            f"reduce keeps dtypes, and the {what} may not fit the dtype. Cast first, with "
             "tensor.float() or tensor.long(), or reduce with 'sum' and divide afterwards."
         )
 
 
 def _broadcast_tensor(tensor: Tensor, from_process: int, state: PartialState) -> Tensor:
-    """Overwrite one tensor with that of `from_process`."""
     target = tensor.detach()
-    wire = _on_wire(target, state).contiguous()
+    wire = _to_backend_device(target, state).contiguous()
     content = wire.view(-1).view(torch.uint8)
     call_collective("broadcast", state, dist.broadcast, content, src=from_process)
     if wire.data_ptr() != target.data_ptr():
@@ -339,10 +329,10 @@ def _broadcast_tensor(tensor: Tensor, from_process: int, state: PartialState) ->
 
 
 def _exchange_integers(values: Sequence[int], state: PartialState) -> list[list[int]]:
-    """The integers of every process, by rank; each gives as many."""
+    """All-gather a list of integers. Returns one list per rank; all ranks pass equally many."""
     if not state.use_distributed:
         return [list(values)]
-    # Gloo stands beside the device's backend in the groups made here, and does not wait for the device.
+    # If the group has gloo for CPU tensors, use it: it does not synchronise with the device.
     beside = "cpu" in str(dist.get_backend_config())
     own = torch.tensor(values, dtype=torch.int64, device="cpu" if beside else state.device)
     everyone = own.new_empty(state.num_processes * len(values))
@@ -351,34 +341,33 @@ def _exchange_integers(values: Sequence[int], state: PartialState) -> list[list[
     return rows
 
 
-def _on_wire(tensor: Tensor, state: PartialState) -> Tensor:
-    """The tensor where the backend can send it: gloo sends from host memory only."""
+def _to_backend_device(tensor: Tensor, state: PartialState) -> Tensor:
+    """Move a tensor to the CPU if the backend is gloo, which sends from the CPU only."""
     return tensor.cpu() if state.backend == "gloo" and tensor.device.type != "cpu" else tensor
 
 
 def _check_rank(rank: int, state: PartialState) -> None:
     if not 0 <= rank < state.num_processes:
         raise ConfigurationError(
-            f"from_process={rank} is no rank of this run, which has ranks 0 to {state.num_processes - 1}.",
+            f"from_process={rank} is not a rank of this run, which has ranks 0 to {state.num_processes - 1}.",
         )
 
 
-# Blocks of results that come to the main process while all processes compute
+# Results gathered on the main process during computation
 
 
 _OPERATION = "gather of results"
 _GROUP, _COUNT, _ABANDONED = "results_group", "results_gathers", "results_abandoned"
-_END, _LEFT = -1, -2  # in place of a block's size
+_END, _LEFT = -1, -2  # sent instead of a block's size
 
 
 class BlockGather:
-    """Collects blocks of results on the main process.
+    """Collector of result blocks from all ranks on the main process, while the ranks keep computing.
 
-    A process sends a block as soon as it has it and waits for no other process before `finish`; how many blocks each
-    has may differ. The main process receives them in a thread: in each turn one of every other process, once it has
-    one of its own, so that it waits for those that are behind and not for what takes as long everywhere.
+    Each rank sends a pickled block as soon as it is added and does not wait for other ranks before `finish`. The ranks
+    may add different numbers of blocks. The main process receives in a thread, one block per rank and turn.
 
-    Make it on all processes at once, and end it with `finish` or `abandon`.
+    Create it on all ranks together, and end it with `finish` or `abandon`.
     """
 
     def __init__(self, state: PartialState) -> None:
@@ -391,27 +380,26 @@ class BlockGather:
         if not state.use_distributed:
             return
         shared = PartialState.registry()
-        self._group = _own_group(state)
-        self._tag = shared[_COUNT] = shared.get(_COUNT, 0) + 1  # late messages of one that was abandoned stay apart
+        self._group = _results_group(state)
+        self._tag = shared[_COUNT] = shared.get(_COUNT, 0) + 1  # keeps out late messages of an abandoned gather
         if state.is_main_process:
             self._receiver = threading.Thread(target=self._receive_all, name="gather of results", daemon=True)
             self._receiver.start()
 
     def add(self, block: Any) -> None:
-        """Give a block of this process."""
         if not self._state.use_distributed or self._state.is_main_process:
             self._blocks.append(block)
             self._turns.release()
             return
         try:
             content = pickle.dumps(block, protocol=pickle.HIGHEST_PROTOCOL)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:  # pickle raises all of them
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # any of them for unpicklable objects
             raise cannot_be_sent(_OPERATION, self._state, error) from error
         self._send(torch.tensor([len(content)]))
         self._send(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def finish(self) -> list[Any]:
-        """Wait until all have come."""
+        """Wait until all blocks are sent. Returns all blocks on the main process and an empty list elsewhere."""
         if not self._state.use_distributed:
             return self._blocks
         if self._receiver is None:
@@ -427,26 +415,26 @@ class BlockGather:
         return self._blocks
 
     def abandon(self) -> None:
-        """Leave without waiting, after an error; the main process then raises in its `finish`."""
+        """Stop sending results after an error, without waiting; `finish` then raises on the main process."""
         self._abandoned = True
         if not self._state.use_distributed:
             return
         if self._receiver is None:
             self._send(torch.tensor([_LEFT]))
-        else:  # takes what still comes, so that no sender waits
+        else:  # keeps receiving, so that no sender waits
             self._ending = True
             self._turns.release()
-        # Gloo reads what is being sent until it is received, or until the group ends.
+        # Gloo reads the sent tensors until they are received or the group ends: keep them alive.
         PartialState.registry().setdefault(_ABANDONED, []).append(self)
 
     def _send(self, tensor: Tensor) -> None:
         self._sent.append((dist.isend(tensor, 0, group=self._group, tag=self._tag), tensor))
 
     def _receive_all(self) -> None:
-        """Receive until no process has more."""
         try:
             left = list(range(1, self._state.num_processes))
             while left:
+                # One turn per block of this rank, so that the thread waits only for ranks that are behind.
                 if not self._ending:
                     self._turns.acquire()
                 left = [rank for rank in left if self._receive(rank)]
@@ -454,12 +442,12 @@ class BlockGather:
             self._error = error
 
     def _receive(self, rank: int) -> bool:
-        """Receive one block of a process; returns False where it has no more."""
+        """Receive one block from a rank. Returns False if the rank has finished."""
         size = int(self._received(torch.zeros(1, dtype=torch.int64), rank))
         if size == _END:
             return False
         if size == _LEFT:
-            raise CollectiveError(f"{_OPERATION}: rank {rank} has left before its last block; its own error says why.")
+            raise CollectiveError(f"{_OPERATION}: rank {rank} stopped before its last block. See its own error.")
         content = self._received(torch.empty(size, dtype=torch.uint8), rank)
         if self._abandoned:
             return True
@@ -475,15 +463,14 @@ class BlockGather:
         return tensor
 
 
-def _own_group(state: PartialState) -> Any:
-    """A gloo group for results alone, made once: they are sent beside what the processes exchange as they compute."""
+def _results_group(state: PartialState) -> Any:
     shared = PartialState.registry()
     if _GROUP not in shared:
         shared[_GROUP] = dist.new_group(backend="gloo", timeout=group_timeout())
-        state.before_leaving(_forget)
+        state.before_leaving(_forget_group)
     return shared[_GROUP]
 
 
-def _forget() -> None:
+def _forget_group() -> None:
     for name in (_GROUP, _COUNT, _ABANDONED):
         PartialState.registry().pop(name, None)

@@ -1,4 +1,4 @@
-"""`Duration`: a stretch of a run, in whatever unit people count it."""
+"""Durations of a run, counted in steps, epochs, samples, tokens, seconds or as a fraction."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 
 
 class Unit(str, Enum):
-    """What a duration is counted in.
+    """Unit in which a `Duration` is counted.
 
     Attributes:
         STEPS: Optimizer steps.
         EPOCHS: Epochs.
-        SAMPLES: Samples, over all processes.
-        TOKENS: Tokens, over all processes.
-        SECONDS: Seconds of the clock.
-        RUN: Parts of the whole run.
+        SAMPLES: Samples over all processes.
+        TOKENS: Tokens over all processes.
+        SECONDS: Seconds of wall-clock time.
+        RUN: Fraction of the whole run.
     """
 
     STEPS = "steps"
@@ -34,7 +34,7 @@ class Unit(str, Enum):
         return str(self.value)
 
 
-# What a unit is written as, Composer's short forms among them -> the unit, and how many of it that is.
+# Spelling, including Composer's short forms -> the unit and its size in that unit.
 _SPELLINGS: dict[str, tuple[Unit, float]] = {
     spelling: (unit, size)
     for unit, size, spellings in (
@@ -64,11 +64,11 @@ _ALLOWED = (
 
 @dataclass(frozen=True)
 class Duration:
-    """A stretch of a run.
+    """Duration of a part of a run, such as `"500 steps"`, `"2 epochs"` or `"10 min"`.
 
     Args:
-        amount: How many of the unit; whole, but for seconds and parts of the run.
-        unit: What is counted.
+        amount: Number of units. It must be whole, except for seconds and fractions of the run.
+        unit: Unit of the amount, a `Unit` or its text.
 
     Example:
         ```python
@@ -93,16 +93,19 @@ class Duration:
 
     @classmethod
     def of(cls, value: Any, name: str = "duration") -> Duration | None:
-        """Read a duration.
+        """Parse a duration from text, a timedelta or a dict. None and a `Duration` are returned unchanged.
 
         Args:
-            value: A text such as `"500 steps"`, `"2 epochs"`, `"1M samples"`, `"50M tokens"`, `"10 min"`, `"10%"`, or,
-                as in Composer, `"500ba"`, `"2ep"`, `"0.5dur"`; `"DD:HH:MM:SS"`; a timedelta, or a dict of its
+            value: Text such as `"500 steps"`, `"2 epochs"`, `"1M samples"`, `"50M tokens"`, `"10 min"` or `"10%"`;
+                Composer's short forms `"500ba"`, `"2ep"` and `"0.5dur"`; `"DD:HH:MM:SS"`; a timedelta or a dict of its
                 arguments; a `Duration`; or None.
-            name: The argument's name, for errors.
+            name: Name of the argument, for error messages.
+
+        Returns:
+            The duration, or None if `value` is None.
 
         Raises:
-            ConfigurationError: It is none of these; the message lists the units.
+            ConfigurationError: If the value is none of these. The message lists the units.
         """
         if value is None or isinstance(value, Duration):
             return value
@@ -115,7 +118,7 @@ class Duration:
             return cls(value.total_seconds(), Unit.SECONDS)
         if isinstance(value, str):
             return cls._of_text(value.strip(), name)
-        raise ConfigurationError(f"{name}={value!r} is no duration. Give {_ALLOWED}.")
+        raise ConfigurationError(f"{name}={value!r} is not a duration. Use {_ALLOWED}.")
 
     @classmethod
     def _of_text(cls, text: str, name: str) -> Duration:
@@ -130,11 +133,11 @@ class Duration:
             )
         found = _TEXT.fullmatch(text)
         if found is None:
-            raise ConfigurationError(f"{name}={text!r} is no duration. Give {_ALLOWED}.")
+            raise ConfigurationError(f"{name}={text!r} is not a duration. Use {_ALLOWED}.")
         written = found["unit"] or ""
-        spelling = written if len(written) == 1 else written.lower()  # an M alone is a million, not a minute
+        spelling = written if len(written) == 1 else written.lower()  # a single M is a million, not a minute
         if spelling not in _SPELLINGS:
-            wrong = f"{written!r} is no unit" if written else "the unit is missing"
+            wrong = f"{written!r} is not a unit" if written else "the unit is missing"
             raise ConfigurationError(
                 f"{name}={text!r}: {wrong}. The units are {_UNITS}.{nearest(spelling, _SPELLINGS)}"
             )
@@ -148,62 +151,62 @@ class Duration:
             return amount
         if unit is Unit.RUN:
             if not 0 < amount <= 1:
-                raise ConfigurationError(f"{given}: give a part of the run, above 0 % and up to 100 %.")
+                raise ConfigurationError(f"{given}: a part of the run must be above 0 % and at most 100 %.")
             return amount
         if round(amount, 6) != int(amount):
-            raise ConfigurationError(f"{given}: give a whole number of {unit}.")
+            raise ConfigurationError(f"{given}: the number of {unit} must be whole.")
         return int(amount)
 
     @property
     def timedelta(self) -> timedelta:
-        """The same as a timedelta; of seconds only."""
+        """Duration as a `timedelta`, for a duration in seconds."""
         assert self.unit is Unit.SECONDS
         return timedelta(seconds=self.amount)
 
     def part_of(self, whole: Duration) -> Duration:
-        """The part that this one is of a whole run, in the unit that the run's length is known in.
+        """Return a fraction of the run as a duration in the unit of the run's length.
 
         Args:
-            whole: The length of the run.
+            whole: Length of the run.
         """
         amount = self.amount * whole.amount
         return Duration(amount if whole.unit is Unit.SECONDS else max(1, round(amount)), whole.unit)
 
 
 def clock_time(value: Any, name: str, otherwise: str = "") -> timedelta | None:
-    """Read a duration that has to be one of the clock."""
+    """Parse a duration of wall-clock time. Returns None for None; raises if the unit is not seconds."""
     duration = Duration.of(value, name)
     if duration is None:
         return None
     if duration.unit is not Unit.SECONDS:
         raise ConfigurationError(
-            f"{name}={value!r} is no time: give one such as '10 min', a timedelta, a dict such as {{'hours': 2}}, or "
+            f"{name}={value!r} is not a time. Use '10 min', a timedelta, a dict such as {{'hours': 2}}, or "
             f"'DD:HH:MM:SS'.{otherwise}",
         )
     return duration.timedelta
 
 
 def interval_of(value: Any, name: str) -> int | Duration:
-    """Read how often something happens: every so many steps, or a duration; one of steps as their number."""
+    """Parse an interval. Returns a number of steps as an int, and any other duration as a `Duration`."""
     if isinstance(value, int):
         return value
     duration = Duration.of(value, name)
     if duration is None or not duration.amount:
         raise ConfigurationError(
-            f"{name}={value!r}: give a number of steps from 1 on, or a duration such as '500 steps', '1M samples', "
-            "'10 min' or '10%'.",
+            f"{name}={value!r} is not an interval. Use a number of steps, at least 1, or a duration such as "
+            "'500 steps', '1M samples', '10 min' or '10%'.",
         )
     return int(duration.amount) if duration.unit is Unit.STEPS else duration
 
 
 def count_of(value: Any, name: str, unit: Unit, otherwise: str = "") -> Any:
-    """Read a number of one unit, which may be written as a duration."""
+    """Parse a count that may be written as a duration in the given unit, such as `"2 epochs"` for 2."""
     if not isinstance(value, Duration) and not (isinstance(value, str) and value.strip()[:1].isdigit()):
         return value
     duration = Duration.of(value, name)
     assert duration is not None
     if duration.unit is not unit:
         raise ConfigurationError(
-            f"{name}={value!r} is no number of {unit}: give one, such as 2 or '2 {unit}'.{otherwise}"
+            f"{name}={value!r} is not a number of {unit}. Use one such as 2 or '2 {unit}'.{otherwise}"
         )
     return int(duration.amount)

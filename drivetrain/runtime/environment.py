@@ -1,4 +1,4 @@
-"""Which process is this among how many, read from the variables that launchers set."""
+"""Rank and world size of this process, read from the environment variables that launchers set."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from itertools import product
 
 from drivetrain.runtime.errors import ConfigurationError
 
-# The host lists of SLURM, taken apart as `scontrol show hostnames` does
+# SLURM host lists
 
 
-# A comma that is not within brackets.
+# A comma outside brackets.
 _SEPARATOR = re.compile(r",(?![^\[]*\])")
 
 
 def expand_hosts(hosts: str) -> list[str]:
-    """Names of all hosts in a compressed list.
+    """Expand a compressed SLURM host list into host names, like `scontrol show hostnames`.
 
     Example:
         ```python
@@ -29,9 +29,9 @@ def expand_hosts(hosts: str) -> list[str]:
     """
     names: list[str] = []
     for each in _SEPARATOR.split(hosts.strip()):
-        # Text and ranges take turns: rack, 1-2, n, 01-02, -ib.
+        # Text and ranges alternate: rack, 1-2, n, 01-02, -ib.
         parts = re.split(r"\[([^\[\]]*)\]", each.strip())
-        choices = [_numbers(part, hosts) if position % 2 else [part] for position, part in enumerate(parts)]
+        choices = [_expand_ranges(part, hosts) if position % 2 else [part] for position, part in enumerate(parts)]
         found = ["".join(chosen) for chosen in product(*choices)]
         if any(not name or set(name) & set("[], ") for name in found):
             raise _unreadable(hosts)
@@ -39,8 +39,7 @@ def expand_hosts(hosts: str) -> list[str]:
     return names
 
 
-def _numbers(ranges: str, hosts: str) -> list[str]:
-    """The numbers of `"003-005,9"`, each as wide as the first of its range."""
+def _expand_ranges(ranges: str, hosts: str) -> list[str]:
     numbers = []
     for each in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", each.strip())
@@ -52,32 +51,32 @@ def _numbers(ranges: str, hosts: str) -> list[str]:
 
 def _unreadable(hosts: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{hosts!r} is no list of hosts. One is like 'node[003-005,9],other', as in SLURM_JOB_NODELIST."
+        f"{hosts!r} is not a list of hosts. Use one such as 'node[003-005,9],other', as in SLURM_JOB_NODELIST."
     )
 
 
 DEFAULT_MAIN_PORT = 29500
 LAUNCHED_VARIABLE = "DRIVETRAIN_LAUNCHED"
-"""Set to 1 in the processes that drivetrain's own launchers start, beside torchrun's variables."""
+"""Variable that drivetrain's launchers set to 1 in the processes they start, along with torchrun's variables."""
 COMMAND_VARIABLE = "DRIVETRAIN_COMMAND"
-"""In those processes the command that started their launcher, as a shell takes it."""
+"""Variable with the shell command that started the launcher, for the launched processes."""
 RESUME_VARIABLE = "DRIVETRAIN_RESUME"
-"""The checkpoint that the first `fit` of a process resumes unless it names one, as `drivetrain runs resume` sets it."""
+"""Variable with the checkpoint that a process's first `fit` resumes by default; set by `drivetrain runs resume`."""
 
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """This process among its peers.
+    """Rank, world size and rendezvous address of this process.
 
     Attributes:
         rank: Global rank, 0 to `world_size` - 1.
         world_size: Number of processes of the run.
-        local_rank: Rank among the processes of this machine.
+        local_rank: Rank among the processes on this machine.
         local_world_size: Number of processes on this machine.
         main_address: Host of rank 0.
         main_port: Port of rank 0's store.
-        source: Where this was found: `"drivetrain launch"`, `"torchrun"`, `"slurm"`, `"openmpi"`, `"intelmpi"`,
-            `"single"`, or `"torch.distributed"` where a script made its process group itself.
+        source: Launcher that set the variables: `"drivetrain launch"`, `"torchrun"`, `"slurm"`, `"openmpi"`,
+            `"intelmpi"`, `"single"`, or `"torch.distributed"` if the script created the process group.
     """
 
     rank: int = 0
@@ -91,47 +90,47 @@ class ProcessEnvironment:
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ConfigurationError(
-                f"rank {self.rank} of a world of {self.world_size} (from {self.source}) cannot be: "
+                f"rank {self.rank} with world size {self.world_size} (from {self.source}) is not valid: "
                 "ranks go from 0 to the world size - 1. Check the launcher's variables.",
             )
         if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
             raise ConfigurationError(
-                f"local rank {self.local_rank} of {self.local_world_size} processes on this machine, in a "
-                f"world of {self.world_size} (from {self.source}), cannot be. Check the launcher's variables.",
+                f"local rank {self.local_rank} of {self.local_world_size} processes on this machine, with world "
+                f"size {self.world_size} (from {self.source}), is not valid. Check the launcher's variables.",
             )
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """True if the world size is greater than 1."""
         return self.world_size > 1
 
     @property
     def is_launched(self) -> bool:
-        """Whether a launcher started this process: ours, or another that gave it a rank in a larger world."""
+        """True if drivetrain's launcher started this process, or another launcher set a larger world size than 1."""
         return self.world_size > 1 or os.environ.get(LAUNCHED_VARIABLE) == "1"
 
     @property
     def num_nodes(self) -> int:
-        """Number of machines, assuming that all hold as many processes as this one."""
+        """Number of machines, assuming equally many processes on each."""
         return -(-self.world_size // self.local_world_size)
 
     @property
     def node_rank(self) -> int:
-        """Index of this machine, assuming that all hold as many processes as this one."""
+        """Index of this machine, assuming equally many processes on each."""
         return self.rank // self.local_world_size
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] | None = None) -> ProcessEnvironment:
-        """Find this process's place from torchrun's, SLURM's, Open MPI's or Intel MPI's variables.
+        """Detect the process environment from the variables of torchrun, SLURM, Open MPI or Intel MPI.
 
         Args:
-            environ: The variables to read; `os.environ` if None.
+            environ: The environment variables; `os.environ` if None.
 
         Returns:
-            The environment found, or a world of one.
+            The environment found, or one with world size 1.
 
         Raises:
-            ConfigurationError: A launcher's variables are incomplete or contradict each other.
+            ConfigurationError: If a launcher's variables are incomplete or contradict each other.
         """
         variables = os.environ if environ is None else environ
         for source, identifying, keys in _LAUNCHERS:
@@ -147,12 +146,12 @@ class ProcessEnvironment:
     ) -> ProcessEnvironment:
         rank, world_size = (_integer(variables, key) for key in keys[:2])
         if source == "slurm" and world_size == 1:
-            # An interactive `salloc`/`srun --pty` shell sets these too; a world of one needs no group.
+            # An interactive `salloc` or `srun --pty` shell sets these variables too.
             return cls(source=source)
         if source == "slurm" and rank == 0 and not any(variables.get(key) for key in _SLURM_STEP):
             raise ConfigurationError(
-                f"SLURM_PROCID=0 and SLURM_NTASKS={world_size} are set, but no SLURM_STEP_ID: this is the batch script "
-                f"itself, which srun has not started {world_size} times, so there are no other ranks. Start the "
+                f"SLURM_PROCID=0 and SLURM_NTASKS={world_size} are set, but SLURM_STEP_ID is not: this is the batch "
+                "script itself, which srun did not start, so there are no other ranks. Start the "
                 "script with srun or `drivetrain launch`, or unset SLURM_NTASKS to run one process.",
             )
         if source == "torchrun" and variables.get(LAUNCHED_VARIABLE) == "1":
@@ -165,16 +164,16 @@ class ProcessEnvironment:
         if not address:
             if local_world_size < world_size:
                 raise ConfigurationError(
-                    f"{world_size} processes, {local_world_size} of them on this machine (from {source}), "
-                    "but MASTER_ADDR, the address of rank 0, is not set. Set it to the name of rank 0's machine.",
+                    f"MASTER_ADDR is not set, but {world_size - local_world_size} of {world_size} processes are on "
+                    f"other machines (from {source}). Set it to the name of rank 0's machine.",
                 )
             address = "127.0.0.1"
         port = _integer(variables, "MASTER_PORT", default=_slurm_port(variables))
         return cls(rank, world_size, local_rank, local_world_size, address, port, source)
 
 
-# source, how many of the keys identify it, (rank, world size, local rank, local world size); the first wins.
-# `srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE too, so Intel MPI is known by its local rank.
+# Source, number of keys that identify it, (rank, world size, local rank, local world size); the first match wins.
+# `srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE too, so Intel MPI is identified by its local rank as well.
 _LAUNCHERS: tuple[tuple[str, int, tuple[str, str, str, str]], ...] = (
     ("torchrun", 2, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
     (
@@ -192,7 +191,7 @@ _LAUNCHERS: tuple[tuple[str, int, tuple[str, str, str, str]], ...] = (
 )
 
 
-# What srun sets in each task of a step, and the shell of a batch script lacks.
+# Variables that srun sets in each task of a step but not in the batch script's shell.
 _SLURM_STEP = (
     "SLURM_STEP_ID",
     "SLURM_STEPID",
@@ -203,13 +202,13 @@ _SLURM_STEP = (
 
 
 def _refuse_incomplete(variables: Mapping[str, str], source: str, identifying: tuple[str, ...]) -> None:
-    """Refuse a launcher's variables of which some are missing: half of a run would wait for the other half."""
+    """Raise if some of a launcher's variables are missing, because one rank would wait for the others."""
     given = [key for key in identifying if variables.get(key)]
     rank, world_size = (variables.get(key) for key in identifying[:2])
     if not given or (rank in (None, "0") and world_size == "1"):
-        return  # a world of one needs no more
+        return  # a single process needs no other variables
     if source == "slurm" and rank in (None, "", "0") and variables.get("SLURM_STEP_NUM_TASKS") in (None, "", "1"):
-        return  # the shell of a job: it counts as task 0, with or without the number of tasks that the job may start
+        return  # a job's shell counts as task 0, with or without the number of tasks
     if source == "intelmpi" and not (rank or world_size):
         return
     missing = ", ".join(key for key in identifying if not variables.get(key))
@@ -235,7 +234,7 @@ def _integer(variables: Mapping[str, str], key: str, default: int | None = None)
 
 
 def _integer_or_slurm_list(variables: Mapping[str, str], key: str, node: int) -> int | None:
-    """Read a count that SLURM may write as `"2(x3),1"`: two on each of three nodes, one on the fourth."""
+    """Read a node's process count, which SLURM may write as `"2(x3),1"`: 2 on each of three nodes, 1 on the fourth."""
     value = variables.get(key)
     if not value:
         return None
@@ -243,7 +242,7 @@ def _integer_or_slurm_list(variables: Mapping[str, str], key: str, node: int) ->
     for part in value.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise ConfigurationError(f"{key}={value!r} is not a count of processes.")
+            raise ConfigurationError(f"{key}={value!r} is not a number of processes.")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts[min(node, len(counts) - 1)]
 
@@ -253,7 +252,6 @@ def _slurm_node(variables: Mapping[str, str], source: str) -> int:
 
 
 def _first_slurm_host(variables: Mapping[str, str]) -> str | None:
-    """First host of a compressed list such as `"node[003-005,9],other"`."""
     hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
     if not hosts:
         return None
@@ -261,6 +259,6 @@ def _first_slurm_host(variables: Mapping[str, str]) -> str | None:
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:
-    """A port that all ranks of one SLURM job derive alike, and two jobs on a machine rarely share."""
+    """Return a port derived from the SLURM job ID, so that all ranks agree and concurrent jobs rarely collide."""
     job = variables.get("SLURM_JOB_ID", "")
     return 20000 + int(job[-4:]) if job[-4:].isdigit() else DEFAULT_MAIN_PORT

@@ -1,4 +1,7 @@
-"""The exception family: every error that drivetrain raises on purpose is a `DrivetrainError`."""
+"""Exceptions, shortened tracebacks and deprecation warnings of drivetrain.
+
+Every error that drivetrain raises on purpose is a `DrivetrainError`.
+"""
 
 from __future__ import annotations
 
@@ -20,30 +23,30 @@ from drivetrain.runtime.terminal import shown
 
 
 class DrivetrainError(Exception):
-    """Base class of every error raised on purpose by drivetrain.
+    """Base class of all errors that drivetrain raises on purpose.
 
-    The launcher's reports show it with a traceback that leaves out most of drivetrain's own frames.
+    The launcher reports such an error with a short traceback that omits most of drivetrain's own frames.
     """
 
     has_short_traceback = True
 
     def __init__(self, *args: object) -> None:
-        # Messages quote files, whose names may hold what moves a terminal's cursor, and addresses with passwords.
+        # Messages quote file names and URLs, which may contain terminal control characters or passwords.
         super().__init__(*(shown(each) if isinstance(each, str) else each for each in args))
 
     @property
     def message(self) -> str:
-        """The message alone, for a message that quotes it."""
+        """Text of the exception, for use inside another message."""
         return str(self)
 
 
 class ConfigurationError(DrivetrainError, ValueError):
-    """An argument, flag or file asks for something that cannot be; the message lists what can.
+    """Error raised if an argument, command-line flag or configuration file has a value that is not allowed.
 
     Args:
-        *args: The message.
-        see: A page of the manual, such as `"precision.md"`, which the message then names.
-        code: Deprecated and without effect: errors have no codes any more.
+        *args: The message, which lists the allowed values.
+        see: A page of the manual to refer to, such as `"precision.md"`.
+        code: Deprecated, without effect: errors no longer have codes.
     """
 
     def __init__(self, *args: object, see: str | None = None, code: str | None = None) -> None:
@@ -54,53 +57,53 @@ class ConfigurationError(DrivetrainError, ValueError):
 
 
 class ArgumentTypeError(ConfigurationError, TypeError):
-    """An argument is of a type that it cannot be."""
+    """Error raised if an argument has a type that is not allowed."""
 
 
 class PackageMissingError(ConfigurationError, ModuleNotFoundError):
-    """A package is not installed; the message has the line that installs it."""
+    """Error raised if a required package is not installed; the message has the command that installs it."""
 
 
 class DeviceNotAvailableError(DrivetrainError, RuntimeError):
-    """A device was named that this machine does not have."""
+    """Error raised if a requested device does not exist on this machine."""
 
 
 class CollectiveError(DrivetrainError, RuntimeError):
-    """Processes disagree about a collective, or a peer is gone."""
+    """Error raised if a collective fails because processes call different operations or a process has exited."""
 
 
 class CheckpointError(DrivetrainError, RuntimeError):
-    """A checkpoint is missing, incomplete, damaged or does not fit the run."""
+    """Error raised if a checkpoint is missing, incomplete, damaged or does not fit the run."""
 
 
 class DataError(DrivetrainError, ValueError):
-    """Data cannot be used as given: an empty loader, a batch without a size."""
+    """Error raised if data cannot be used as given, for example an empty loader or a batch without a size."""
 
 
 class InvalidLoaderError(DataError, TypeError):
-    """What was given as a loader is none."""
+    """Error raised if an object that is not a data loader is given as one."""
 
 
 class TrackerError(DrivetrainError, RuntimeError):
-    """An experiment tracker cannot be started; the message names what is missing and what to do."""
+    """Error raised if an experiment tracker cannot start; the message names what is missing and what to do."""
 
 
 class LaunchError(DrivetrainError, RuntimeError):
-    """Processes could not be started, or one of them failed."""
+    """Error raised if processes could not be started or one of them failed."""
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Join the first eight names, and how many more there are."""
+    """Join up to eight names with commas, followed by the number of remaining names."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"` for the nearest allowed spelling, or an empty string."""
+    """Return `" Did you mean 'x'?"` for the closest allowed spelling, or an empty string."""
     matches = difflib.get_close_matches(given, list(allowed), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
-# Which line of a stack is the user's: what is inside drivetrain, torch and the standard library is not
+# The user's line in a stack
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -109,19 +112,17 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def is_library(filename: str) -> bool:
-    """Whether a file belongs to drivetrain, torch, the standard library or the interpreter."""
+    """Return True if a source file belongs to drivetrain, torch, the standard library or the interpreter."""
     if filename.startswith((_PACKAGE, _torch(), "<frozen ")):
         return True
     return filename.startswith(_STANDARD_LIBRARY) and not any(part in filename for part in _INSTALLED)
 
 
 def in_package(filename: str, folder: str = "") -> bool:
-    """Whether a file is in a folder of drivetrain, such as `"runtime"`."""
     return filename.startswith(os.path.join(_PACKAGE, folder))
 
 
 def in_torch(filename: str, folder: str = "") -> bool:
-    """Whether a file is in a folder of torch, such as `"distributed"`."""
     return filename.startswith(os.path.join(_torch(), folder))
 
 
@@ -134,7 +135,7 @@ def _torch() -> str:
 
 
 def user_line() -> str:
-    """Return the innermost line of the user's code that is running, as `"train.py:12 in main"`."""
+    """Return the innermost running line of the user's code, such as `"train.py:12 in main"`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -142,25 +143,26 @@ def user_line() -> str:
 
 
 def shown_path(filename: str) -> str:
-    """Shorten a path to one relative to the working directory where it lies below it."""
+    """Shorten a path in the working directory to a relative path."""
     below = os.path.join(os.getcwd(), "")
     return filename.removeprefix(below)
 
 
-# Short tracebacks: those of a `DrivetrainError` end at the user's line, with three frames of drivetrain at most
+# Short tracebacks
 
 
 FULL_VARIABLE = "DRIVETRAIN_FULL_TRACEBACK"
-"""Set to 1, it lets tracebacks have all frames."""
+"""Environment variable that keeps all frames in tracebacks if it is set to 1."""
 
 
 @contextmanager
 def short_tracebacks(error: BaseException, trace: TracebackType | None) -> Iterator[None]:
-    """Leave drivetrain's inner frames out of an exception, and of those that led to it, while the body runs.
+    """Remove drivetrain's inner frames from the traceback of a `DrivetrainError` and its causes during the body.
 
-    User code's frames stay. An exception that is no `DrivetrainError`, nor led to one, keeps all frames.
+    Frames of user code are kept. Tracebacks of other exceptions are not changed. Afterwards all tracebacks are
+    restored.
     """
-    links = list(_links(error))
+    links = list(_exception_chain(error))
     before = [link.__traceback__ for link in links]
     error.__traceback__ = trace
     try:
@@ -172,8 +174,7 @@ def short_tracebacks(error: BaseException, trace: TracebackType | None) -> Itera
             link.__traceback__ = whole
 
 
-def _links(error: BaseException) -> Iterator[BaseException]:
-    """An exception and those that Python prints above it."""
+def _exception_chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -186,25 +187,28 @@ def _shorten(links: list[BaseException]) -> None:
     is_below = False
     for link in links:
         if is_below:
-            link.__traceback__ = _without(link.__traceback__, of_ours=0)
+            link.__traceback__ = _without_inner_frames(link.__traceback__, of_ours=0)
         elif getattr(link, "has_short_traceback", False):
-            link.__traceback__ = _without(link.__traceback__, of_ours=3)
+            link.__traceback__ = _without_inner_frames(link.__traceback__, of_ours=3)
             is_below = True
 
 
-def _without(trace: TracebackType | None, of_ours: int) -> TracebackType | None:
-    """A traceback with the frames of users, and so many of drivetrain: where it was entered, and where it raised.
+def _without_inner_frames(trace: TracebackType | None, of_ours: int) -> TracebackType | None:
+    """Rebuild a traceback with all frames of user code and at most `of_ours` frames of drivetrain.
 
-    Frames of torch and the standard library that lead from one of drivetrain's to another are left out with them.
+    Kept are the frame that raised and those at which user code entered drivetrain. Frames of torch and the standard
+    library between frames of drivetrain are removed with them.
     """
     frames = []
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    runs = [list(run) for _, run in groupby(frames, _is_inner)]
+    # Runs of library frames alternate with runs of user frames.
+    runs = [list(run) for _, run in groupby(frames, _is_library_frame)]
     ours = [[frame for frame in run if in_package(frame.tb_frame.f_code.co_filename)] for run in runs]
     entered = [run[0] for run in ours if run]
     raised = ours[-1][-1:] if ours else []
+    # The frame that raised may be deep inside: keep the frame at which user code entered as well.
     if raised and entered[-1] is not raised[0]:
         raised = [entered[-1], *raised]
     kept = {id(frame) for frame in [*raised[::-1], *entered][:of_ours]}
@@ -216,8 +220,7 @@ def _without(trace: TracebackType | None, of_ours: int) -> TracebackType | None:
     return shown
 
 
-def _is_inner(trace: TracebackType) -> bool:
-    """Whether a frame is drivetrain's, torch's or the standard library's; also in code that a dataclass generates."""
+def _is_library_frame(trace: TracebackType) -> bool:
     code = trace.tb_frame.f_code
     generated = code.co_filename == "<string>" and trace.tb_frame.f_globals.get("__name__", "").startswith(
         "drivetrain."
@@ -225,18 +228,18 @@ def _is_inner(trace: TracebackType) -> bool:
     return generated or is_library(code.co_filename)
 
 
-# Keyword arguments that a function does not take, and the arguments that an object was made with
+# Unknown keyword arguments
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class UnknownArgumentError(ConfigurationError, TypeError):
-    """A function was given a keyword argument that it does not take."""
+    """Error raised if a function is called with a keyword argument that it does not accept."""
 
 
 def known_keywords(function: F) -> F:
-    """Let a function refuse keyword arguments that it does not take, with the nearest one that it takes."""
+    """Decorate a function so that an unknown keyword argument raises an error that suggests the nearest name."""
     parameters = inspect.signature(function).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return function
@@ -253,17 +256,16 @@ def known_keywords(function: F) -> F:
 
 
 def unknown_argument(function: str, unknown: str, taken: Collection[str]) -> UnknownArgumentError:
-    """Return the error for a keyword argument that a function does not take."""
     guess = nearest(unknown, taken)
     known = "" if guess else f" It takes {', '.join(name for name in taken if name != 'self')}."
     return UnknownArgumentError(f"{function}() takes no argument {unknown!r}.{guess}{known}")
 
 
 class MadeAgain:
-    """An object whose pickle holds the arguments of its constructor: the copy is a new one.
+    """Base class of objects that are pickled as their constructor's arguments and rebuilt from them.
 
     Attributes:
-        made_with: The arguments that the object was made with, by position and by name.
+        made_with: The constructor's positional arguments and keyword arguments.
     """
 
     made_with: tuple[tuple[Any, ...], dict[str, Any]]
@@ -283,18 +285,18 @@ def _make(kind: type[Any], arguments: tuple[Any, ...], keywords: dict[str, Any])
     return kind(*arguments, **keywords)
 
 
-# Deprecations: what will be removed warns until a named version, which a test holds
+# Deprecations
 
 
 class DrivetrainDeprecationWarning(FutureWarning):
-    """Something of drivetrain that a script uses will be removed; the message names the version and what to use.
+    """Warning about a part of drivetrain that will be removed; the message names the version and the replacement.
 
-    A `FutureWarning`, which Python shows by default also where the call is in a module of the script's.
+    It is a `FutureWarning`, because Python hides a `DeprecationWarning` that is raised in an imported module.
     """
 
 
 def deprecated(*, since: str, removed_in: str, use: str | None = None) -> Callable[[F], F]:
-    """Mark a function, method or class that will be removed: a call warns."""
+    """Decorate a function, method or class so that each call warns of its removal."""
     until = _until(since, removed_in)
 
     def mark(target: F) -> F:
@@ -310,7 +312,7 @@ def deprecated(*, since: str, removed_in: str, use: str | None = None) -> Callab
 def warn_ignored(
     function: str, name: str, value: object, hint: str, *, since: str, removed_in: str, stacklevel: int = 4
 ) -> None:
-    """Warn the caller's caller of an argument that is taken and has no effect any more; do nothing if it is None."""
+    """Warn that an argument no longer has an effect; do nothing if its value is None."""
     if value is not None:
         _warn(f"{function}({name}={value!r}) has no effect {_until(since, removed_in)}. {hint}".rstrip(), stacklevel)
 
@@ -332,8 +334,8 @@ def _warn(message: str, stacklevel: int = 3) -> None:
     warnings.warn(message, DrivetrainDeprecationWarning, stacklevel=stacklevel)
 
 
-# What is raised where a checkpoint is not whole
+# Damaged checkpoints
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is missing, incomplete or damaged, or holds what none may hold: an older one may be whole."""
+    """Error raised if a checkpoint is missing, incomplete or damaged, so that an older one should be tried."""

@@ -1,4 +1,4 @@
-"""Public names of a package whose modules are imported when a name is first asked for."""
+"""Lazy public names of a package: each module is imported on the first access to its name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 
 
 def load_export(name: str, exports: Mapping[str, str], namespace: dict[str, Any]) -> Any:
-    """Import what a package's `__getattr__` was asked for, and keep it there."""
+    """Import the object behind a lazy name and cache it in the package's namespace.
+
+    `exports` maps public names to module names. Raises AttributeError for a name that is not in it.
+    """
     if name not in exports:
         raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
     value = namespace[name] = getattr(importlib.import_module(exports[name]), name)
@@ -18,14 +21,16 @@ def load_export(name: str, exports: Mapping[str, str], namespace: dict[str, Any]
 
 
 def public_names(package: str) -> list[str]:
-    """The names that a package of lazy exports offers; nothing of what they are is imported. None without the package.
+    """Return the `__all__` of a package, or an empty list if the package is not installed.
+
+    The objects behind lazily exported names are not imported.
 
     Args:
-        package: Its name.
+        package: The package's import name.
     """
     return list(importlib.import_module(package).__all__) if importlib.util.find_spec(package) else []
 
 
 def package_version() -> str:
-    """Return the version of drivetrain, without an import of the package that exports all rooms."""
+    """Return drivetrain's version without triggering any lazy import."""
     return str(sys.modules["drivetrain"].__version__)

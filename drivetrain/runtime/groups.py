@@ -1,4 +1,4 @@
-"""Groups of processes that a script makes beside that of a run, and what is done in them: torch's, in one place."""
+"""Methods of `torch.distributed` bound to a process group, and a gather that keeps gradients."""
 
 from __future__ import annotations
 
@@ -14,44 +14,41 @@ from drivetrain.runtime.errors import ConfigurationError
 
 
 def gather_with_gradients(tensor: Tensor) -> Tensor:
-    """Stack a tensor of all processes along a new first dimension; gradients flow back to each process's own."""
+    """Stack a tensor from all processes along a new first dimension, with gradients for each process's own tensor."""
     from torch.distributed.nn.functional import all_gather
 
     return torch.stack(all_gather(tensor))  # type: ignore[no-untyped-call]
 
 
 class TorchGroup:
-    """The operations of `torch.distributed` on one group.
+    """Methods of `torch.distributed`, applied to one process group.
 
     Attributes:
-        group: The group.
+        group: The process group.
     """
 
     group: Any
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the group."""
         return dist.get_rank(self.group)
 
     @property
     def world_size(self) -> int:
-        """Number of processes in the group."""
         return dist.get_world_size(self.group)
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether torch was built with groups."""
         return dist.is_available()
 
     @classmethod
     def is_initialized(cls) -> bool:
-        """Whether the group of all processes is there."""
         return cls.is_available() and dist.is_initialized()
 
     @classmethod
     def init_group(cls, main_address: str | None = None, main_port: str | int | None = None, **kwargs: Any) -> None:
-        """Make the group of all processes."""
+        """Initialise the default process group, without leaving the rendezvous address in the environment."""
+        # init_process_group reads the address from the environment, which is restored afterwards.
         before = dict(os.environ)
         wanted = {"MASTER_ADDR": main_address, "MASTER_PORT": main_port}
         given = {name: str(value) for name, value in wanted.items() if value is not None}
@@ -65,112 +62,93 @@ class TorchGroup:
 
     @classmethod
     def new_group(cls, **kwargs: Any) -> Any:
-        """Make a group of some processes; called by all."""
         return dist.new_group(**kwargs)
 
     @classmethod
     def destroy_group(cls, group: Any) -> None:
-        """End a group, on the processes that are in it."""
+        # Destroying a group twice raises an error, and torch has no public way to check for it.
         if group in dist.distributed_c10d._pg_map:
             dist.destroy_process_group(group)
 
     @classmethod
     def whole(cls) -> Any:
-        """The group of all processes; None before it is made."""
+        """Return the default process group, or None if it is not initialised."""
         return dist.group.WORLD
 
     @classmethod
     def count(cls) -> int:
-        """How many groups there are that this process is in."""
+        """Return the number of process groups that this process belongs to."""
         return len(dist.distributed_c10d._pg_map)
 
     @classmethod
     def is_member(cls, group: Any) -> bool:
-        """Whether this process is in a group."""
         return bool(group != dist.GroupMember.NON_GROUP_MEMBER)
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        """Give all processes one process's tensor."""
         dist.broadcast(tensor, src, group=self.group)
         return tensor
 
     def all_reduce(self, tensor: Tensor, op: Any = "sum") -> Tensor:
-        """Reduce tensors, on all processes."""
         dist.all_reduce(tensor, op=self._convert_to_native_op(op), group=self.group)
         return tensor
 
     def reduce(self, tensor: Tensor, dst: int, op: Any = "sum") -> Tensor:
-        """Reduce tensors, on one process."""
         dist.reduce(tensor, dst, op=self._convert_to_native_op(op), group=self.group)
         return tensor
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
-        """Gather tensors, on all processes."""
         dist.all_gather(tensor_list, tensor, group=self.group)
         return tensor_list
 
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
-        """Gather tensors, on one process."""
         dist.gather(tensor, gather_list, dst, group=self.group)
         return gather_list
 
     def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor:
-        """Give each process one of the tensors that one process has."""
         dist.scatter(tensor, scatter_list, src, group=self.group)
         return tensor
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: Any = "sum") -> Tensor:
-        """Reduce lists of tensors, and give each process one of the results."""
         dist.reduce_scatter(output, input_list, op=self._convert_to_native_op(op), group=self.group)
         return output
 
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
-        """Give each process its tensor of each other process's list."""
         dist.all_to_all(output_tensor_list, input_tensor_list, group=self.group)
         return output_tensor_list
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        """Send a tensor to one process."""
         dist.send(tensor, dst, tag=tag, group=self.group)
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor:
-        """Receive a tensor from one process, or from any."""
         dist.recv(tensor, src, tag=tag, group=self.group)
         return tensor
 
     def barrier(self, device_ids: list[int] | None = None) -> None:
-        """Wait for all processes of the group."""
         dist.barrier(group=self.group, device_ids=device_ids)
 
     def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all processes of the group, and name those that do not come."""
         dist.monitored_barrier(group=self.group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 
     def all_gather_object(self, object_list: list[Any], obj: Any) -> list[Any]:
-        """Gather objects that can be pickled, on all processes."""
         dist.all_gather_object(object_list, obj, group=self.group)
         return object_list
 
     def broadcast_object_list(self, object_list: list[Any], src: int, device: torch.device | None = None) -> list[Any]:
-        """Give all processes one process's objects."""
         dist.broadcast_object_list(object_list, src, group=self.group, device=device)
         return object_list
 
     def gather_object(self, obj: Any, object_gather_list: list[Any], dst: int = 0) -> list[Any]:
-        """Gather objects, on one process."""
         dist.gather_object(obj, object_gather_list, dst, group=self.group)
         return object_gather_list
 
     def scatter_object_list(
         self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any], src: int = 0
     ) -> list[Any]:
-        """Give each process one of the objects that one process has."""
         dist.scatter_object_list(scatter_object_output_list, scatter_object_input_list, src, group=self.group)
         return scatter_object_output_list
 
     @classmethod
     def _convert_to_native_op(cls, op: Any) -> Any:
-        """The operation of a name."""
         if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
             return op
         if not isinstance(op, str):

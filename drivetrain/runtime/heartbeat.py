@@ -1,10 +1,10 @@
-"""The signs of progress that a rank leaves for its launcher, which ends a run in which there are none.
+"""Heartbeats that a launcher reads to detect and end a run that hangs.
 
-Each rank maps a small file that the launcher named and counts in it: one store to memory for each collective,
-optimizer step and batch, no system call. The launcher reads the count, and asks a rank that stands still for its
-stack with `STACK_SIGNAL`, which `faulthandler` answers even where Python cannot run.
+Each rank memory-maps a small file that its launcher created and counts its progress in it. Counting is a memory store
+per collective, optimizer step and batch, without a system call. The launcher sends `STACK_SIGNAL` to a rank that makes
+no progress. `faulthandler` then writes the rank's stack, even if the interpreter is blocked.
 
-Imports nothing of torch: each rank passes through here before its script runs.
+This module imports nothing from torch, because every rank imports it before the script starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 HEARTBEAT_VARIABLE = "DRIVETRAIN_HEARTBEAT"
-# A real-time signal, which scripts and schedulers rarely use, where the system has them; 0 on Windows, unused.
+# Scripts and schedulers rarely use this real-time signal. Systems without them use SIGUSR1; Windows has neither (0).
 STACK_SIGNAL: int = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else getattr(signal, "SIGUSR2", 0)
 
 _PID, _BEATS, _ATTACHED, _TIMEOUT_MS = range(4)
@@ -28,7 +28,7 @@ _COUNTS_CPU_TIME, _COUNTS_BEATS_ONLY = 1, 2
 
 
 class Heartbeat:
-    """Counts what a rank gets done."""
+    """Counter of a rank's progress, in memory that its launcher can read."""
 
     __slots__ = ("_cells", "watched")
 
@@ -38,7 +38,7 @@ class Heartbeat:
 
     @classmethod
     def attach(cls) -> Heartbeat:
-        """Count for the launcher that started this very process, or where no launcher reads it."""
+        """Map the heartbeat file that the launcher created for this process; without one, count in private memory."""
         path = os.environ.get(HEARTBEAT_VARIABLE)
         if not path:
             return cls()
@@ -47,15 +47,14 @@ class Heartbeat:
                 cells = memoryview(mmap.mmap(file.fileno(), _BYTES)).cast("Q")
         except (OSError, ValueError):
             return cls()
-        # A process that a rank has started inherits the variable, and must not count for the rank.
+        # A child process of a rank inherits the variable and must not count for the rank.
         return cls(cells, watched=True) if cells[_PID] == os.getpid() else cls()  # type: ignore[arg-type]
 
     def beat(self) -> None:
-        """Record that something was done."""
         self._cells[_BEATS] += 1
 
     def beating(self, function: Callable[[], int]) -> Callable[[], int]:
-        """Return a function that beats and calls this one; the function itself where no launcher reads the count."""
+        """Wrap a function so that each call counts as progress; return it unchanged if no launcher reads the count."""
         if not self.watched:
             return function
 
@@ -66,19 +65,19 @@ class Heartbeat:
         return counted
 
     def describe_waits(self, timeout: timedelta | None, *, spinning: bool) -> None:
-        """Record how this rank waits for others."""
+        """Record in the heartbeat the timeout of collectives and if waiting ranks use CPU time (`spinning`)."""
         self._cells[_TIMEOUT_MS] = int(timeout.total_seconds() * 1000) if timeout is not None else 0
         self._cells[_ATTACHED] = _COUNTS_BEATS_ONLY if spinning else _COUNTS_CPU_TIME
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What a launcher reads of a rank.
+    """Progress of a rank, as read by its launcher.
 
     Attributes:
-        beats: How much it has got done.
-        counts_cpu_time: Whether CPU time of its main thread is a sign of progress too.
-        timeout: Seconds that its collectives may wait; None if not known.
+        beats: Number of units of progress so far.
+        counts_cpu_time: True if CPU time of the main thread is a sign of progress too.
+        timeout: Timeout of collectives in seconds, or None if unknown.
     """
 
     beats: int
@@ -87,26 +86,26 @@ class Sign:
 
 
 def answer_launcher() -> None:
-    """Make this process's heartbeat, and let it write its stack when the launcher asks.
+    """Create this process's heartbeat file and register the signal handler that writes its stack.
 
-    The worker calls this before the script runs; nothing happens where no launcher has named a file.
+    The worker calls this before the script runs. It does nothing if no launcher has set the variable.
     """
     path = os.environ.get(HEARTBEAT_VARIABLE)
     if not path:
         return
     try:
         stacks = open(f"{path}.stack", "ab")  # faulthandler writes to it until the process ends
-        # The main thread alone: the stacks of running threads cannot be read safely.
+        # Only the main thread: reading the stacks of running threads is not safe.
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
-        # Written in full, since a store to a page for which there is no room kills the process.
+        # Write all bytes now: a later store to a page without disk space would kill the process.
         with open(path, "wb") as file:
             file.write(os.getpid().to_bytes(8, "little") + bytes(_BYTES - 8))
     except (OSError, ValueError, AttributeError):
-        pass  # no room, or a system without these signals: the run is not watched
+        pass  # disk full, or a system without these signals: the run is not watched
 
 
 def read_sign(path: str, pid: int) -> Sign | None:
-    """Read a rank's heartbeat; None where this process has left none."""
+    """Read the heartbeat of a rank, or return None if the process with this `pid` has written none."""
     try:
         with open(path, "rb") as file:
             content = file.read(_BYTES)
@@ -121,17 +120,20 @@ def read_sign(path: str, pid: int) -> Sign | None:
     return Sign(cells[_BEATS], cells[_ATTACHED] != _COUNTS_BEATS_ONLY, timeout)
 
 
-# The mark of a process that the others of its run can do without: one that takes items from a work queue
+# Processes that a run can do without, such as those that take items from a work queue
 
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""Names the file in which a process leaves its failure for its launcher; the mark is beside it."""
+"""Environment variable with the file for a process's failure; the marker file is next to it."""
 
 _LEFT_A_QUEUE = "_drivetrain_left_work_queue"
 
 
 def set_expendable(expendable: bool) -> None:
-    """Leave the mark, or take it away; does nothing where no launcher reads it."""
+    """Create or remove the marker file of a process that may die without ending the run.
+
+    It does nothing if there is no launcher.
+    """
     error_file = os.environ.get(ERROR_FILE_VARIABLE)
     if not error_file:
         return
@@ -143,17 +145,16 @@ def set_expendable(expendable: bool) -> None:
 
 
 def is_expendable(error_file: str) -> bool:
-    """Whether a process has left the mark."""
+    """Return True if the process with this error file may die without ending the run."""
     return os.path.exists(_mark(error_file))
 
 
 def mark_left_queue(error: BaseException) -> None:
-    """Mark an exception as one that ended this process's part of a work queue."""
     setattr(error, _LEFT_A_QUEUE, True)
 
 
 def has_left_queue(error: BaseException | None) -> bool:
-    """Whether an exception, or one that it follows from, ended this process's part of a work queue."""
+    """Return True if an exception or one of its causes ended this process's work on a queue."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if hasattr(error, _LEFT_A_QUEUE):

@@ -1,4 +1,4 @@
-"""Numbers of bytes as text, such as `"24GB"` and `1.24 GiB`, and those of this machine's memory."""
+"""Properties of this process and its machine: memory, start time, CPU cores, and byte counts as text."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _NAMES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes, from a number or from text such as `"5GB"` or `"5G"` (of 1000 MB) or `"500MiB"` (of 1024 KiB).
+    """Parse a number of bytes from an int or from text such as `"5GB"` (decimal) or `"500MiB"` (binary units).
 
-    The case of letters has no meaning, but for `"Gb"` and its like: these are bits.
+    Case does not matter, except that a lower-case `b`, as in `"5Gb"`, means bits.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([KMGT]?I?)B?\s*", str(size), re.IGNORECASE)
     units = _DECIMAL | _BINARY
     if match is None or match[2].upper() not in units:
-        raise ConfigurationError(f"{size!r} is no size; give bytes, or text such as '5GB' or '500MiB'.")
+        raise ConfigurationError(f"{size!r} is not a size. Use a number of bytes, or text such as '5GB' or '500MiB'.")
     bits = re.search(r"[KMGT]i?b\s*$", str(size)) is not None  # "5Gb" means bits
     return int(float(match[1]) * units[match[2].upper()]) // (8 if bits else 1)
 
 
 def as_bytes(count: float) -> str:
-    """A number of bytes with three digits or so, such as `1.24 GiB` (of 1024 MiB); `parse_bytes` reads it."""
+    """Format a number of bytes in binary units, such as `1.24 GiB`."""
     for unit in _NAMES[:-1]:
         if abs(count) < 1024:
             return f"{count:.4g} {unit}"
@@ -42,7 +42,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes of memory that this process can still take and of all there is: the machine's, or its container's."""
+    """Return the available and the total memory in bytes, of the machine or of its container."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -55,15 +55,15 @@ def host_memory() -> tuple[int, int]:
     return min(free, max(0, limit - used)), min(total, limit)
 
 
-# This process as the system sees it: what memory it takes, and when it was started
+# Memory and start time of processes
 
 
 def resident_bytes() -> int:
-    """The resident memory of this process.
+    """Return the resident memory of this process in bytes.
 
-    On Linux it is read from a file. Elsewhere it is from psutil, whose import alone takes 20 ms.
+    On Linux it is read from a file, because importing psutil takes 20 ms.
     """
-    found = _read("/proc/self/statm")
+    found = _read_kernel_file("/proc/self/statm")
     if found:
         return int(found.split()[1]) * os.sysconf("SC_PAGE_SIZE")
     import psutil
@@ -72,10 +72,10 @@ def resident_bytes() -> int:
 
 
 def started_at() -> float:
-    """When this process was started, in seconds since 1970, to a second of what psutil has for it."""
-    found = _read("/proc/self/stat")
+    """Return the time at which this process started, in seconds since 1970, to within a second of psutil's value."""
+    found = _read_kernel_file("/proc/self/stat")
     if found:
-        ticks = int(found.rpartition(b")")[2].split()[19])  # since the machine was started; names hold any character
+        ticks = int(found.rpartition(b")")[2].split()[19])  # since boot; the name in brackets may hold any character
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         return round(booted + ticks / os.sysconf("SC_CLK_TCK"), 2)  # a tick is a hundredth
     import psutil
@@ -84,21 +84,24 @@ def started_at() -> float:
 
 
 def started_since_boot(pid: int | str = "self") -> float | None:
-    """Return when a process was started, in seconds since the machine was; None if that is not known.
+    """Return the seconds between the machine's boot and a process's start, or None if unknown.
 
-    Unlike a time of day it stays the same when the clock is set.
+    Unlike a time of day, this value does not change when the clock is set.
     """
-    found = _read(f"/proc/{pid}/stat")
+    found = _read_kernel_file(f"/proc/{pid}/stat")
     return int(found.rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK") if found else None
 
 
 def boot_id() -> str:
-    """Return what the kernel names this run of the machine by; empty if it has no such name."""
-    return _read("/proc/sys/kernel/random/boot_id").decode().strip()
+    """Return the kernel's identifier of the current boot, or an empty string if there is none."""
+    return _read_kernel_file("/proc/sys/kernel/random/boot_id").decode().strip()
 
 
 def is_alive(pid: int, started: float) -> bool:
-    """Return whether the process with a number is the one that was started then, and has not ended."""
+    """Return True if the process with this `pid` started at the given time and is still running.
+
+    `started` is a value of `started_at` or `started_since_boot`.
+    """
     import psutil
 
     try:
@@ -109,17 +112,16 @@ def is_alive(pid: int, started: float) -> bool:
             same = abs(process.create_time() - started) < 2.0  # clocks are adjusted
         return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.AccessDenied:
-        return True  # somebody else's, which is there
+        return True  # another user's process, which exists
     except (psutil.NoSuchProcess, ValueError, OverflowError):
         return False
 
 
 _TIMES_OF_DAY = 1e9
-"""Seconds since 1970 are more than this, and no machine has run for 30 years."""
+"""Limit in seconds above which a start time counts from 1970, and below which from the machine's boot."""
 
 
-def _read(path: str) -> bytes:
-    """What a small file of the kernel's holds; nothing where there is none."""
+def _read_kernel_file(path: str) -> bytes:
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError:
@@ -130,10 +132,10 @@ def _read(path: str) -> bytes:
         os.close(file)
 
 
-# How many cores of the processor a process has
+# CPU cores
 
 
 def cores_of_process(processes_here: int = 1) -> int:
-    """The processor's cores for each process of this machine."""
+    """Return the number of CPU cores per process on this machine, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // processes_here)

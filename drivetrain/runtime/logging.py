@@ -1,4 +1,4 @@
-"""A logger for runs of several processes, so that a line is printed once and not once per process."""
+"""Logger for distributed runs that prints each message once instead of once per process."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
-    """A logger for the module `name` that prints on the main process unless asked otherwise.
+    """Return a logger that prints on the main process only, unless requested otherwise.
 
-    Every logging method takes two more keyword arguments: `main_process_only` (default True), and
-    `in_order` (default False), which logs on all processes, one after the other. Making or using the logger
-    never starts a process group.
+    Every logging method takes two more keyword arguments. `main_process_only` is True by default. `in_order` (False by
+    default) logs on all processes, one after the other. Creating or using the logger never starts a process group.
 
     Args:
         name: The logger's name, usually `__name__`.
-        log_level: A level name or number. Without it the environment variable `DRIVETRAIN_LOG_LEVEL`
-            decides, and without that the configuration of Python's logging.
+        log_level: A level's name or number. The default is the environment variable `DRIVETRAIN_LOG_LEVEL`, and without
+            it the configuration of Python's `logging`.
+
+    Returns:
+        A `RankLogger`.
 
     Raises:
         ConfigurationError: If the level has an unknown name.
@@ -57,7 +59,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 
 
 class RankLogger(_Adapter):
-    """Python's logger with `main_process_only` and `in_order` on every method; made by `get_logger`."""
+    """Logger adapter whose methods take `main_process_only` and `in_order`; created by `get_logger`."""
 
     def __init__(self, logger: logging.Logger, extra: dict[str, object]) -> None:
         super().__init__(logger, extra)
@@ -72,7 +74,16 @@ class RankLogger(_Adapter):
         in_order: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Log a message on the main process, or on all of them."""
+        """Log a message on the main process, or on all processes.
+
+        Args:
+            level: Level of the message.
+            msg: The message, with `%` placeholders for `args`.
+            *args: Values for the placeholders.
+            main_process_only: Log on rank 0 only.
+            in_order: Log on all processes, in rank order. All processes must call it.
+            **kwargs: Other arguments of `logging.Logger.log`.
+        """
         if not in_order and not self.isEnabledFor(level):
             return
         rank, world_size = rank_and_world_size()
@@ -83,8 +94,9 @@ class RankLogger(_Adapter):
         if isinstance(msg, str):
             msg = shown(msg)
         args = tuple(shown(each) if isinstance(each, str) else each for each in args)
+        # Log records must name the caller's line instead of this one.
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
-        # In order, a level that differs between ranks must leave no rank waiting: all of them take every turn.
+        # With in_order, every rank joins every barrier, so that differing log levels cannot block a rank.
         for turn in range(world_size) if in_order else (rank,):
             if turn == rank:
                 self.logger.log(level, msg, *args, **kwargs)
@@ -92,17 +104,28 @@ class RankLogger(_Adapter):
                 _wait_for_others()
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log a warning the first time that this logger is given this message with these arguments."""
+        """Log a warning the first time that this logger gets this message with these arguments.
+
+        Args:
+            msg: The message.
+            *args: Values for its placeholders.
+            **kwargs: Arguments of `log`.
+        """
         if self._is_new(logging.WARNING, msg, args):
             self.log(logging.WARNING, msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
 
     def info_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log at level INFO the first time that this logger is given this message with these arguments."""
+        """Log a message at level INFO the first time that this logger gets it with these arguments.
+
+        Args:
+            msg: The message.
+            *args: Values for its placeholders.
+            **kwargs: Arguments of `log`.
+        """
         if self._is_new(logging.INFO, msg, args):
             self.log(logging.INFO, msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
 
     def _is_new(self, level: int, msg: object, args: tuple[object, ...]) -> bool:
-        """Whether this message was not given before; remembers it."""
         key = (level, str(msg), repr(args) if args else "")
         if key in self._seen:
             return False
@@ -111,10 +134,10 @@ class RankLogger(_Adapter):
 
 
 class _FallbackHandler(logging.Handler):
-    """Prints to standard error while no handler is configured for Python's logging.
+    """Handler that prints to stderr as long as the root logger has no handler.
 
-    Without it Python prints nothing below WARNING, whatever the logger's level. It keeps still once the root
-    logger has a handler, and belongs to one logger, so that no line is printed twice.
+    Without it, Python prints only warnings and errors, whatever the logger's level. It handles one logger's records
+    only, so that no line is printed twice.
     """
 
     def __init__(self, name: str) -> None:
@@ -128,7 +151,6 @@ class _FallbackHandler(logging.Handler):
 
 
 def _parse_level(level: str | int, source: str) -> int:
-    """The number of a level; `source` names in the error message where it was set."""
     if isinstance(level, int):
         return level
     name = level.upper()
@@ -140,7 +162,6 @@ def _parse_level(level: str | int, source: str) -> int:
 
 
 def _wait_for_others() -> None:
-    """Wait for all processes; also without a `PartialState`, where the script made the process group."""
     state = PartialState.existing()
     if state is not None:
         state.wait_for_everyone()
@@ -149,7 +170,7 @@ def _wait_for_others() -> None:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """This process among its peers; starts nothing, and lets no broken environment break a log line."""
+    """Return this process's rank and the world size without starting anything; (0, 1) if the environment is invalid."""
     state = PartialState.existing()
     try:
         environment = state.environment if state is not None else ProcessEnvironment.detect()

@@ -1,4 +1,4 @@
-"""Memory: finding a batch size that fits, giving back what objects hold, and what a process takes."""
+"""Memory of devices and host: finding a batch size that fits, releasing memory, and measuring it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from drivetrain.runtime.store_agreement import SharedAttempt
 
 logger = get_logger(__name__)
 
-# Parts of the messages of backends that have no exception of their own.
+# Message parts of backends without an out-of-memory exception class.
 _SIGNS = (
     "out of memory",
     "CUDNN_STATUS_NOT_SUPPORTED",
@@ -39,19 +39,18 @@ _SIGNS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception is that of a device, or of the host, without memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign.lower() in str(error).lower() for sign in _SIGNS)
 
 
 class Attempt(NamedTuple):
-    """What came of a call that needs memory.
+    """Outcome of a call that may run out of memory.
 
     Attributes:
-        enough: Whether memory was enough, on all processes.
-        result: What the call returned on this one, where it was.
-        failure: That memory lacked on this process, in words; None where it did not.
+        enough: True if memory was sufficient on all processes.
+        result: The call's return value on this process, or None if memory was insufficient anywhere.
+        failure: The out-of-memory error of this process, without its traceback, or None.
     """
 
     enough: bool
@@ -60,7 +59,7 @@ class Attempt(NamedTuple):
 
 
 def attempt_together(call: Callable[[], Any], what: str, patience: float, releases: bool = True) -> Attempt:
-    """Make a call that may lack memory; call it on all processes. Memory that lacks on one has lacked on all."""
+    """Call a function on all processes, and report if any of them ran out of memory."""
     if releases:
         _release()
     shared = SharedAttempt.begin(what, patience)
@@ -72,7 +71,7 @@ def attempt_together(call: Callable[[], Any], what: str, patience: float, releas
             if shared is not None:
                 shared.fail(error)
             raise
-        # The exception's frames and arguments hold what the attempt has built.
+        # Keep only the text: the exception's frames would keep the attempt's tensors alive.
         failure = MemoryError(f"{type(error).__name__}: {error}")
     enough = failure is None if shared is None else shared.all_had_memory(here=failure is None)
     return Attempt(enough, result if enough else None, failure)
@@ -84,26 +83,27 @@ def find_executable_batch_size(
     reduce_batch_size_fn: Callable[[], int] | Callable[[int], int] | None = None,
     patience: float = 60.0,
 ) -> Any:
-    """Decorate a function whose first argument is the batch size, to try smaller ones as long as memory lacks.
+    """Decorate a function to call it with smaller and smaller batch sizes until it no longer runs out of memory.
 
-    What it holds is released before each further attempt: build the model and the loaders inside of it. Where an
-    Accelerator or a PartialState was made before, every process calls it, and all take the next size where memory lacks
-    on one.
+    The function's first argument is the batch size. Memory is released between attempts, so build the model and the
+    loaders inside the function. In a distributed run all processes must call it, and they move on to the next size
+    together if any of them runs out of memory.
 
     Args:
-        function: The function; None where it is used with arguments.
-        starting_batch_size: The first batch size.
-        reduce_batch_size_fn: Returns the next one, given the last one if it takes an argument; 9/10 of it if None.
-        patience: Seconds that a process without memory waits for the others to end the same attempt. They may be in a
-            collective that waits for this process, from which nothing calls them back: then it raises.
+        function: The function, or None if the decorator is used with arguments.
+        starting_batch_size: The first batch size to try.
+        reduce_batch_size_fn: Returns the next batch size. It is called with the last one if it takes an argument. By
+            default the size is multiplied by 0.9.
+        patience: Seconds that a process which ran out of memory waits for the others to end their attempt. They may be
+            blocked in a collective that waits for this process. An error is raised after that time.
 
     Returns:
         The function without its first argument.
 
     Raises:
-        RuntimeError: While it runs: not even a batch of one fits; the last error is its cause.
-        CollectiveError: While it runs: another process has failed, or waits for this one, which has no memory.
-        ConfigurationError: While it runs: it was given a batch size although it is decorated.
+        RuntimeError: When called, if even a batch size of 1 does not fit. The last error is its cause.
+        CollectiveError: When called, if another process failed or is blocked in a collective.
+        ConfigurationError: When called with a batch size, which the decorator supplies.
 
     Example:
         ```python
@@ -131,44 +131,44 @@ def find_executable_batch_size(
     def attempt(*args: Any, **kwargs: Any) -> Any:
         if not names or len(args) > len(names) - 1 or names[0] in kwargs:
             raise ConfigurationError(
-                f"{function.__name__} is given its batch size, its first argument, by find_executable_batch_size. Call "
-                f"it with the others only: {function.__name__}({', '.join(names[1:])}).",
+                f"find_executable_batch_size passes the batch size to {function.__name__} as its first argument. Call "
+                f"it with the other arguments only: {function.__name__}({', '.join(names[1:])}).",
             )
         size = starting_batch_size
         failure: MemoryError | None = None
         while True:
             if size < 1:
-                raise RuntimeError(f"Memory lacks for {function.__name__} with any batch size, even 1.") from failure
+                raise RuntimeError(f"{function.__name__} runs out of memory with any batch size, even 1.") from failure
             made = attempt_together(functools.partial(function, size, *args, **kwargs), function.__name__, patience)
             if made.enough:
                 return made.result
             failure = made.failure or failure
             del made
-            smaller = _next(size, reduce_batch_size_fn)
-            logger.info("A batch size of %d needs too much memory; trying %d.", size, smaller)
+            smaller = _smaller_batch_size(size, reduce_batch_size_fn)
+            logger.info("out of memory with a batch size of %d: trying %d", size, smaller)
             size = smaller
 
     return attempt
 
 
-def _next(size: int, reduce: Callable[..., int] | None) -> int:
+def _smaller_batch_size(size: int, reduce: Callable[..., int] | None) -> int:
     if reduce is None:
         return int(size * 0.9)
     takes = bool(inspect.signature(reduce).parameters)
     smaller = int(reduce(size) if takes else reduce())
     if takes and smaller >= size:
-        raise ConfigurationError(f"reduce_batch_size_fn made {smaller} of a batch size of {size}, which is no smaller.")
+        raise ConfigurationError(f"reduce_batch_size_fn returned {smaller} for batch size {size}: it must be smaller.")
     return smaller
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Give back the memory of objects that the caller overwrites with what is returned.
+    """Free the memory of objects whose references the caller overwrites with the return value.
 
     Args:
-        *objects: The caller's references.
+        *objects: The objects to release.
 
     Returns:
-        A None for each: `model, optimizer = release_memory(model, optimizer)`.
+        A list of as many Nones: `model, optimizer = release_memory(model, optimizer)`.
     """
     count = len(objects)
     del objects
@@ -184,13 +184,13 @@ def _release() -> None:
 
 
 class MemoryUse(NamedTuple):
-    """The memory that a process takes, in bytes.
+    """Memory that a process uses, in bytes.
 
     Attributes:
-        current: What its tensors hold on the device; on the CPU its resident memory.
-        peak: The most of that, since it was reset; on the CPU since the process began.
-        reserved: What the device's allocator holds; 0 where it has none.
-        host: The process's resident memory.
+        current: Memory allocated by tensors on the device, or the resident memory if the device is the CPU.
+        peak: Peak of `current` since the last reset, or since the process started if the device is the CPU.
+        reserved: Memory held by the device's caching allocator; 0 if there is none.
+        host: Resident memory of the process.
     """
 
     current: int
@@ -200,14 +200,13 @@ class MemoryUse(NamedTuple):
 
     @classmethod
     def read(cls, kind: DeviceKind, device: torch.device) -> MemoryUse:
-        """Read what this process takes."""
         host = resident_bytes()
         current, peak, reserved = kind.memory_use(device) or (host, max(host, _host_peak()), 0)
         return cls(current, peak, reserved, host)
 
 
 def _host_peak() -> int:
-    """The most resident memory that this process has had."""
+    """Return the peak resident memory of this process in bytes, or 0 on Windows."""
     try:
         import resource
     except ImportError:  # Windows
@@ -217,10 +216,10 @@ def _host_peak() -> int:
 
 
 class MemoryHistory:
-    """The allocations of a device, as torch records them where it can (CUDA), to be written when memory runs out.
+    """Recording of a device's allocations with torch's memory snapshot, which only CUDA supports.
 
     Attributes:
-        is_recording: Whether they are being recorded.
+        is_recording: True while allocations are being recorded.
     """
 
     def __init__(self, device: torch.device, max_entries: int) -> None:
@@ -229,24 +228,22 @@ class MemoryHistory:
         self.is_recording = False
 
     def start(self) -> None:
-        """Record from here, where it can be."""
+        """Start recording if the device supports it."""
         if hasattr(self._functions, "_record_memory_history"):
             self._functions._record_memory_history(max_entries=self._max_entries)
             self.is_recording = True
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write what was recorded; its directory is made."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._functions._dump_snapshot(os.fspath(path))
 
     def stop(self) -> None:
-        """Stop recording."""
         if self.is_recording:
             self.is_recording = False
             self._functions._record_memory_history(enabled=None)
 
 
-# Results on their way from a device to host memory, several batches at a time
+# Copies of results from a device to the host
 
 
 MOST_ITEMS = 32
@@ -254,10 +251,10 @@ MOST_BYTES = 64 * 2**20
 
 
 class HostBlocks:
-    """Copies results to host memory as they come, and waits for the device once for each block of them.
+    """Asynchronous copies of results to host memory, which wait for the device once per block of results.
 
-    A copy is queued behind what computes its source, so the source may be overwritten afterwards. What is on its way
-    is in pinned memory; it is bounded, and what is handed out is not pinned.
+    Each copy is queued on the stream that computes its source, so the source may be overwritten afterwards. Pending
+    copies are in pinned memory of bounded size. Returned tensors are not pinned.
     """
 
     def __init__(self, state: PartialState, most_items: int = MOST_ITEMS, most_bytes: int = MOST_BYTES) -> None:
@@ -268,7 +265,10 @@ class HostBlocks:
         self._bytes = 0
 
     def add(self, item: Any, cut: Callable[[Any], Any] | None = None) -> list[Any]:
-        """Take a nested structure of tensors."""
+        """Start copying a nested structure of tensors to the CPU.
+
+        Returns the finished block if it is full, else an empty list. `cut` is applied to the structure after the copy.
+        """
         own: set[torch.device] = set()
 
         def measure(leaf: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ class HostBlocks:
             return leaf
 
         recursively_apply(measure, item)
-        # Of a device of another kind there is nothing to wait with.
+        # Only devices of this kind can be synchronised; copies from others must block.
         queued = own if all(device.type == self._kind.name for device in own) else set()
         self._items.append((send_to_device(item, torch.device("cpu"), non_blocking=bool(queued)), cut))
         self._devices |= queued
@@ -286,7 +286,7 @@ class HostBlocks:
         return self.take() if full else []
 
     def take(self) -> list[Any]:
-        """The items that were added since the last block, on the CPU."""
+        """Wait for the copies that have been started, and return them as CPU tensors."""
         given, self._items, self._bytes = self._items, [], 0
         for device in self._devices:
             self._kind.synchronize(device)
@@ -298,32 +298,32 @@ class HostBlocks:
 
 
 def parameter_size(layer: torch.nn.Module, name: str, whole: int) -> tuple[int, int]:
-    """Elements of a layer's parameter before it was quantised, and the bytes that it takes with its scales."""
-    # Not by item, for which ZeRO-3 gathers the parameter if a forward was broken off, though only one process counts.
+    """Return the number of elements of a parameter before quantisation, and its stored bytes with scales."""
+    # Not `_parameters[name]`: after an aborted forward, ZeRO-3 gathers the parameter there, and one process would hang.
     parameter: Any = layer._parameters.get(name)
     stored = whole * int(parameter.element_size())
     if name != "weight":
         return whole, stored
     of_4_bits: Any = getattr(layer, "quant_state", None)
-    if of_4_bits is not None:  # bitsandbytes' layers, whose parameter is packed
+    if of_4_bits is not None:  # bitsandbytes packs 4-bit parameters
         second = of_4_bits.state2
         scales = [of_4_bits.absmax, *([of_4_bits.offset, second.absmax] if second is not None else [])]
         return math.prod(of_4_bits.shape), stored + _bytes_of(scales)
-    if wraps_others(parameter) and not hasattr(parameter, "device_mesh"):  # torchao's, but not a sharded one
+    if wraps_others(parameter) and not hasattr(parameter, "device_mesh"):  # torchao, but not DTensor
         return whole, _bytes_of(stored_pieces(parameter))
-    # bitsandbytes' scales of 8 bits are on the weight until the first forward, and then beside it.
+    # bitsandbytes moves its 8-bit scales from the weight to the layer's state in the first forward.
     rows: Any = getattr(parameter, "SCB", None)
     rows = getattr(getattr(layer, "state", None), "SCB", None) if rows is None else rows
     return whole, stored + (0 if rows is None else _bytes_of([rows]))
 
 
 def wraps_others(tensor: Any) -> bool:
-    """Whether a tensor holds its values in other tensors: a quantised or a sharded one."""
+    """Return True if a tensor subclass stores its values in other tensors, as quantised and sharded ones do."""
     return bool(_wraps(tensor))
 
 
 def stored_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a tensor is stored in: itself, or the tensors within one that wraps others (quantised, sharded)."""
+    """Yield the plain tensors that store a tensor's values: the tensor itself, or the inner ones of a subclass."""
     if not wraps_others(tensor):
         yield tensor
         return

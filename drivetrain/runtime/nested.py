@@ -1,8 +1,8 @@
-"""Operations over nested structures of tensors: what a batch is made of.
+"""Operations over nested structures of tensors, such as batches.
 
-A structure is a tensor, or a `dict` or any other mapping, a list, a tuple, a named tuple, or an instance of a
-dataclass or attrs class, of structures. Every function here gives back the same types it was given. What is neither
-a tensor nor a container (a string, a number, `None`) is a leaf that passes through unchanged.
+A structure is a tensor, or a mapping, list, tuple, named tuple, dataclass or attrs instance of structures. Every
+function returns containers of the types that it was given. Anything that is neither a tensor nor a container (a string,
+a number, `None`) is a leaf that is passed through unchanged.
 """
 
 from __future__ import annotations
@@ -21,34 +21,31 @@ from drivetrain.runtime.errors import DataError
 
 @dataclasses.dataclass(frozen=True)
 class TensorInformation:
-    """What is needed to allocate a tensor like another one: its shape and dtype."""
+    """Shape and dtype of a tensor, from which an empty one can be allocated."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def is_tensor(value: object) -> bool:
-    """Whether `value` is a `torch.Tensor`."""
     return isinstance(value, Tensor)
 
 
 def is_tensor_information(value: object) -> bool:
-    """Whether `value` is a `TensorInformation`."""
     return isinstance(value, TensorInformation)
 
 
 def is_leaf(value: object) -> bool:
-    """Whether `value` is no container of other values; a tensor is a leaf."""
+    """Return True if a value is not a container of other values. Tensors are leaves."""
     return _children(value) is None
 
 
 def is_namedtuple(value: object) -> bool:
-    """Whether `value` is an instance of a named tuple."""
     return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make")
 
 
 def field_names(data: Any) -> list[str] | None:
-    """Return the names of the fields of an instance of a dataclass or attrs class; None for any other value."""
+    """Return the field names of a dataclass or attrs instance, or None for any other value."""
     if isinstance(data, (type, TensorInformation)):
         return None
     if dataclasses.is_dataclass(data):
@@ -58,8 +55,8 @@ def field_names(data: Any) -> list[str] | None:
 
 
 def with_fields(data: Any, values: Iterable[Any]) -> Any:
-    """Return a copy of an instance that has fields, with these values in the order of `field_names`."""
-    # dataclasses.replace would run __post_init__ again and refuses fields with init=False.
+    """Copy a dataclass or attrs instance with new field values, given in the order of `field_names`."""
+    # dataclasses.replace would run __post_init__ again, and it refuses fields with init=False.
     clone = copy.copy(data)
     for name, value in zip(field_names(data) or (), values, strict=True):
         object.__setattr__(clone, name, value)
@@ -67,7 +64,7 @@ def with_fields(data: Any, values: Iterable[Any]) -> Any:
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """Make a sequence of the type of `obj` (list, tuple, named tuple or a subclass) out of `generator`."""
+    """Build a sequence of the type of `obj` (a list, tuple or named tuple, or a subclass) from `generator`."""
     if is_namedtuple(obj):
         return type(obj)(*generator)
     return type(obj)(list(generator))
@@ -81,18 +78,18 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply `func` to every leaf of a nested structure that passes `test_type`.
+    """Apply a function to every tensor in a nested structure, or to other leaves selected by `test_type`.
 
     Args:
         func: Called as `func(leaf, *args, **kwargs)`.
         data: The structure.
-        *args: Handed to `func`.
-        test_type: Which leaves `func` is for; by default tensors.
-        error_on_other_type: Refuse leaves that fail `test_type` instead of passing them through.
-        **kwargs: Handed to `func`.
+        *args: Positional arguments for `func`.
+        test_type: Predicate that selects the leaves; by default tensors.
+        error_on_other_type: Raise an error for leaves that fail `test_type` instead of passing them through.
+        **kwargs: Keyword arguments for `func`.
 
     Returns:
-        A structure of the same types, with the results in place of the leaves.
+        A structure of equal types with the results in place of the leaves.
 
     Raises:
         DataError: If `error_on_other_type` is set and a leaf fails `test_type`.
@@ -126,19 +123,20 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
-    """Move every tensor of a nested structure, and every object with a `to` method, to a device.
+    """Move all tensors of a nested structure, and all objects with a `to` method, to a device.
 
     Args:
         tensor: The structure.
-        device: Where to.
-        non_blocking: Copy asynchronously where the device can and the source is in pinned memory.
-        skip_keys: Keys of mappings, at any depth, whose values stay where they are.
+        device: The target device.
+        non_blocking: Copy asynchronously if the device supports it and the source is in pinned memory.
+        skip_keys: Keys of mappings, at any depth, whose values are not moved.
 
     Returns:
-        The structure with its tensors on `device`. Objects with a `to` method are moved by it.
+        The structure with its tensors on `device`.
     """
     if isinstance(tensor, Tensor):
         return tensor.to(device, non_blocking=non_blocking)
+    # Plain containers first: most batches consist of them, and checks of abstract types are slow.
     kind = type(tensor)
     if kind is tuple:
         return tuple([send_to_device(item, device, non_blocking, skip_keys) for item in tensor])
@@ -147,6 +145,7 @@ def send_to_device(
     if kind is dict and skip_keys is None:
         return {key: send_to_device(value, device, non_blocking) for key, value in tensor.items()}
     is_mapping = isinstance(tensor, Mapping)
+    # The `to` of a mapping, such as transformers' BatchEncoding, would move the skipped keys too.
     if hasattr(tensor, "to") and not (is_mapping and skip_keys is not None):
         return _move_object(tensor, device, non_blocking)
     children = _children(tensor)
@@ -162,7 +161,7 @@ def send_to_device(
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor in a nested structure; None if it holds no tensor."""
+    """Return the device of the first tensor in a nested structure, or None if it holds no tensor."""
     for leaf in _leaves(data):
         if isinstance(leaf, Tensor):
             return leaf.device
@@ -170,7 +169,7 @@ def find_device(data: Any) -> torch.device | None:
 
 
 def batch_size_or_none(data: Any) -> int | None:
-    """The number of rows of a batch, as `find_batch_size`, or None where it cannot be found."""
+    """Return the number of rows of a batch, or None if it holds no tensor or array with a dimension."""
     if isinstance(data, Tensor):
         return data.size(0) if data.dim() else None
     for leaf in _leaves(data):
@@ -183,36 +182,39 @@ def batch_size_or_none(data: Any) -> int | None:
 
 
 def find_batch_size(data: Any) -> int:
-    """The number of rows of a batch: the first dimension of its first tensor that has one.
+    """Return the number of rows of a batch: the first dimension of its first tensor that has one.
 
     Args:
         data: A nested structure of tensors or NumPy arrays.
 
+    Returns:
+        The number of rows.
+
     Raises:
-        DataError: If the structure holds no tensor of at least one dimension.
+        DataError: If the structure holds no tensor with at least one dimension.
     """
     size = batch_size_or_none(data)
     if size is None:
         raise DataError(
             f"Cannot find the size of this batch: {_describe(data)} holds no tensor with at least one "
-            "dimension. Give the size yourself, self.log(..., batch_size=...), or let the batch hold a "
-            "tensor whose first dimension is the batch."
+            "dimension. Pass the size to self.log(..., batch_size=...), or add a tensor to the batch "
+            "whose first dimension is the batch dimension."
         )
     return size
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Concatenate structures of the same form, leaf by leaf.
+    """Concatenate nested structures of equal form, tensor by tensor.
 
     Args:
-        data: The structures, all with the same keys and lengths.
-        dim: The dimension along which their tensors are concatenated.
+        data: The structures, all with equal keys and lengths.
+        dim: The dimension along which tensors are concatenated.
 
     Returns:
         One structure of the type of `data[0]`.
 
     Raises:
-        DataError: If there is nothing to concatenate, the forms differ, or a leaf is not a tensor.
+        DataError: If `data` is empty, the forms differ, or a leaf is not a tensor.
     """
     if not data:
         raise DataError("concatenate was given an empty list. Give it at least one structure of tensors.")
@@ -230,22 +232,22 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def slice_tensors(data: Any, tensor_slice: slice) -> Any:
-    """Take one slice of the first dimension of every tensor; tensors without dimensions stay as they are."""
+    """Slice the first dimension of every tensor in a nested structure; 0-dimensional tensors are not changed."""
     return recursively_apply(lambda tensor: tensor[tensor_slice] if tensor.dim() else tensor, data)
 
 
 def listify(data: Any) -> Any:
-    """Turn every tensor into nested lists of Python numbers, or a number if it has no dimension."""
+    """Convert every tensor of a nested structure into a Python number or nested lists of numbers."""
     return recursively_apply(lambda tensor: tensor.detach().tolist(), data)
 
 
 def get_data_structure(data: Any) -> Any:
-    """Replace every tensor by its `TensorInformation`; `initialize_tensors` is the way back."""
+    """Replace every tensor of a nested structure by a `TensorInformation` with its shape and dtype."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def initialize_tensors(data_structure: Any, device: torch.device | str | None = None) -> Any:
-    """Allocate, uninitialised, the tensors that `get_data_structure` described."""
+    """Replace every `TensorInformation` of a nested structure by an uninitialised tensor."""
 
     def allocate(info: TensorInformation) -> Tensor:
         return torch.empty(info.shape, dtype=info.dtype, device=device)
@@ -254,7 +256,7 @@ def initialize_tensors(data_structure: Any, device: torch.device | str | None = 
 
 
 def _children(data: Any) -> list[Any] | None:
-    """The values that a container holds, in its order; None if `data` is a leaf."""
+    """Return the values that a container holds, in order, or None for a leaf."""
     if isinstance(data, (tuple, list)):
         return list(data)
     if isinstance(data, Mapping):
@@ -264,14 +266,14 @@ def _children(data: Any) -> list[Any] | None:
 
 
 def _with_children(data: Any, children: Sequence[Any]) -> Any:
-    """A container like `data`, of the same type and with the same keys, that holds `children`."""
+    """Build a container of the type and keys of `data` with other values."""
     kind = type(data)
     if kind is dict:
         return dict(zip(data, children, strict=True))
     if isinstance(data, (tuple, list)):
         return honor_type(data, children)
     if isinstance(data, MutableMapping):
-        # A shallow copy keeps what a constructor call would lose: a default factory, extra attributes.
+        # Unlike a constructor call, a shallow copy keeps a default factory and extra attributes.
         clone = copy.copy(data)
         for key, child in zip(data, children, strict=True):
             clone[key] = child
@@ -282,7 +284,6 @@ def _with_children(data: Any, children: Sequence[Any]) -> Any:
 
 
 def _leaves(data: Any) -> Iterable[Any]:
-    """The leaves of a structure, depth first."""
     children = _children(data)
     if children is None:
         yield data
@@ -292,14 +293,14 @@ def _leaves(data: Any) -> Iterable[Any]:
 
 
 def _matching_children(first: Any, count: int, other: Any) -> list[Any]:
-    """The children of `other` in the order of `first`, which must have the same keys or length."""
+    """Return the children of `other` in the order of `first`, or raise if keys or lengths differ."""
     if isinstance(first, Mapping) and isinstance(other, Mapping) and first.keys() == other.keys():
         return [other[key] for key in first]
     children = None if isinstance(first, Mapping) else _children(other)
     if children is None or len(children) != count:
         raise DataError(
             f"concatenate was given structures of different forms: {_describe(first)} and "
-            f"{_describe(other)}. All of them must have the same keys and lengths."
+            f"{_describe(other)}. All structures must have the same keys and lengths."
         )
     return children
 
@@ -311,7 +312,7 @@ def _expect_tensor(value: Any) -> Tensor:
 
 
 def _move_object(data: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
-    """Call the `to` of an object that is no tensor; not every such method supports `non_blocking`."""
+    """Call the `to` method of an object that is no tensor, which may not accept `non_blocking`."""
     if non_blocking:
         try:
             return data.to(device, non_blocking=True)
@@ -321,7 +322,6 @@ def _move_object(data: Any, device: torch.device | str | int, non_blocking: bool
 
 
 def _describe(data: Any) -> str:
-    """A short description of a structure for an error message: its type and its keys or length."""
     if isinstance(data, Tensor):
         return f"a tensor of shape {tuple(data.shape)}"
     name = type(data).__name__

@@ -1,4 +1,4 @@
-"""Starting and ending the group of processes that collectives run over."""
+"""Start and end of the default process group."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ def init_process_group(
     timeout: timedelta | None = None,
     device: torch.device | None = None,
 ) -> tuple[str, Store]:
-    """Join the process group that the environment describes.
+    """Initialise the default process group. Returns the backend for the device and the rendezvous store.
 
-    Tensors of the kind go through its backend; CPU tensors always have gloo beside it, so that
-    gathering Python objects never waits for the device.
+    Tensors of the device kind use the kind's backend. CPU tensors always use gloo, so that gathering Python objects
+    does not synchronise with the device.
     """
     chosen = backend or kind.backend
     spec = chosen if chosen == "gloo" or ":" in chosen or kind.name == "cpu" else f"cpu:gloo,{kind.name}:{chosen}"
     options: dict[str, Any] = {}
     if "nccl" in spec and device is not None and device.type == "cuda":
+        # Without it, NCCL guesses the device from the global rank at the first barrier.
         options["device_id"] = device
     limit = timeout or DEFAULT_TIMEOUT
     try:
@@ -50,7 +51,7 @@ def init_process_group(
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise LaunchError(
-            f"Rank {environment.rank} of {environment.world_size} could not meet its peers at "
+            f"Rank {environment.rank} of {environment.world_size} could not connect to the other processes at "
             f"{environment.main_address}:{environment.main_port} within {limit}: {error}. "
             "Check that every process was started and that the address and port can be reached."
         ) from error
@@ -58,10 +59,10 @@ def init_process_group(
 
 
 def _rendezvous_store(environment: ProcessEnvironment, timeout: timedelta) -> Store:
-    """The store of the elastic agent where there is one, else one that rank 0 serves.
+    """Connect to the elastic agent's store if there is one, else to the store that rank 0 serves.
 
-    Each restart of an elastic agent gets its own prefix: keys left by the dead attempt would
-    otherwise make the new one connect to processes that are gone.
+    Each restart by an elastic agent gets a key prefix of its own. Keys of the previous attempt would otherwise make
+    ranks connect to processes that have exited.
     """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
@@ -77,10 +78,10 @@ def _rendezvous_store(environment: ProcessEnvironment, timeout: timedelta) -> St
 
 
 def destroy_process_group() -> None:
-    """Leave the process group: wait for the peers, then free it. Nothing happens where there is none.
+    """Wait for all processes and destroy the default process group, if there is one.
 
-    Whatever still holds a DDP reducer must be gone by now: destroying the group while a reducer's
-    destructor waits for gloo's thread and that thread for the GIL is a deadlock (seen with torch 2.13).
+    No DDP reducer may be alive at this point. Its destructor waits for gloo's thread while that thread waits for the
+    GIL, which is a deadlock (seen with torch 2.13).
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -90,7 +91,7 @@ def destroy_process_group() -> None:
 
 
 def leave_process_group(store: Store, patience: timedelta) -> None:
-    """Leave the process group at exit, waiting for the peers a short while only: they may be dead or busy."""
+    """Destroy the process group at exit, after waiting at most `patience` for the other processes to exit."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     gc.collect()
@@ -99,33 +100,33 @@ def leave_process_group(store: Store, patience: timedelta) -> None:
     try:
         store.set(leaving_key(rank), "1")
         _wait_for_keys(store, [leaving_key(each) for each in ranks], deadline)
-        # Rank 0 may serve the store. A peer that still asks it as it goes would write a stack trace (torch 2.13).
+        # Rank 0 may serve the store and must exit last: a rank that loses the store prints a stack trace (torch 2.13).
         if rank:
             store.set(f"left/{rank}", "1")
         else:
             _wait_for_keys(store, [f"left/{each}" for each in ranks[1:]], deadline)
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
-        pass  # a peer left without us, or is not coming
+        pass  # another process has already exited or never started
     dist.destroy_process_group()
 
 
 def _wait_for_keys(store: Store, keys: list[str], deadline: float) -> None:
-    # Asked in small steps: a wait that runs out writes warnings of its own to the terminal (torch 2.13).
+    # Poll: a store wait that times out prints warnings to the terminal (torch 2.13).
     while keys and not store.check(keys) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def leaving_key(rank: int) -> str:
-    """The key under which a rank records in the store that it ends."""
     return f"leaving/{rank}"
 
 
 def group_timeout() -> timedelta | None:
-    """How long a collective of this process may wait; None without a process group, or where torch hides it."""
+    """Return the timeout of the default process group's collectives, or None if there is none or it is unknown."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     try:
         group: Any = dist.group.WORLD
+        # torch has no public access to the timeout of a group.
         timeout = group._get_backend(torch.device("cpu")).options._timeout
     except (AttributeError, RuntimeError):
         return None
@@ -133,11 +134,11 @@ def group_timeout() -> timedelta | None:
 
 
 def group_store() -> Store:
-    """The store of a process group that the script has made itself."""
+    """Return the store of a default process group that the script initialised itself."""
     return dist.distributed_c10d._get_default_store()
 
 
 def barrier() -> None:
-    """Wait until every process of the group is here; returns at once in a world of one."""
+    """Wait until every process has called this; return at once if there is only one."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()

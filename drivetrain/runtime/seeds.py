@@ -1,4 +1,4 @@
-"""Random state: seeding a run, seeding one sample, and keeping the generators' state."""
+"""Random state: seeding a run and its samples, and capturing and restoring the global generators."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.state import PartialState
 
-MAX_SEED = 2**32 - 1  # the largest that NumPy's global generator takes
+MAX_SEED = 2**32 - 1  # NumPy's global generator accepts no larger seed
 
 _MASK = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool | Literal["warn"] = False) -> None:
-    """Seed Python's, NumPy's and torch's global generators, those of all devices too, and record the seed.
+    """Seed the global generators of Python, NumPy and torch, on all devices, and record the seed.
 
-    No process group is started. The recorded seed is the one given here, the same on all processes; samples'
-    own seeds derive from it (see `sample_seed`).
+    The recorded seed is the `seed` argument, even with `device_specific`. The seeds of samples are derived from it (see
+    `sample_seed`). No process group is started.
 
     Args:
         seed: From 0 to 2**32 - 1.
-        device_specific: Add this process's rank to what the generators are seeded with.
-        deterministic: Make torch use deterministic algorithms only, and raise where an operation has none;
-            with `"warn"` it warns instead. False changes nothing.
+        device_specific: Add this process's rank to the seed of the generators.
+        deterministic: Use torch's deterministic algorithms, and raise an error for operations that have none. `"warn"`
+            warns instead. False changes nothing.
 
     Raises:
-        ConfigurationError: If `seed` or `deterministic` is none of the allowed values.
+        ConfigurationError: If `seed` or `deterministic` is not an allowed value.
 
     Example:
         ```python
@@ -58,7 +58,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool | Lit
     if device_specific:
         state = PartialState.existing()
         environment = state.environment if state is not None else ProcessEnvironment.detect()
-        own = (base + environment.rank) % (MAX_SEED + 1)
+        own = (base + environment.rank) % (MAX_SEED + 1)  # NumPy would refuse a larger seed
     random.seed(own)
     np.random.seed(own)
     torch.default_generator.manual_seed(own)
@@ -67,29 +67,28 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool | Lit
 
 
 def recorded_seed() -> int | None:
-    """The seed that `set_seed` was last given in this process; None before its first call."""
+    """Return the seed of the last `set_seed` call in this process, or None before the first call."""
     seed: int | None = PartialState.registry().get("seed")
     return seed
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """The seed of one sample: 64 bits mixed from the run's seed, the epoch and the sample's index.
+    """Return the 64-bit seed of one sample, mixed from the run's seed, the epoch and the sample's index.
 
-    Each argument goes through SplitMix64's finaliser in turn (Steele, Lea and Flood, "Fast splittable
-    pseudorandom number generators", OOPSLA 2014). For one seed and epoch, different indices below 2**64 have
-    different seeds.
+    Each argument goes through SplitMix64's finaliser in turn (Steele, Lea and Flood, "Fast splittable pseudorandom
+    number generators", OOPSLA 2014). For one seed and epoch, different indices below 2**64 have different seeds.
     """
     return sample_seeds(seed, epoch)(index)
 
 
 def sample_seeds(seed: int, epoch: int) -> Callable[[int], int]:
-    """`sample_seed` for the samples of an epoch, in a third of the time."""
-    base = _mixed((_mixed(seed) + epoch) & _MASK)
-    return lambda index: _mixed((base + index) & _MASK)
+    """Return a function that maps a sample's index to its seed in one epoch, faster than `sample_seed`."""
+    base = _splitmix64((_splitmix64(seed) + epoch) & _MASK)
+    return lambda index: _splitmix64((base + index) & _MASK)
 
 
-def _mixed(value: int) -> int:
-    """SplitMix64's finaliser."""
+def _splitmix64(value: int) -> int:
+    """Apply the finaliser of the SplitMix64 generator to a 64-bit integer."""
     mixed = (value + _GOLDEN_GAMMA) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -97,23 +96,23 @@ def _mixed(value: int) -> int:
 
 
 def seed_all_generators(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's CPU generator from 64 bits; devices are left alone.
+    """Seed the CPU generators of Python, NumPy and torch from 64 bits, without seeding devices.
 
-    Meant to be called for every sample. NumPy gets the upper and torch the lower 32 bits: both run the same
-    Mersenne Twister, which keeps 32 bits of a seed, and one seed would give both the same stream.
+    It is fast enough for every sample. NumPy gets the upper and torch the lower 32 bits. Both are Mersenne Twisters
+    with 32-bit seeds, so equal seeds would give equal streams.
     """
     for each in GENERATORS.values():
         each.seed(seed)
 
 
 class GlobalGenerator(NamedTuple):
-    """One of the generators that `seed_all_generators` seeds.
+    """Functions of one global random generator.
 
     Attributes:
-        seed: Seeds it with its part of 64 bits.
-        draw: Draws 53 bits or more.
-        get_state: Returns its state.
-        set_state: Restores a state that `get_state` has returned.
+        seed: Seeds the generator from 64 bits, or from 32 of them.
+        draw: Draws at least 53 random bits.
+        get_state: Returns the generator's state.
+        set_state: Restores a state that `get_state` returned.
     """
 
     seed: Callable[[int], object]
@@ -142,7 +141,10 @@ GENERATORS = {
 
 
 def drawn_since(seed: int, names: Iterable[str]) -> list[str]:
-    """Find the generators that were drawn from, or seeded otherwise, since they were seeded: by what they give next."""
+    """Return the names of generators that were used or reseeded since `seed_all_generators(seed)`.
+
+    Each generator's next value is compared with the first value after seeding.
+    """
     drawn = []
     for name in names:
         generator = GENERATORS[name]
@@ -154,10 +156,10 @@ def drawn_since(seed: int, names: Iterable[str]) -> list[str]:
 
 
 def own_generator(name: str) -> torch.Generator:
-    """A generator that draws nothing from the global ones, for what users do not see being drawn.
+    """Create a named torch generator whose draws do not affect the global generators.
 
-    It is seeded by the state of torch's global generator, which stays as it is, and belongs to the random state of
-    this process until another of the name is made.
+    It is seeded from the state of torch's global generator, which does not change. Its state is part of this process's
+    `RandomState` until another generator of that name is created.
     """
     state = torch.default_generator.get_state().numpy().tobytes()
     seed = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little")
@@ -168,14 +170,14 @@ def own_generator(name: str) -> torch.Generator:
 
 @dataclass(frozen=True)
 class RandomState:
-    """The state of Python's, NumPy's and torch's global generators, and of the devices in use.
+    """State of the global generators of Python, NumPy and torch, and of the devices' generators.
 
     Attributes:
-        python: As from `random.getstate`.
-        numpy: As from `numpy.random.get_state`.
-        torch: State of torch's CPU generator, bytes.
-        devices: State of the current device of each kind of device, bytes, by the kind's name.
-        own: State of the generators that `own_generator` made, bytes, by their names; taken with `devices`.
+        python: State from `random.getstate`.
+        numpy: State from `numpy.random.get_state`.
+        torch: State of torch's CPU generator, as bytes.
+        devices: State of each device kind's current device, as bytes, by the kind's name.
+        own: States of the generators from `own_generator`, as bytes, by name. Captured along with `devices`.
 
     Example:
         ```python
@@ -195,7 +197,6 @@ class RandomState:
 
     @classmethod
     def capture(cls, devices: bool = True) -> RandomState:
-        """Take the state of all generators."""
         states: dict[str, Tensor] = {}
         own: dict[str, Tensor] = {}
         if devices:
@@ -209,7 +210,7 @@ class RandomState:
         return cls(random.getstate(), numpy_state, torch.default_generator.get_state(), states, own)
 
     def restore(self) -> None:
-        """Put all captured generators back. A device that this machine does not have is passed over."""
+        """Restore all captured generators, skipping devices that this machine does not have."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.default_generator.set_state(self.torch)
@@ -222,7 +223,6 @@ class RandomState:
                 generator.set_state(self.own[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as nested dicts of tensors, numbers, strings and None."""
         version, words, gauss = self.python
         name, keys, position, has_gauss, cached = self.numpy
         return {
@@ -241,7 +241,7 @@ class RandomState:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> RandomState:
-        """Make a state from what `state_dict` returned; lists of numbers do in place of tensors."""
+        """Build a random state from its `state_dict`, in which lists may replace tensors."""
         try:
             python, numpy = state["python"], state["numpy"]
             return cls(
@@ -264,20 +264,19 @@ class RandomState:
 
 
 class KeptGenerators:
-    """Finds which of Python's, NumPy's and torch's CPU generator have changed since a moment, and puts them back.
+    """Snapshot of the CPU generators of Python, NumPy and torch that detects and undoes changes.
 
-    As a context, it puts back in the end what the body has changed. It can be entered again.
+    Used as a context manager, it restores the generators after the body. It can be entered repeatedly.
     """
 
     def __init__(self) -> None:
         self._states: dict[str, Any] = {}
 
     def take(self) -> None:
-        """Note the states."""
         self._states = {name: each.get_state() for name, each in GENERATORS.items()}
 
     def changed(self, names: Iterable[str] | None = None) -> list[str]:
-        """Return the names of those that have drawn, or were seeded, since their states were noted."""
+        """Return the names of the generators whose state differs from the recorded one."""
         return [
             name
             for name in (GENERATORS if names is None else names)
@@ -285,7 +284,6 @@ class KeptGenerators:
         ]
 
     def put_back(self) -> None:
-        """Restore the states that were noted."""
         for name, state in self._states.items():
             GENERATORS[name].set_state(state)
 
@@ -302,16 +300,16 @@ class KeptGenerators:
 def _same_state(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)
-    if isinstance(one, dict):  # NumPy's, which has arrays in it
+    if isinstance(one, dict):  # NumPy's state, which holds arrays
         return pickle.dumps(one) == pickle.dumps(other)
     return bool(one == other)
 
 
 @contextmanager
 def isolated_random_state(devices: bool = False) -> Iterator[None]:
-    """Run the body and then put the global generators back to where they were.
+    """Run the body and then restore the global generators.
 
-    Most of its time goes into NumPy's state, which is copied twice: do it once for a batch, not for each sample.
+    Copying NumPy's state takes most of the time, so use it once per batch and not once per sample.
     """
     state = RandomState.capture(devices=devices)
     try:
@@ -326,15 +324,15 @@ def _checked_seed(seed: int) -> int:
     except TypeError:
         value = -1
     if not 0 <= value <= MAX_SEED:
-        raise ConfigurationError(f"A seed is an integer from 0 to {MAX_SEED} (2**32 - 1), got {seed!r}.")
+        raise ConfigurationError(f"A seed must be an integer from 0 to {MAX_SEED} (2**32 - 1), got {seed!r}.")
     return value
 
 
 def make_deterministic(mode: bool | str) -> None:
-    """Turn on torch's deterministic algorithms, and what cuBLAS and cuDNN need for them."""
+    """Turn on torch's deterministic algorithms and the settings of cuBLAS and cuDNN that they need."""
     if mode not in (True, "warn"):
         raise ConfigurationError(f"deterministic must be True, False or 'warn', got {mode!r}.")
-    # cuBLAS reads it when its handle is made: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+    # cuBLAS reads this when it creates its handle: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=mode == "warn")
     torch.backends.cudnn.deterministic = True
@@ -342,6 +340,5 @@ def make_deterministic(mode: bool | str) -> None:
 
 
 def _integers(values: Any) -> list[int]:
-    """The numbers of a tensor or a list."""
     integers: list[int] = values.tolist() if isinstance(values, Tensor) else list(values)
     return integers

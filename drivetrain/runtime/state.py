@@ -1,4 +1,4 @@
-"""`PartialState`: this process, its device and its peers, shared by everything in the process."""
+"""`PartialState`: this process's rank, device and process group, shared by all code in the process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from drivetrain.runtime.work_queue import WorkQueue
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 EXIT_PATIENCE = timedelta(seconds=3)
-"""How long a process that ends waits for its peers to end too."""
+"""Time for which an exiting process waits for the other processes to exit."""
 
 _TRUE = {"1", "true", "yes", "on"}
 _FOUND = ("environment", "kind", "device", "backend", "debug", "heartbeat", "call_comparison")
@@ -46,7 +46,7 @@ _OF_THE_GROUP = ("store", "leaving", "heartbeat")
 
 
 class DistributedType(str, Enum):
-    """How the processes of a run are spread."""
+    """Kind of distributed run: device kind and number of processes."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -66,21 +66,21 @@ class DistributedType(str, Enum):
 
 
 class PartialState:
-    """This process among its peers. All instances in a process share one state.
+    """Rank, device and process group of this process. All instances in a process share one state.
 
-    The first instance finds the environment, picks the device and, where there are several
-    processes, joins their process group.
+    The first instance reads the environment, selects the device and, if there are several processes, initialises the
+    process group.
 
     Args:
-        cpu: Run on the CPU even where there is an accelerator. The launcher's `--cpu` asks the same.
-        device: Name of the kind of device, such as `"cuda"`, or of this process's device, such as `"cuda:1"`. The kind
-            is found if None. Without a number, the device is that of the process's number on the machine.
-        backend: Process-group backend; the device kind's own if None.
-        timeout: How long a collective may wait for a peer.
+        cpu: Run on the CPU even if there is an accelerator, like the launcher's `--cpu`.
+        device: Name of a device kind, such as `"cuda"`, or of this process's device, such as `"cuda:1"`. The kind is
+            detected if None. Without a number, the local rank selects the device.
+        backend: Process-group backend; that of the device kind if None.
+        timeout: Timeout of collectives; 30 minutes if None.
 
     Raises:
-        ConfigurationError: The state exists already and was asked to be something else.
-        DeviceNotAvailableError: The device named is not there.
+        ConfigurationError: If the process already runs on another device.
+        DeviceNotAvailableError: If this machine does not have the device.
 
     Example:
         ```python
@@ -101,7 +101,7 @@ class PartialState:
     debug: bool
     heartbeat: Heartbeat
     call_comparison: CallComparison | None
-    """What compares the processes' calls in debug mode; None otherwise, and in a world of one."""
+    """Comparison of the collectives that all ranks call in debug mode, or None."""
 
     def __init__(
         self,
@@ -114,13 +114,14 @@ class PartialState:
         self.__dict__ = self._shared
         asked = "cpu" if cpu else device
         if "environment" in self._shared:
+            # Later instances share the state, so they can only confirm the device.
             if asked is None or asked == self.kind.name:
                 return
             wanted, number = get_device(asked)
             if wanted is not self.kind or (number is not None and self.kind.device(number) != self.device):
                 raise ConfigurationError(
                     f"This process already runs on {str(self.device)!r}, so it cannot be moved to {asked!r}. "
-                    "Name the device where the first Accelerator, Trainer or PartialState is made.",
+                    "Select the device in the first Accelerator, Trainer or PartialState that is created.",
                 )
             return
         if asked is None and _is_set("DRIVETRAIN_USE_CPU", "ACCELERATE_USE_CPU"):
@@ -153,30 +154,35 @@ class PartialState:
             limit = timeout or group_timeout() or DEFAULT_TIMEOUT
             own_store = self.store or group_store()
             self.call_comparison = CallComparison(own_store, environment.rank, environment.world_size, limit)
+        # Last, because `environment` marks the state as complete: an error above must not leave half of it.
         self.environment, self.kind, self.device = environment, kind, chosen
 
     @property
     def initialized(self) -> bool:
-        """Whether the process's state has been found."""
+        """True if the process's environment and device have been detected."""
         return "environment" in self._shared
 
     @classmethod
     def existing(cls) -> PartialState | None:
-        """The state of this process if it has been found already; unlike a call, this starts nothing."""
+        """Return this process's state if it has been initialised, else None; start nothing."""
         return cls() if "environment" in cls._shared else None
 
     @classmethod
     def registry(cls) -> dict[str, Any]:
-        """What is kept once per process, by name: other parts of drivetrain may add to it."""
+        """Return the dict of objects that exist once per process, to which any module may add."""
         return cls._shared
 
     @property
     def store(self) -> Store | None:
-        """The store that the processes met at; None in a world of one, and where a script made the process group."""
+        """Rendezvous store of the processes, or None for a single process or a group that the script initialised."""
         return self._shared.get("store")
 
     def before_leaving(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once before the process group is destroyed, to release what depends on it."""
+        """Register a callback that releases resources once before the process group is destroyed.
+
+        Args:
+            callback: Called without arguments.
+        """
         self._shared.setdefault("leaving", []).append(callback)
 
     def _release(self) -> None:
@@ -185,7 +191,7 @@ class PartialState:
             callback()
 
     def _leave(self) -> None:
-        """At exit: release everything and leave the group, without waiting for peers after an exception."""
+        """Leave the process group at exit. After an exception, do not wait for the other processes."""
         store = self._shared.pop("store", None)
         if store is not None:
             self._release()
@@ -194,16 +200,16 @@ class PartialState:
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Forget who this process is: whatever asks next, also by an instance that was there before, finds it again.
+        """Reset the shared state, so that its next use detects the environment and device again.
 
-        A process group that was not left stays, and the next state is in it.
+        An initialised process group is kept, and the next state uses it.
         """
         stays = _OF_THE_GROUP if dist.is_available() and dist.is_initialized() else ()
         for name in [name for name in cls._shared if name not in stays]:
             del cls._shared[name]
 
     def __getattr__(self, name: str) -> Any:
-        # Only asked for what is not there: after a reset, or in an instance that comes out of a pickle.
+        # Called for missing attributes only: after a reset, or in an unpickled instance.
         if name not in _FOUND or self.initialized:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         PartialState.__init__(self)
@@ -212,13 +218,13 @@ class PartialState:
     def __reduce__(self) -> tuple[Any, ...]:
         return _sharing, (type(self),)
 
-    # who and how many
+    # ranks and devices
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes are spread."""
+        """Kind of distributed run, by device kind and number of processes."""
         own = DistributedType.__members__.get(self.kind.name.upper())
-        if own is not None:  # of a kind whose devices one process may drive together
+        if own is not None:  # a kind for which one process may drive several devices
             return own
         if self.environment.world_size == 1:
             return DistributedType.NO
@@ -227,12 +233,12 @@ class PartialState:
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """True if there is more than one process."""
         return self.environment.world_size > 1
 
     @property
     def num_processes(self) -> int:
-        """Number of processes of the run."""
+        """Number of processes of the run (world size)."""
         return self.environment.world_size
 
     @property
@@ -247,40 +253,40 @@ class PartialState:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+        """True if this process is rank 0."""
         return self.environment.rank == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """True if this is the first process on its machine."""
         return self.environment.local_rank == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the process with the highest rank."""
+        """True if this process has the highest rank."""
         return self.environment.rank == self.environment.world_size - 1
 
     @property
     def fork_launched(self) -> bool:
-        """Whether a notebook's launcher has forked this process."""
+        """True if this process was forked by a notebook launcher."""
         return os.environ.get("FORK_LAUNCHED", "").lower() in _TRUE
 
     def set_device(self) -> None:
-        """Make this process's device the current one of its kind."""
+        """Make this process's device the current one of its device kind."""
         self.kind.set_device(self.device)
 
     @property
     def default_device(self) -> torch.device:
-        """The device that this machine would run on by itself."""
+        """Device that this machine would use if none were requested."""
         return detect_device_kind().device(self.environment.local_rank)
 
-    # waiting and taking turns
+    # synchronisation
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process is here.
+        """Wait until every process has called this (a barrier).
 
         Raises:
-            CollectiveError: If a peer is gone, or in debug mode if a process calls something else.
+            CollectiveError: If a process has exited, or in debug mode if a process calls something else.
         """
         self._wait("wait_for_everyone")
 
@@ -292,17 +298,16 @@ class PartialState:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the body on the main process first, then on the others.
+        """Run the body on the main process first, and then on all others.
 
-        The others are released also when the body raises on the main process, so that none
-        waits for a process that is gone.
+        If the body raises on the main process, the others are released as well, so that none waits forever.
         """
         with self._first(self.is_main_process, "main_process_first"):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Run the body on each machine's first process first, then on the others."""
+        """Run the body on the first process of each machine, and then on the others."""
         with self._first(self.is_local_main_process, "local_main_process_first"):
             yield
 
@@ -318,21 +323,22 @@ class PartialState:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False, dynamic: bool = False) -> Iterator[Any]:
-        """Give each process its contiguous part of `inputs`; the first get one more where the length is no multiple.
+        """Split `inputs` into one contiguous part per process.
+
+        If the length is not a multiple of the number of processes, the first processes get one more item.
 
         Args:
-            inputs: A list, tuple, tensor, array, Hugging Face dataset, anything else with a length and
-                slices, or a dict of equally long ones.
-            apply_padding: Repeat the last item so that every process gets as many.
-            dynamic: Give each process the next item whenever it is done with one, instead of a part that is known
-                before. Results come back in the order of `inputs`, and what a process that dies had taken is given to
-                another.
+            inputs: A list, tuple, tensor, array, Hugging Face dataset or other object with a length and slices, or a
+                dict of such objects with equal lengths.
+            apply_padding: Repeat the last item so that all parts are equally long.
+            dynamic: Let each process take the next item when it has finished the previous one. Results are returned in
+                the order of `inputs`. Items of a process that dies go to another process.
 
         Yields:
-            This process's part, of the same type; with `dynamic`, a `WorkQueue`.
+            This process's part, of the type of `inputs`, or with `dynamic` a `WorkQueue`.
 
         Raises:
-            ConfigurationError: The values of a dict differ in length, or their last item cannot be repeated.
+            ConfigurationError: If the values of a dict differ in length, or the last item cannot be repeated.
         """
         if dynamic:
             with self._work_queue(inputs, apply_padding) as queue:
@@ -345,7 +351,7 @@ class PartialState:
             lengths = {key: len(value) for key, value in inputs.items()}
             if len(set(lengths.values())) > 1:
                 raise ConfigurationError(
-                    f"split_between_processes needs values of one length in a dict, got {lengths}."
+                    f"split_between_processes needs values of equal length in a dict, got {lengths}."
                 )
         length = len(next(iter(inputs.values()))) if isinstance(inputs, dict) and inputs else len(inputs)
         each, more = divmod(length, self.num_processes)
@@ -353,50 +359,72 @@ class PartialState:
         end = start + each + (self.process_index < more)
         missing = each + (more > 0) - (end - start) if apply_padding and length else 0
         if apply_padding and more:
-            _part(inputs, 0, 0, 1)  # refuse what cannot be padded on every process, not only where it is short
-        yield _part(inputs, start, end, missing)
+            _slice_and_pad(inputs, 0, 0, 1)  # raises on every process, not only on those that need padding
+        yield _slice_and_pad(inputs, start, end, missing)
 
     def _work_queue(self, inputs: Any, apply_padding: bool) -> WorkQueue:
         if apply_padding:
             raise ConfigurationError(
-                "split_between_processes takes no apply_padding with dynamic=True: how many items a process will take "
-                "is not known. Leave one of them out.",
+                "split_between_processes cannot use apply_padding with dynamic=True, because the number of items per "
+                "process is not known in advance. Leave one of them out.",
             )
         store = (self.store or group_store()) if self.use_distributed else HashStore()
         queue = WorkQueue(inputs, store, self.process_index, self.num_processes, self.heartbeat.beat)
         queue.wait_for_all()
         return queue
 
-    # only on some processes
+    # execution on some processes only
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorate a function so that only the main process runs it; the others get None."""
-        return self.on_main_process if function is None else self._only(function, lambda: self.is_main_process)
+        """Decorate a function so that only the main process runs it; it returns None on the others.
+
+        Args:
+            function: The function, or None if the decorator is used with parentheses.
+        """
+        return self.on_main_process if function is None else self._only_if(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorate a function so that only each machine's first process runs it."""
+        """Decorate a function so that only the first process of each machine runs it.
+
+        Args:
+            function: The function, or None if the decorator is used with parentheses.
+        """
         if function is None:
             return self.on_local_main_process
-        return self._only(function, lambda: self.is_local_main_process)
+        return self._only_if(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: Function) -> Function:
-        """Decorate a function so that only the last process runs it."""
-        return self._only(function, lambda: self.is_last_process)
+        """Decorate a function so that only the process with the highest rank runs it.
+
+        Args:
+            function: The function.
+        """
+        return self._only_if(function, lambda: self.is_last_process)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Any:
-        """Decorate a function so that only the process with this rank runs it."""
+        """Decorate a function so that only the process with this rank runs it.
+
+        Args:
+            function: The function, or None if the decorator is used with arguments.
+            process_index: Global rank of the process.
+        """
         if function is None:
             return lambda given: self.on_process(given, process_index)
-        return self._only(function, lambda: self.process_index == process_index)
+        return self._only_if(function, lambda: self.process_index == process_index)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
-        """Decorate a function so that only the process with this rank on its machine runs it."""
+        """Decorate a function so that only the process with this local rank runs it, on each machine.
+
+        Args:
+            function: The function, or None if the decorator is used with arguments.
+            local_process_index: Rank of the process on its machine.
+        """
         if function is None:
             return lambda given: self.on_local_process(given, local_process_index)
-        return self._only(function, lambda: self.local_process_index == local_process_index)
+        return self._only_if(function, lambda: self.local_process_index == local_process_index)
 
     @staticmethod
-    def _only(function: Function, wanted: Callable[[], bool]) -> Function:
+    def _only_if(function: Function, wanted: Callable[[], bool]) -> Function:
         @wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs) if wanted() else None
@@ -404,15 +432,20 @@ class PartialState:
         return cast("Function", guarded)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per machine."""
+        """Print like the built-in `print`, once per machine.
+
+        Args:
+            *args: Objects to print.
+            **kwargs: Keyword arguments of `print`.
+        """
         if self.is_local_main_process:
             print_all(*args, **kwargs)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave the process group after waiting for the peers.
+        """Wait for all processes and destroy the default process group.
 
         Args:
-            group: A group that a script has made beside it, which alone is destroyed.
+            group: A process group that the script created. If given, only this group is destroyed.
         """
         if group is not None:
             dist.destroy_process_group(group)
@@ -435,7 +468,7 @@ class PartialState:
 
 
 def _watched_heartbeat(kind: DeviceKind) -> Heartbeat:
-    """The heartbeat that the launcher reads, which also beats after each step of any optimizer."""
+    """Open this rank's heartbeat and, if a launcher reads it, count each optimizer step in it."""
     heartbeat = Heartbeat.attach()
     if heartbeat.watched:
         heartbeat.describe_waits(group_timeout(), spinning=kind.name != "cpu")
@@ -449,13 +482,13 @@ def _watched_heartbeat(kind: DeviceKind) -> Heartbeat:
 
 
 def _is_set(*names: str) -> bool:
-    """Whether a switch is on: the first of the variables that is there counts, drivetrain's before another's."""
+    """Return True if the first of these environment variables that is not empty has a true value."""
     given = (os.environ[name] for name in names if os.environ.get(name))
     return next(given, "").lower() in _TRUE
 
 
 def _in_existing_group(environment: ProcessEnvironment) -> ProcessEnvironment:
-    """This process's place in the process group that the script has made itself, if it has."""
+    """Adopt rank and world size of a process group that the script has initialised, if there is one."""
     if not (dist.is_available() and dist.is_initialized()):
         return environment
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -465,17 +498,16 @@ def _in_existing_group(environment: ProcessEnvironment) -> ProcessEnvironment:
         raise ConfigurationError(
             f"torch.distributed was initialised as rank {rank} of {world_size}, but this process is rank "
             f"{environment.rank} of {environment.world_size} (from {environment.source}). Initialise it with "
-            "what the launcher says, or let PartialState do it.",
+            "the launcher's values, or let PartialState initialise it.",
         )
     return ProcessEnvironment(rank, world_size, rank, world_size, source="torch.distributed")
 
 
-def _part(inputs: Any, start: int, end: int, missing: int) -> Any:
-    """Slice `inputs` and repeat its very last item `missing` times."""
+def _slice_and_pad(inputs: Any, start: int, end: int, missing: int) -> Any:
     if isinstance(inputs, dict):
-        return type(inputs)({key: _part(value, start, end, missing) for key, value in inputs.items()})
+        return type(inputs)({key: _slice_and_pad(value, start, end, missing) for key, value in inputs.items()})
     if hasattr(inputs, "select") and hasattr(inputs, "column_names"):
-        # A slice of a Hugging Face dataset is a dict of columns, and no dataset.
+        # Slicing a Hugging Face dataset would return a dict of columns instead of a dataset.
         return inputs.select([*range(start, end), *[len(inputs) - 1] * missing])
     part = inputs[start:end]
     if missing == 0:
@@ -496,24 +528,21 @@ def _part(inputs: Any, start: int, end: int, missing: int) -> Any:
 
 
 def forget_process() -> None:
-    """Forget who this process is, where it was made from another one that has a place of its own.
-
-    Whatever asks next finds it again.
-    """
+    """Reset the state that a process inherited from its parent, so that its next use detects it again."""
     PartialState._reset_state()
 
 
 def leave_run() -> None:
-    """Leave the process group as at the end of a script, in a process that does not come to what `atexit` runs.
+    """Leave the process group in a process that skips `atexit` handlers, such as a forked one.
 
-    A forked one does not, and its peers may still be meeting it.
+    Other processes may still be waiting for it.
     """
     if "store" in PartialState.registry():
         PartialState()._leave()
 
 
 def _sharing(kind: type[PartialState]) -> PartialState:
-    """An instance that finds its process's state when it is asked for it."""
+    """Create an instance that initialises the process's state on first use."""
     state = kind.__new__(kind)
     state.__dict__ = PartialState.registry()
     return state

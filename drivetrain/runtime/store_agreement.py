@@ -1,4 +1,4 @@
-"""Finding out whether all processes came to the same place, without hanging where some did not."""
+"""Agreement between processes through the rendezvous store, which does not hang if a process is missing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _POLL_SECONDS = 0.02
 
 
 def all_arrive(name: str, patience: timedelta) -> bool:
-    """Whether every process calls this with the same name, within a time of each other.
+    """Return True if every process calls this with an equal name within `patience`.
 
-    No collective is used: it may be called where peers are gone or busy elsewhere. All that call it get the same
-    answer, unless the process that holds the store is gone.
+    No collective is used, so it may be called if other processes have exited or are busy. All callers get the same
+    answer, unless the process that serves the store has exited.
     """
     state = PartialState()
     if not state.use_distributed:
@@ -34,15 +34,15 @@ def all_arrive(name: str, patience: timedelta) -> bool:
         while arrived < state.num_processes and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
             arrived = store.add(count, 0)
-        # Who gives up and who sees the last one arrive may be different processes: the first verdict holds for all.
+        # One process may time out just as another sees the last one arrive: the first verdict in the store counts.
         mine = "here" if arrived >= state.num_processes else "missing"
         return bool(store.compare_set(verdict, "", mine) == b"here")
     except (DistStoreError, DistNetworkError, RuntimeError):
-        return False  # the process that holds the store is gone
+        return False  # the process that serves the store has exited
 
 
 def exchange_if_all_arrive(name: str, own: str, patience: timedelta) -> list[str] | None:
-    """A text of every process, in the order of their ranks; None where not all arrive, as for `all_arrive`."""
+    """Collect a text from every process in rank order, or return None if not all arrive within `patience`."""
     state = PartialState()
     if not state.use_distributed:
         return [own]
@@ -58,7 +58,7 @@ def exchange_if_all_arrive(name: str, own: str, patience: timedelta) -> list[str
         return None
 
 
-# Attempts that succeed or fail on all processes together: what each came to goes through the store that they met at
+# Calls that succeed or fail on all processes together
 
 
 logger = get_logger(__name__)
@@ -66,35 +66,35 @@ logger = get_logger(__name__)
 _PREFIX = "drivetrain/attempts"
 _STARTED, _DONE, _NO_MEMORY, _FAILED = "started", "done", "memory", "failed: "
 _SHORTEST, _INTERVAL = 0.0005, 0.02  # seconds between two readings of the store
-_KEPT = 2  # attempts whose outcomes stay in the store
+_KEPT = 2  # number of latest attempts whose outcomes stay in the store
 
 
 class SharedAttempt:
-    """One attempt of a call that every process makes."""
+    """Attempt at a call that all processes make together, with the outcomes shared through the store."""
 
     def __init__(self, state: PartialState, what: str, patience: float) -> None:
         self._store: Store = state.store or group_store()
         self._rank, self._ranks = state.process_index, range(state.num_processes)
         self._what, self._patience = what, patience
         self._limit = (group_timeout() or DEFAULT_TIMEOUT).total_seconds()
-        # Each process counts its own attempts: as many on all, where all make the same calls.
+        # Each process counts its own attempts: the numbers match because all processes make the same calls.
         self._number = self._store.add(f"{_PREFIX}/{self._rank}", 1)
-        if self._number > _KEPT:  # that one was read by all before the last one ended
+        if self._number > _KEPT:  # all processes read that outcome before the last attempt ended
             self._store.delete_key(f"{_PREFIX}/{self._number - _KEPT}/{self._rank}")
         self._write(_STARTED)
 
     @classmethod
     def begin(cls, what: str, patience: float) -> SharedAttempt | None:
-        """Begin one; None where this process is alone, or is not among its peers yet."""
+        """Begin a shared attempt, or return None if this is the only process."""
         state = PartialState.existing()
         return cls(state, what, patience) if state is not None and state.use_distributed else None
 
     def fail(self, error: BaseException) -> None:
-        """Record that this process has failed for another reason than memory, so that the others fail too."""
+        """Record an error other than out of memory, so that the other processes fail too."""
         self._write(f"{_FAILED}{type(error).__name__}: {error}")
 
     def all_had_memory(self, *, here: bool) -> bool:
-        """Wait for the others; whether memory was enough on all processes."""
+        """Wait for the other processes' outcomes. Returns True if none of them ran out of memory."""
         self._write(_DONE if here else _NO_MEMORY)
         begin, pause = time.monotonic(), _SHORTEST
         while True:
@@ -102,8 +102,8 @@ class SharedAttempt:
             for rank, outcome in outcomes.items():
                 if outcome is not None and outcome.startswith(_FAILED):
                     raise CollectiveError(
-                        f"Rank {rank} has failed in {self._what}: {outcome.removeprefix(_FAILED)}. The processes of a "
-                        "run call it together."
+                        f"Rank {rank} has failed in {self._what}: {outcome.removeprefix(_FAILED)}. All processes "
+                        "must call it together."
                     )
             running = [rank for rank, outcome in outcomes.items() if outcome == _STARTED]
             absent = [rank for rank, outcome in outcomes.items() if outcome is None]
@@ -111,21 +111,21 @@ class SharedAttempt:
             if not running and (not absent or waited >= self._patience):
                 break
             if running and waited >= (self._limit if here else self._patience):
-                raise CollectiveError(self._stuck(running, here, waited))
+                raise CollectiveError(self._stuck_message(running, here, waited))
             time.sleep(pause)
             pause = min(2 * pause, _INTERVAL)
         if absent:
-            logger.warning("Rank %s has not called %s, so the others decide without it.", _listed(absent), self._what)
+            logger.warning("Rank %s has not called %s. The others continue without it.", _listed(absent), self._what)
         return _NO_MEMORY not in outcomes.values()
 
-    def _stuck(self, running: list[int], here: bool, waited: float) -> str:
+    def _stuck_message(self, running: list[int], here: bool, waited: float) -> str:
         if here:
             return f"Rank {_listed(running)} has not ended its attempt at {self._what} within {waited:.0f} s."
         return (
-            f"Rank {self._rank} has no memory for {self._what} with this batch size, and rank {_listed(running)} has "
-            f"not ended the same attempt within {waited:.0f} s: it waits in a collective for rank {self._rank}, where "
-            "it cannot be called back. Give a smaller starting_batch_size, at which memory is enough on all, or let "
-            "what lacks memory come before the first collective; patience is the time to wait."
+            f"Rank {self._rank} ran out of memory in {self._what} with this batch size, and rank {_listed(running)} "
+            f"has not ended the same attempt within {waited:.0f} s: it waits for rank {self._rank} in a collective. "
+            "Use a smaller starting_batch_size that fits on all processes, or allocate the memory before the first "
+            "collective. `patience` sets the time to wait."
         )
 
     def _write(self, outcome: str) -> None:

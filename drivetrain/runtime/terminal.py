@@ -1,4 +1,4 @@
-"""What is written to terminals."""
+"""Output to terminals: text without credentials and control characters, and printing that never raises."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, TextIO
 
 HIDDEN = "<hidden>"
 
-# The part of a URL before its host: user:password, which may hold any character that is not encoded, or a token alone.
-# Names of containers and of accounts on machines are no secrets.
+# The part of a URL before the host: user:password, where the password may hold any character, or a token alone.
+# Container names and accounts on machines are not secrets.
 _USER_INFO = re.compile(
     r"""(?P<before>\b(?P<scheme>[a-z][a-z0-9+.-]*)://)
     (?: (?P<user>[^\s/@:?#'"]*:)(?!\d*[/?#]) (?:(?!://)[^\s'"])+
@@ -28,18 +28,17 @@ _CREDENTIAL = re.compile(
 
 
 def visible(text: str) -> str:
-    """Return a text whose control characters are spelled out as numbers; line breaks and tabs stay.
+    """Replace the control characters in a text by escape sequences, except line breaks and tabs.
 
-    Names in files that somebody else wrote could else move the cursor, set the clipboard, or turn the direction of what
-    follows.
+    File names chosen by others could otherwise move the cursor, set the clipboard or reverse the text's direction.
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(each if each in "\n\t" or not _is_control(each) else _spelled(each) for each in text)
+    return "".join(each if each in "\n\t" or not _is_control(each) else _escaped(each) for each in text)
 
 
 def without_credentials(text: str) -> str:
-    """Return a text with `<hidden>` in the place of passwords, keys and tokens in the URLs that it holds."""
+    """Replace passwords, keys and tokens in the URLs of a text by `<hidden>`."""
     if "://" not in text:
         return text
     text = _USER_INFO.sub(lambda found: f"{found['before']}{found['user'] or ''}{HIDDEN}@", text)
@@ -47,7 +46,7 @@ def without_credentials(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Return a text as it may be written for people: without credentials and without control characters."""
+    """Prepare a text for display: hide credentials and escape control characters."""
     return visible(without_credentials(text))
 
 
@@ -57,13 +56,13 @@ def _is_credential(name: str) -> bool:
 
 
 def print_text(text: str, end: str = "\n", file: TextIO | None = None) -> None:
-    """Write a text for those who watch a run; a run does not depend on it, so nothing is raised.
+    """Write a text to a stream (stdout by default), and ignore errors of the stream.
 
-    A text is lost if there is nowhere to write it to: a closed pipe or terminal, a full disk, no standard output. What
-    the output's encoding has no characters for is spelled out.
+    The text is lost if the pipe or terminal is closed, the disk is full or there is no stdout. Characters that the
+    stream's encoding lacks are escaped.
     """
     stream = sys.stdout if file is None else file
-    if stream is None:  # as in a process without a console
+    if stream is None:  # a process without a console
         return
     text = encodable(text + end, stream)
     data = text.encode(getattr(stream, "encoding", None) or "utf-8")
@@ -72,8 +71,8 @@ def print_text(text: str, end: str = "\n", file: TextIO | None = None) -> None:
         number = _descriptor(stream)
         if number is None:
             stream.write(text)
-        # Past the stream's buffer: what it cannot write stays there, fails again when the interpreter ends, and makes
-        # the exit code of a good run 120.
+        # Bypass the stream's buffer: text that cannot be written would stay in it, fail again when the interpreter
+        # ends, and turn the exit code of a successful run into 120.
         while number is not None and data:
             data = data[os.write(number, data) :]
     except (OSError, ValueError):  # ValueError: the file is closed
@@ -83,12 +82,11 @@ def print_text(text: str, end: str = "\n", file: TextIO | None = None) -> None:
 def print_all(
     *args: object, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool = False
 ) -> None:
-    """Print as the built-in `print` does, and raise nothing if the text cannot be written."""
+    """Print like the built-in `print`, but ignore errors of the stream."""
     print_text((" " if sep is None else sep).join(map(str, args)), "\n" if end is None else end, file)
 
 
 def flush_output() -> None:
-    """Write what waits in the standard output and in the standard error, as far as they can be written to."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             with suppress(OSError, ValueError):
@@ -96,13 +94,12 @@ def flush_output() -> None:
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """Return a text in which what a stream's encoding has no characters for is spelled out."""
+    """Escape the characters of a text that a stream's encoding lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _descriptor(stream: TextIO) -> int | None:
-    """Return the number of a stream's file; None if it has none, as in a notebook."""
     try:
         return stream.fileno()
     except (AttributeError, OSError, ValueError):
@@ -110,7 +107,7 @@ def _descriptor(stream: TextIO) -> int | None:
 
 
 class Lenient:
-    """A stream that loses what cannot be written instead of raising, for packages that write by themselves."""
+    """Stream wrapper that drops text that cannot be written, for packages that print by themselves."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -119,19 +116,16 @@ class Lenient:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text, as far as it can be."""
         if self._stream is not None:
             print_text(text, end="", file=self._stream)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream, as far as it can be."""
         with suppress(OSError, ValueError, AttributeError):
             self._stream.flush()
 
 
 def is_terminal() -> bool:
-    """Return whether the standard output is a terminal; False if there is none or it is closed."""
     try:
         return sys.stdout is not None and sys.stdout.isatty()
     except ValueError:
@@ -140,10 +134,10 @@ def is_terminal() -> bool:
 
 def _is_control(character: str) -> bool:
     kind = unicodedata.category(character)
-    # Cf has what turns the direction of text; joiners, which emoji are made with, are shown.
+    # Category Cf includes characters that change the text's direction, but also the joiners of emoji, which are kept.
     return kind in ("Cc", "Cs") or (kind == "Cf" and character not in "\u200c\u200d")
 
 
-def _spelled(character: str) -> str:
+def _escaped(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"

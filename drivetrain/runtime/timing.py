@@ -1,4 +1,4 @@
-"""`Timing`: what a thread spends its time with, from marks that some steps make and the others pass by."""
+"""`Timing`: how a training thread spends its time, measured with marks in some or all steps."""
 
 from __future__ import annotations
 
@@ -29,61 +29,61 @@ PARTS = (
     "idle",
 )
 DATA, FORWARD, BACKWARD, OPTIMIZER, SYNC, LOGGING, CALLBACKS, CHECKPOINT, EVALUATION, IDLE = range(len(PARTS))
-# What spans take is apart from what marks do: it is always measured, so it must not stand for steps without marks.
+# Times of spans are kept apart from those of marks: spans are always measured, so they do not extrapolate.
 _SPANS = len(PARTS)
 _UNMARKED = 2 * len(PARTS)
 
 _COST = 1e-3
-"""The share of the time that marks may take."""
+"""Largest fraction of the time that marks may take."""
 _STRETCHES = 4
-"""How many stretches of steps are looked back on, so that a pause in one of them does not count."""
+"""Number of latest stretches of steps of which the fastest counts, so that a pause in one has no effect."""
 _PER_STEP = 24
-"""How many marks a step has, with what begins and ends it."""
+"""Number of marks in a step, including its begin and end."""
 _FIRST = 10
-"""Batches at the beginning whose steps all have marks; their length decides how many of the following do."""
+"""Number of batches at the beginning that are all marked, to measure how long a batch takes."""
 _MOST = 1000
-"""Batches of which at least one has marks, however short steps are."""
+"""Largest number of batches of which one is marked, however short steps are."""
 _RECHECKED = 16
-"""Batches of marked steps after which their length is looked at again."""
+"""Number of marked batches after which the length of a batch is measured again."""
 
 
 class Timing:
-    """What the thread that trains spends its time with, so far.
+    """Times that the training thread has spent in each part of a run, such as data loading or the backward pass.
 
-    Every moment of `fit` from the first epoch's beginning counts for one of `PARTS`. Validations, checkpoints, the
-    ends of epochs and what is written to trackers are always measured. Within steps, marks separate the parts: in every
-    step where steps are so long that marks take less than 0.1 % of them, from about four milliseconds on; of shorter
-    ones in as many as that allows, drawn at random. The shares of those then hold for the steps between them.
+    All time of `fit` from the beginning of the first epoch counts for one of the `PARTS`. Validation, checkpoints, ends
+    of epochs and tracker writes are always measured. Within steps, marks separate the parts. If marks take less than
+    0.1 % of a step (from about 4 ms on), every step is marked. Otherwise random steps are marked, and their shares are
+    applied to the steps between them.
 
-    It can be read at any time, also from another thread.
+    The properties may be read at any time and from any thread.
 
     Attributes:
-        on: Whether marks count now. What makes one asks this first, so that a step without marks pays only for asking.
-        sees_sync: Whether gradients are exchanged in the backward, and its end waits for other processes.
+        on: True if marks count now. Code checks it before it marks, so that unmarked steps cost only the check.
+        sees_sync: True if the backward exchanges gradients, so that its end waits for other processes.
     """
 
     def __init__(self) -> None:
         self.on = self.sees_sync = False
         self._runs = False
-        self._random = Random(0)  # not the one that seeds are set for
+        self._random = Random(0)  # the global generator must not change
         self._reset()
 
     def _reset(self) -> None:
-        self._times = [0.0] * (_UNMARKED + 1)  # of marks, of spans, and of steps without marks
-        self._drawn = [0.0] * _SPANS  # of steps that stand for others
+        self._times = [0.0] * (_UNMARKED + 1)  # marks, spans, and unmarked steps
+        self._drawn = [0.0] * _SPANS  # randomly marked steps, whose shares apply to the unmarked ones
         self._at, self._since = IDLE, perf_counter()
         self._marks, self._is_first = True, True
         self._before_marks = self._times[:_SPANS]
         self._steps_before, self._batches_before = 0.0, 0
-        self._per_batch: deque[float] = deque(maxlen=_STRETCHES)  # seconds, in the latest stretches
-        self._marked_every = 0.0  # seconds of training for which one marked step is enough
+        self._per_batch: deque[float] = deque(maxlen=_STRETCHES)  # seconds per batch in the latest stretches
+        self._marked_every = 0.0  # seconds of training per marked step
         self._left = 0  # batches of a stretch after its marked step
 
-    # reading
+    # results
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds of each part, by its name."""
+        """Seconds spent in each part of the run, by the part's name."""
         times, drawn = self._read()
         marked = drawn if sum(drawn) > 0 else times[:_SPANS]
         whole = sum(marked)
@@ -96,25 +96,25 @@ class Timing:
 
     @property
     def total_seconds(self) -> float:
-        """The seconds of all parts together."""
+        """Seconds spent in all parts of the run together."""
         return sum(self._read()[0])
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of each part in the time, from 0 to 1, by its name; all are 0 before a run."""
+        """Fraction of the time spent in each part of the run, by the part's name. All are 0 before a run."""
         seconds = self.seconds
         total = sum(seconds.values())
         return {name: value / total if total > 0 else 0.0 for name, value in seconds.items()}
 
     @property
     def inferred(self) -> float:
-        """The share of the time that was in steps without marks, and is split as in those with marks."""
+        """Fraction of the time that was not measured but inferred from randomly measured steps."""
         times, _ = self._read()
         total = sum(times)
         return times[_UNMARKED] / total if total > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in numbers: `seconds`, `shares`, `total_seconds` and `inferred`."""
+        """Return `seconds`, `shares`, `total_seconds` and `inferred` as a dict."""
         return {
             "total_seconds": self.total_seconds,
             "inferred": self.inferred,
@@ -133,14 +133,14 @@ class Timing:
             lines.append(f"{self.inferred:.0%} is of steps without marks, split as in those with marks.")
         return "\n".join(lines)
 
-    # what is measured
+    # measurement
 
     @contextmanager
     def run(self, sees_sync: bool) -> Iterator[None]:
-        """Measure the body from the start.
+        """Reset all times, and measure the time spent in the body.
 
         Args:
-            sees_sync: See the attribute.
+            sees_sync: True if the backward exchanges gradients, so that its end waits for other processes.
         """
         self._reset()
         self.sees_sync = sees_sync
@@ -153,10 +153,10 @@ class Timing:
             self.on = self._runs = False
 
     def enter(self, part: int) -> int:
-        """Let the time from now on count for a part. Returns the one before.
+        """Count the time from now on for a part of the run. Returns the previous part.
 
         Args:
-            part: `FORWARD` or another.
+            part: One of the part numbers, such as `FORWARD`.
         """
         now = perf_counter()
         before = self._at
@@ -166,15 +166,17 @@ class Timing:
         return before
 
     def call(self, part: int, function: Callable[..., T], *args: Any) -> T:
-        """Call a function, whose time counts for a part. Ask `on` first: a step without marks calls it directly.
+        """Call a function and count its time for a part of the run.
+
+        Check `on` first and call the function directly in an unmarked step.
 
         Args:
-            part: `FORWARD` or another.
+            part: One of the part numbers, such as `FORWARD`.
             function: The function.
             *args: Its arguments.
 
         Returns:
-            What the function returned.
+            The function's return value.
         """
         outer = self.enter(part)
         result = function(*args)
@@ -183,10 +185,10 @@ class Timing:
 
     @contextmanager
     def span(self, part: int) -> Iterator[None]:
-        """Let all of the body count for a part, in steps with and without marks; other spans in it are not its own.
+        """Count all time of the body for a part of the run, except nested spans, which count for their own part.
 
         Args:
-            part: `CHECKPOINT` or another.
+            part: One of the part numbers, such as `CHECKPOINT`.
         """
         if not self._runs:
             yield
@@ -199,26 +201,24 @@ class Timing:
             self.enter(before)
             self.on = on
 
-    # which steps have marks
+    # selection of marked steps
 
     def begin_steps(self) -> None:
-        """Begin with the steps of an epoch."""
         self.on = self._marks
         self.enter(IDLE if self._marks else _UNMARKED)
 
     def end_steps(self) -> None:
-        """End what `begin_steps` began."""
         self.on = False
         self.enter(IDLE)
 
     def turn(self, batches: int) -> int:
-        """Decide between two steps whether the following ones have marks.
+        """Decide between two training steps if the parts of the following steps are measured (marked).
 
         Args:
-            batches: How many batches the run has trained on.
+            batches: Number of batches that the run has trained on.
 
         Returns:
-            How many there are to be at the next call.
+            The number of batches at which to call this again.
         """
         self.enter(IDLE)
         if not self._marks:
@@ -228,30 +228,30 @@ class Timing:
             for number, before in enumerate(self._before_marks):
                 self._drawn[number] += self._times[number] - before
         self._is_first = False
-        stretch = self._stretch(batches)
+        stretch = self._stretch_length(batches)
         if stretch == 1:
             self._mark(True)
             return batches + _RECHECKED
-        # One batch of each stretch, wherever in it: what comes every so many steps must not meet it each time.
+        # Mark a random batch of each stretch: at a fixed distance, periodic work would be marked always or never.
         ahead = self._random.randrange(stretch)
         pause, self._left = self._left + ahead, stretch - 1 - ahead
         self._mark(pause == 0)
         return batches + max(pause, 1)
 
     def first_turn(self, batches: int) -> int:
-        """Begin with steps that all have marks.
+        """Begin an epoch with training steps whose parts are all measured (marked).
 
         Args:
-            batches: How many batches the run has trained on, such as before it was resumed.
+            batches: Number of batches that the run has trained on before, for example before it was resumed.
 
         Returns:
-            How many there are to be when `turn` is called.
+            The number of batches at which to call `turn`.
         """
         self._batches_before = batches
         return batches + _FIRST
 
     def _seconds_of_a_mark(self) -> float:
-        """How long a mark takes on this machine: the best of some tries, in which nothing else ran."""
+        """Measure the seconds that one mark takes, as the fastest of a few tries."""
         tries = []
         for _ in range(8):
             begun = perf_counter()
@@ -266,24 +266,24 @@ class Timing:
         self._before_marks = self._times[:_SPANS]
         self._at = IDLE if marks else _UNMARKED
 
-    def _stretch(self, batches: int) -> int:
-        """Of how many batches one has marks, by how long steps have been of late."""
+    def _stretch_length(self, batches: int) -> int:
+        """Return the number of batches of which one is measured, from the recent time per batch."""
         steps = sum(self._times[:_SPANS]) + self._times[_UNMARKED]
         self._per_batch.append((steps - self._steps_before) / max(1, batches - self._batches_before))
         self._steps_before, self._batches_before = steps, batches
         return min(_MOST, max(1, math.ceil(self._marked_every / max(min(self._per_batch), 1e-9))))
 
     def mark_end_of_gradients(self, loss: Tensor) -> None:
-        """Let what a backward does once its own gradients are computed count as waiting for other processes.
+        """Count the end of a backward pass, after the model's last gradient, as waiting for other processes.
 
         Args:
-            loss: What is differentiated.
+            loss: The tensor on which `backward` is called.
         """
         if loss.requires_grad:
             loss.register_hook(self._await_end)  # type: ignore[no-untyped-call]
 
     def _await_end(self, _: Tensor) -> None:
-        # Callbacks run in the order in which they are queued: before those that wait for gradients to be reduced.
+        # Callbacks run in queue order: this one is queued before those that wait for reduced gradients.
         torch.autograd.Variable._execution_engine.queue_callback(self._enter_sync)
 
     def _enter_sync(self) -> None:
@@ -291,38 +291,38 @@ class Timing:
             self.enter(SYNC)
 
     def _read(self) -> tuple[list[float], list[float]]:
-        """The seconds so far, and those of drawn steps."""
+        """Return the seconds spent in each part so far, and the seconds of the randomly measured steps in each part."""
         while True:
             since, at = self._since, self._at
             times, drawn = list(self._times), list(self._drawn)
-            if since == self._since and at == self._at:  # else a mark was made meanwhile
+            if since == self._since and at == self._at:  # otherwise another thread has marked during the copy
                 break
         if self._runs:
             times[at] += max(0.0, perf_counter() - since)
         return times, drawn
 
 
-# What took the time of training, in a sentence
+# Summary of the training time
 
 
-NOTICEABLE = 0.2  # the share of the time from which something around the model is worth changing
+NOTICEABLE = 0.2  # fraction of the time from which a part other than the model is reported
 
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """Where the time of training went, in seconds of one process.
+    """Seconds that one process spent in each part of the training.
 
     Attributes:
-        total: All of it.
+        total: All of the time.
         waiting: Waiting for the training loader.
-        model: Forward, backward and the optimizers.
-        validating: Validations, with their loaders.
+        model: Forward, backward and optimizer steps.
+        validating: Validation, including its loaders.
         saving: Saving checkpoints.
         syncing: Waiting for other processes.
-        callbacks: The hooks of each callback, or of the task, by its name.
-        samples: Samples that this process trained on in that time; None where the loader does not count them.
-        workers: The loader's worker processes; None where it has none to set.
-        cores: The processor's cores for each process of this machine.
+        callbacks: Hooks of each callback, or of the task, by name.
+        samples: Number of samples that this process trained on, or None if the loader does not count them.
+        workers: Number of the loader's worker processes, or None if it cannot have any.
+        cores: CPU cores per process on this machine.
     """
 
     total: float
@@ -345,7 +345,6 @@ class TimeSpent:
         cores: int,
         callbacks: Mapping[str, float] | None = None,
     ) -> TimeSpent:
-        """What a `Timing` has measured."""
         seconds = timing.seconds
         named = {"callbacks, which profiler='simple' names": seconds["callbacks"]} if callbacks is None else callbacks
         return cls(
@@ -362,11 +361,14 @@ class TimeSpent:
         )
 
     def sentence(self) -> str:
-        """Return what takes the time, in one line; empty if nothing was measured."""
+        """Return one sentence that names the slowest part of the training and a remedy.
+
+        It is empty if nothing was measured.
+        """
         if self.total <= 0:
             return ""
         name, most = max(self.callbacks.items(), key=lambda item: item[1], default=("", 0.0))
-        # Waiting is seen against training alone: a validation has its own loader.
+        # The training loader's waiting time is relative to training: validation has a loader of its own.
         training = max(self.total - self.validating - self.saving, 1e-12)
         found = [
             (self.waiting / self.total, self._about_data(self.waiting / training)),
@@ -382,12 +384,12 @@ class TimeSpent:
             ),
             (
                 self.syncing / self.total,
-                f"{_percent(self.syncing / self.total)} of the time waits for other processes: see which is slow "
+                f"{_percent(self.syncing / self.total)} of the time is waiting for other processes: find the slow one "
                 "(StragglerMonitor), or exchange gradients less often (accumulate_grad_batches).",
             ),
             (
                 most / self.total,
-                f"{_percent(most / self.total)} of the time is in {name}: make it cheaper, or let it act less often.",
+                f"{_percent(most / self.total)} of the time is in {name}: make it cheaper, or run it less often.",
             ),
         ]
         share, sentence = max(found, key=lambda item: item[0])
@@ -404,17 +406,17 @@ class TimeSpent:
 
     def _about_data(self, share: float) -> str:
         first = f"{_percent(share)} of the step waits for data"
-        advice = "make the dataset cheaper, such as by keeping what it computes"
+        advice = "make the dataset cheaper, for example by caching what it computes"
         training = self.total - self.validating - self.saving
         computing = training - self.waiting
         if not self.samples or self.waiting <= 0 or computing <= 0:
             return f"{first}: {advice}, or give its loader more workers (num_workers)."
-        # Workers load while the model computes; without them the two take turns.
+        # Workers load while the model computes; without workers, loading and computing alternate.
         loads_for = training if self.workers else self.waiting
         loader, model = self.samples / loads_for, self.samples / computing
         if self.workers is None:
             return f"{first}: the loader gives {_rate(loader)} samples/s, the model takes {_rate(model)}; {advice}."
-        # One more than what would be just enough: handing batches over takes the time of this process, too.
+        # One worker more than strictly needed, because receiving batches also takes this process's time.
         wanted = math.ceil(max(self.workers, 1) * model / loader) + 1
         sentence = (
             f"{first}: the loader gives {_rate(loader)} samples/s with {self.workers} workers, "
@@ -423,8 +425,8 @@ class TimeSpent:
         if wanted <= self.cores:
             return f"{sentence}."
         return (
-            f"{sentence}. This process has {self.cores} core{'s' * (self.cores != 1)}: where loading computes rather "
-            f"than waits for files, {advice}."
+            f"{sentence}. This process has {self.cores} core{'s' * (self.cores != 1)}: if loading is limited by "
+            f"computing and not by files, {advice}."
         )
 
 
@@ -433,7 +435,7 @@ def _percent(share: float) -> str:
 
 
 def _rate(value: float) -> str:
-    """A rate in three digits, such as 2,400."""
+    """Format a number with three significant digits, such as 2,400."""
     digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
     rounded = round(value, digits)
     return f"{rounded:,.0f}" if digits <= 0 else f"{rounded:,.{digits}f}"

@@ -1,7 +1,7 @@
-"""Items that processes take one after the other, so that a fast process takes more of them.
+"""Queue from which processes take items one by one, so that faster processes take more items.
 
-All goes through the store that the processes met at, and no collective is needed: no process waits for one that has
-died, and the item that it had is given to another.
+The queue uses the rendezvous store and no collectives. No process waits for one that has died, and the item of a dead
+process is given to another.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from drivetrain.runtime.errors import CollectiveError, ConfigurationError, DataE
 from drivetrain.runtime.nested import send_to_device
 
 _PREFIX = "drivetrain/work"
-_LEASE = 30.0  # seconds without a sign of life after which a process counts as gone
+_LEASE = 30.0  # seconds without a sign of life after which a process counts as dead
 _SHORTEST, _LONGEST = 0.005, 0.1  # seconds between two readings of the store
 _MOST_ATTEMPTS = 3
-_PIECE = 4 * 2**20  # bytes of a result in one entry of the store, which takes 8 MiB at most
+_PIECE = 4 * 2**20  # bytes of a result per store entry; the store accepts at most 8 MiB
 _GIVEN_UP = "given up"
 
 
 class WorkQueue:
-    """Items for all processes of a run; each takes the next one when it is done with the one before.
+    """Queue from which each process of a run takes the next item when it has finished the previous one.
 
     Args:
-        inputs: A list, tuple, tensor or anything else with a length and indices, or a dict of equally long ones; the
-            same on all processes.
-        store: What the processes meet at.
-        rank: This process.
-        world_size: How many processes there are.
-        beat: Called to show that this process gets something done.
-        lease: Seconds without a sign of life after which a process on another machine counts as gone.
+        inputs: A list, tuple, tensor or other object with a length and indices, or a dict of such objects with equal
+            lengths. It must be equal on all processes.
+        store: Rendezvous store of the processes.
+        rank: Rank of this process.
+        world_size: Number of processes.
+        beat: Called without arguments to signal progress.
+        lease: Seconds without a sign of life after which a process on another machine counts as dead.
 
     Example:
         ```python
@@ -64,32 +64,32 @@ class WorkQueue:
         self._inputs, self._length = inputs, _length(inputs)
         self._store, self._rank, self._world_size = store, rank, world_size
         self._beat, self._lease = beat, lease
-        # Each process counts its own queues: as many on all, where all make the same calls.
+        # Each process counts its own queues: the numbers match because all processes make the same calls.
         self._number = store.add(f"{_PREFIX}/{rank}", 1)
         self._unfinished = list(range(self._length))
-        self._current: tuple[int, int] | None = None  # the item, and how many had it before
+        self._current: tuple[int, int] | None = None  # the item's index, and the number of earlier attempts
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._has_new, self._is_open = True, False
         self._ended = threading.Event()
         self._signs: threading.Thread | None = None
 
     def wait_for_all(self) -> None:
-        """Return once every process has a queue, so that none dies within it while others still connect to it.
+        """Wait until every process has created its queue, so that none dies while others still connect.
 
         Raises:
-            CollectiveError: A process did not ask for one in the store's time.
+            CollectiveError: If a process does not create one within the store's timeout.
         """
         keys = [f"{_PREFIX}/{rank}" for rank in range(self._world_size)]
         try:
             self._store.wait(keys)
         except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._asked(partial(self._store.check, [key]))]
+            missing = [rank for rank, key in enumerate(keys) if not self._call_store(partial(self._store.check, [key]))]
             raise CollectiveError(
-                f"split_between_processes(dynamic=True): rank {', '.join(map(str, missing))} did not come to it. All "
+                f"split_between_processes(dynamic=True): rank {', '.join(map(str, missing))} did not call it. All "
                 f"processes must call it. ({error})"
             ) from error
 
-    # taking items
+    # items and results
 
     def __len__(self) -> int:
         return self._length
@@ -99,7 +99,8 @@ class WorkQueue:
 
     def __next__(self) -> Any:
         if not self._is_open:
-            raise ConfigurationError("A work queue is used within the `with` block that makes it.")
+            raise ConfigurationError("A work queue can be used only within the `with` block that created it.")
+        # An item without a call of done() gets the result None, or the queue would never end.
         if self._current is not None:
             self.done(None)
         self._beat()
@@ -110,63 +111,68 @@ class WorkQueue:
         return _item(self._inputs, taken[0])
 
     def done(self, result: Any) -> None:
-        """Give the result of the item that was taken last.
+        """Set the result of the item that this process took last.
 
         Args:
-            result: Anything that pickles; its tensors are moved to the CPU.
+            result: A picklable object. Its tensors are moved to the CPU.
 
         Raises:
-            ConfigurationError: No item is open.
+            ConfigurationError: If this process has no item without a result.
         """
         if self._current is None:
-            raise ConfigurationError("There is no item to be done with: take one first, `for item in work:`.")
+            raise ConfigurationError("done() was called without an item. Take one first, as in `for item in work:`.")
         (index, _), self._current = self._current, None
         content = pickle.dumps(send_to_device(result, "cpu"))
         pieces = [content[start : start + _PIECE] for start in range(0, len(content), _PIECE)]
+        # Store the pieces first, because the entry `done` makes other processes read them.
         for number, piece in enumerate(pieces):
             self._set(self._result_key(index, self._rank, number), piece)
         if self._exchange(f"done/{index}", "", f"{self._rank}/{len(pieces)}") != f"{self._rank}/{len(pieces)}":
-            for number in range(len(pieces)):  # another process was given the item, and was faster
+            for number in range(len(pieces)):  # another process got the item too and was faster
                 self._delete(self._result_key(index, self._rank, number))
 
     def map(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Call a function with the items, and return all results.
+        """Call a function with each item that this process takes, and return the results of all processes.
 
         Args:
             function: Called with one item.
 
         Returns:
-            What `results` returns.
+            The results of all items in the order of the inputs.
         """
         for item in self:
             self.done(function(item))
         return self.results()
 
     def results(self) -> list[Any]:
-        """The results of all items in the order of the inputs, on every process that calls it.
+        """Return the results of all items in the order of the inputs, on every process that calls this.
 
         Returns:
-            A list with what `done` was called with; None for an item that it was not called for.
+            A list with the objects passed to `done`, or None for an item without a call of `done`.
 
         Raises:
-            ConfigurationError: Items are left: the queue has not been iterated to its end.
-            DataError: An item was given to several processes, none of which came to its end.
+            ConfigurationError: If items are left because the queue was not iterated to its end.
+            DataError: If several processes died while working on one item.
         """
         if not self._is_open or self._pending():
             raise ConfigurationError(
-                "results() is called within the `with` block, after the queue has been iterated to its end.",
+                "results() must be called within the `with` block, after the queue has been iterated to its end.",
             )
         holders = [self._get(f"done/{index}") for index in range(self._length)]
         failed = [index for index, holder in enumerate(holders) if holder == _GIVEN_UP]
         if failed:
             raise DataError(
-                f"Items {failed} were each given to {_MOST_ATTEMPTS} processes, which all ended before they were done "
-                "with it. Their own errors say why."
+                f"Items {failed} were each given to {_MOST_ATTEMPTS} processes, which all exited before they finished "
+                "them. See their own errors for the cause."
             )
         return [self._read(index, str(holder)) for index, holder in enumerate(holders)]
 
     def _take(self) -> tuple[int, int] | None:
-        """The next item, or one whose process is gone; waits while others may still lose theirs. None at the end."""
+        """Take an item. Returns its index and the number of earlier attempts, or None if all items have results.
+
+        Items whose process has died are taken again. The call waits as long as other processes may still die.
+        """
+        # First the items that no process has taken, then those whose process has died.
         while self._has_new:
             index = self._add("next") - 1
             if index >= self._length:
@@ -194,7 +200,6 @@ class WorkQueue:
         return self._exchange(f"claim/{index}", before, mine) == mine
 
     def _pending(self) -> list[int]:
-        """Items without a result."""
         if self._unfinished and self._holds([f"done/{index}" for index in self._unfinished]):
             self._unfinished = []
         self._unfinished = [index for index in self._unfinished if not self._holds([f"done/{index}"])]
@@ -203,17 +208,17 @@ class WorkQueue:
     def _read(self, index: int, holder: str) -> Any:
         rank, pieces = map(int, holder.split("/"))
         keys = [self._key(self._result_key(index, rank, number)) for number in range(pieces)]
-        content = self._asked(lambda: [self._store.get(key) for key in keys])
+        content = self._call_store(lambda: [self._store.get(key) for key in keys])
         return pickle.loads(b"".join(content))
 
-    # who is there
+    # processes
 
     def __enter__(self) -> WorkQueue:
         self._is_open = True
         self._show_life(0)
         if self._world_size > 1:
             heartbeat.set_expendable(True)
-            self._signs = threading.Thread(target=self._live, name="work-queue", daemon=True)
+            self._signs = threading.Thread(target=self._send_life_signs, name="work-queue", daemon=True)
             self._signs.start()
         return self
 
@@ -226,28 +231,28 @@ class WorkQueue:
             self._signs.join()
             heartbeat.set_expendable(False)
         self._set(f"left/{self._rank}", b"1")
+        # The last process to leave deletes the queue's entries, since the others may still read them.
         if self._add("left") == self._world_size:
             self._clear()
 
-    def _live(self) -> None:
+    def _send_life_signs(self) -> None:
         count = 0
         while not self._ended.wait(self._lease / 10):
             count += 1
             try:
                 self._show_life(count)
             except CollectiveError:
-                return  # the process that holds the store is gone, which the main thread finds out too
+                return  # the process that serves the store has exited; the main thread raises this error too
 
     def _show_life(self, count: int) -> None:
-        self._set(f"life/{self._rank}", f"{_place()}/{os.getpid()}/{_started(os.getpid())}/{count}".encode())
+        self._set(f"life/{self._rank}", f"{_machine_id()}/{os.getpid()}/{_start_ticks(os.getpid())}/{count}".encode())
 
     def _is_gone(self, rank: int) -> bool:
-        """Whether a process has left, has ended, or gives no sign of life."""
         if rank == self._rank or self._holds([f"left/{rank}"]):
-            return True  # what this process had itself is open no longer
+            return True  # this process no longer works on its own earlier claim
         sign = self._get(f"life/{rank}").encode()
         place, pid, started, _ = sign.decode().rsplit("/", 3)
-        if place and place == _place() and _started(int(pid)) != started:
+        if place and place == _machine_id() and _start_ticks(int(pid)) != started:
             return True
         known, since = self._seen.get(rank, (b"", 0.0))
         if known != sign:
@@ -256,7 +261,6 @@ class WorkQueue:
         return time.monotonic() - since > self._lease
 
     def _clear(self) -> None:
-        """Remove all entries, once everybody has left."""
         for index in range(self._length):
             holder = self._get(f"done/{index}")
             if holder and holder != _GIVEN_UP:
@@ -278,32 +282,32 @@ class WorkQueue:
         return f"result/{index}/{rank}/{piece}"
 
     def _holds(self, names: list[str]) -> bool:
-        return bool(self._asked(lambda: self._store.check([self._key(name) for name in names])))
+        return bool(self._call_store(lambda: self._store.check([self._key(name) for name in names])))
 
     def _get(self, name: str) -> str:
-        return self._asked(lambda: self._store.get(self._key(name))).decode() if self._holds([name]) else ""
+        return self._call_store(lambda: self._store.get(self._key(name))).decode() if self._holds([name]) else ""
 
     def _set(self, name: str, value: bytes) -> None:
-        content: Any = value  # the store takes bytes, though its annotation has text alone
-        self._asked(lambda: self._store.set(self._key(name), content))
+        content: Any = value  # the store accepts bytes, but its annotation only str
+        self._call_store(lambda: self._store.set(self._key(name), content))
 
     def _delete(self, name: str) -> None:
-        self._asked(lambda: self._store.delete_key(self._key(name)))
+        self._call_store(lambda: self._store.delete_key(self._key(name)))
 
     def _add(self, name: str) -> int:
-        return int(self._asked(lambda: self._store.add(self._key(name), 1)))
+        return int(self._call_store(lambda: self._store.add(self._key(name), 1)))
 
     def _exchange(self, name: str, before: str, after: str) -> str:
-        found: bytes = self._asked(lambda: self._store.compare_set(self._key(name), before, after))
+        found: bytes = self._call_store(lambda: self._store.compare_set(self._key(name), before, after))
         return found.decode()
 
-    def _asked(self, ask: Callable[[], Any]) -> Any:
+    def _call_store(self, ask: Callable[[], Any]) -> Any:
         try:
             return ask()
         except RuntimeError as error:
             raise CollectiveError(
-                f"The work queue cannot reach the store that the processes met at ({error}). The process that serves "
-                "it is gone; its own error says why."
+                f"The work queue cannot reach the rendezvous store ({error}). The process that serves it has exited; "
+                "see its own error for the cause."
             ) from error
 
 
@@ -312,7 +316,7 @@ def _length(inputs: Any) -> int:
         return len(inputs)
     lengths = {key: len(value) for key, value in inputs.items()}
     if len(set(lengths.values())) > 1:
-        raise ConfigurationError(f"split_between_processes needs values of one length in a dict, got {lengths}.")
+        raise ConfigurationError(f"split_between_processes needs values of equal length in a dict, got {lengths}.")
     return next(iter(lengths.values()), 0)
 
 
@@ -322,8 +326,8 @@ def _item(inputs: Any, index: int) -> Any:
     return inputs[index]
 
 
-def _place() -> str:
-    """What processes have in common that see each other's numbers; empty where that is not known."""
+def _machine_id() -> str:
+    """Return an ID that processes share if they see each other's process IDs, or an empty string if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{socket.gethostname()}/{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
@@ -331,8 +335,7 @@ def _place() -> str:
         return ""
 
 
-def _started(pid: int) -> str:
-    """When a process was started, in the system's ticks; empty if it has ended."""
+def _start_ticks(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

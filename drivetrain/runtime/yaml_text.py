@@ -1,4 +1,4 @@
-"""Reading YAML that somebody else may have written."""
+"""Loading of YAML files from untrusted sources."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ MOST_VALUES = 100_000
 
 
 def load_yaml(text: str) -> Any:
-    """Read a YAML document of plain values, whose anchors may not multiply without end.
+    """Load a YAML document of plain values, and refuse one whose anchors expand to too many values.
 
-    PyYAML shares what an alias repeats. A file of a kilobyte may load quickly and then hang the code that walks through
-    its 10^9 values, or through one that holds itself.
+    PyYAML shares the objects behind aliases. A file of 1 KB may therefore load quickly but expand to 10^9 values or
+    contain itself, which hangs code that traverses it.
     """
     return _read(text, lambda loader, node: loader.construct_document(node))
 
 
 def check_yaml(text: str) -> None:
-    """Raise if a YAML document is one that `load_yaml` refuses for its anchors or its depth."""
+    """Raise an error if a YAML document expands to too many values or is nested too deeply."""
     _read(text, lambda loader, node: None)
 
 
 def _read(text: str, construct: Callable[[Any, Any], Any]) -> Any:
-    import yaml  # few runs read any
+    import yaml  # imported late, because few runs need it
 
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
-        if _count(node, {}) > MOST_VALUES:
+        if _count_values(node, {}) > MOST_VALUES:
             raise yaml.YAMLError(f"its anchors stand for more than {MOST_VALUES:,} values")
         return construct(loader, node)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply, or an anchor holds itself") from None
-    except (ValueError, TypeError, OverflowError) as error:  # a date or a number that cannot be
+    except (ValueError, TypeError, OverflowError) as error:  # an impossible date or number
         raise yaml.YAMLError(f"it holds a value that cannot be read: {error}") from error
     finally:
         loader.dispose()
 
 
-def _count(node: Any, known: dict[int, int]) -> int:
-    """Count the values that a node stands for, each alias as often as it is used."""
+def _count_values(node: Any, known: dict[int, int]) -> int:
+    """Count the values in a YAML node, with every alias expanded."""
     if id(node) in known:
         return known[id(node)]
-    known[id(node)] = MOST_VALUES + 1  # for a node that holds itself
+    known[id(node)] = MOST_VALUES + 1  # the result for a node that contains itself
     children = node.value if isinstance(node.value, list) else []
     pairs = [each if isinstance(each, tuple) else (each,) for each in children]
-    known[id(node)] = 1 + sum(_count(child, known) for pair in pairs for child in pair)
+    known[id(node)] = 1 + sum(_count_values(child, known) for pair in pairs for child in pair)
     return known[id(node)]

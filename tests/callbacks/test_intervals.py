@@ -345,7 +345,7 @@ def test_processes_follow_the_main_ones_clock() -> None:
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: GradientNorm(every="5 stpes"), r"GradientNorm.every='5 stpes'.*Did you mean 'steps'"),
     (lambda: GradientNorm(every=0), r"GradientNorm\(every=0\)"),
-    (lambda: SpeedMonitor(every="soon"), r"SpeedMonitor.every='soon' is no duration"),
+    (lambda: SpeedMonitor(every="soon"), r"SpeedMonitor.every='soon' is not a duration"),
     (lambda: MemoryMonitor(every="0 steps"), r"MemoryMonitor.every='0 steps'"),
     (lambda: DeviceStatsMonitor(every="5M"), r"DeviceStatsMonitor.every='5M'"),
     (lambda: ThroughputMonitor(every=1.5), r"ThroughputMonitor.every=1.5"),  # type: ignore[arg-type]
@@ -357,7 +357,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: EMAWeightAveraging(update_every_n_steps="2 eons"), r"update_every_n_steps='2 eons'"),
     (lambda: EMAWeightAveraging(update_starting_at_epoch="2 min"), r"update_starting_at_step takes the other"),
     (lambda: StochasticWeightAveraging(0.1, "2 eons"), r"swa_epoch_start='2 eons'"),
-    (lambda: StochasticWeightAveraging(0.1, annealing_epochs="2 min"), r"annealing_epochs='2 min' is no number of"),
+    (lambda: StochasticWeightAveraging(0.1, annealing_epochs="2 min"), r"annealing_epochs='2 min' is not a number of"),
     (lambda: BackboneFinetuning("2 eons"), r"unfreeze_backbone_at_epoch='2 eons'"),
     (lambda: GradientAccumulationScheduler({"2 min": 2}), r"depends on the schedule itself"),
     (lambda: ModelCheckpoint(every_n_epochs="2 steps"), r"every_n_epochs='2 steps'.*every= takes the other"),

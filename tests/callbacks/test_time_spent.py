@@ -34,19 +34,19 @@ MANY = 64  # cores
         (
             TimeSpent(100, waiting=62, model=38, samples=90_000, workers=4, cores=2),
             "62 % of the step waits for data: the loader gives 900 samples/s with 4 workers, the model takes 2,370; "
-            "try num_workers=12. This process has 2 cores: where loading computes rather than waits for files, make "
-            "the dataset cheaper, such as by keeping what it computes.",
+            "try num_workers=12. This process has 2 cores: if loading is limited by computing and not by files, make "
+            "the dataset cheaper, for example by caching what it computes.",
         ),
         (
             TimeSpent(100, waiting=62, model=38, samples=None, workers=0),
-            "62 % of the step waits for data: make the dataset cheaper, such as by keeping what it computes, or give "
-            "its loader more workers (num_workers).",
+            "62 % of the step waits for data: make the dataset cheaper, for example by caching what it computes, or "
+            "give its loader more workers (num_workers).",
         ),
         (
             # A validation is no part of a step.
             TimeSpent(100, waiting=40, model=20, validating=40, samples=4000, workers=None),
             "67 % of the step waits for data: the loader gives 100 samples/s, the model takes 200; make the dataset "
-            "cheaper, such as by keeping what it computes.",
+            "cheaper, for example by caching what it computes.",
         ),
         (
             TimeSpent(100, waiting=10, model=50, validating=40),
@@ -60,12 +60,12 @@ MANY = 64  # cores
         ),
         (
             TimeSpent(100, model=60, syncing=40),
-            "40 % of the time waits for other processes: see which is slow (StragglerMonitor), or exchange gradients "
-            "less often (accumulate_grad_batches).",
+            "40 % of the time is waiting for other processes: find the slow one (StragglerMonitor), or exchange "
+            "gradients less often (accumulate_grad_batches).",
         ),
         (
             TimeSpent(100, model=60, callbacks={"Fast": 5, "Slow": 35}),
-            "35 % of the time is in Slow: make it cheaper, or let it act less often.",
+            "35 % of the time is in Slow: make it cheaper, or run it less often.",
         ),
         (
             TimeSpent(100, waiting=5, model=90, validating=5),

@@ -262,7 +262,7 @@ def test_sizes_are_read(text: str | int, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "5 parsecs", "-1", 0, True, "0GB"])
 def test_what_is_no_size_is_refused(text: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"is no size|larger than nothing"):
+    with pytest.raises(ConfigurationError, match=r"is not a size|larger than nothing"):
         shard_limit(text)
 
 

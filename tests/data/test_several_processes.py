@@ -345,7 +345,7 @@ def test_batches_out_of_order_are_refused_where_processes_share_them() -> None:
 
 @pytest.mark.parametrize("loader", [DataLoader(Numbers(), batch_size=3), DataLoader(Stream(), batch_size=3)])
 def test_a_batch_size_that_cannot_be_split_is_refused(loader: Any) -> None:
-    with pytest.raises(ConfigurationError, match="batch size 3 does not divide by 2"):
+    with pytest.raises(ConfigurationError, match="batch size 3 is not a multiple of 2"):
         prepare_loader(loader, shard=DataShard(0, 2), config=DataLoaderConfiguration(split_batches=True))
 
 

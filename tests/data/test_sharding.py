@@ -150,7 +150,7 @@ def test_a_short_batch_is_split_evenly_unless_it_is_completed() -> None:
 
 
 def test_a_batch_size_that_does_not_divide_cannot_be_split() -> None:
-    with pytest.raises(ConfigurationError, match=r"batch size 5 does not divide by 2"):
+    with pytest.raises(ConfigurationError, match=r"batch size 5 is not a multiple of 2"):
         Layout(DataShard(0, 2), TailPolicy.COMPLETE, True, 5).check()
 
 

@@ -271,7 +271,7 @@ def test_what_no_accelerator_can_compute_runs_on_the_cpu(caplog: pytest.LogCaptu
         ({}, r"no device that computes has a budget"),
         ({"gpu0": 5}, r"'gpu0' is no device"),
         ({-1: 5}, r"-1 is no device"),
-        ({0: "5 parsecs"}, r"'5 parsecs' is no size"),
+        ({0: "5 parsecs"}, r"'5 parsecs' is not a size"),
         ({0: -5}, r"gives 0 -5 bytes"),
     ],
 )

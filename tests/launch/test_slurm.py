@@ -58,7 +58,7 @@ def test_a_launch_that_says_how_machines_meet_is_left_alone(name: str) -> None:
     ("change", "said"),
     [
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "--ntasks-per-node=1"),
-        ({"SLURM_STEP_NODELIST": "node[7-"}, "is no list of hosts"),
+        ({"SLURM_STEP_NODELIST": "node[7-"}, "is not a list of hosts"),
         ({"SLURM_NODEID": "first"}, "is no number"),
     ],
 )

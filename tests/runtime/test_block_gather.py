@@ -113,7 +113,10 @@ def leaves_and_gathers_again() -> list[Any]:
 
 def test_a_process_that_leaves_ends_the_wait_and_the_next_gather_is_whole():
     main, other = run_in_processes(leaves_and_gathers_again, 2, timeout=60)
-    assert main == ["gather of results: rank 1 has left before its last block; its own error says why.", [10, 11]]
+    assert main == [
+        "gather of results: rank 1 stopped before its last block. See its own error.",
+        [10, 11],
+    ]
     assert other == ["", []]
 
 
@@ -143,7 +146,7 @@ def unsendable() -> None:
 
 
 def test_what_cannot_be_pickled_is_refused_by_the_process_that_has_it():
-    with pytest.raises(ProcessesFailed, match="gather of results on rank 1: what it was given cannot be sent"):
+    with pytest.raises(ProcessesFailed, match="gather of results on rank 1: the object cannot be sent"):
         run_in_processes(unsendable, 2, timeout=60)
 
 

@@ -34,7 +34,7 @@ def test_sizes_are_read(text: int | str, size: int):
 
 @pytest.mark.parametrize("text", ["", "GB", "G", "5 parsecs", "1IB", "1I", "-1GB", True, None])
 def test_what_is_no_size_is_refused(text: object):
-    with pytest.raises(ConfigurationError, match="is no size"):
+    with pytest.raises(ConfigurationError, match="is not a size"):
         parse_bytes(text)
 
 

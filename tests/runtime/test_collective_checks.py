@@ -77,7 +77,7 @@ def wait_for_one_that_ends() -> str:
 def test_a_process_that_ends_early_is_named_with_its_last_call() -> None:
     message = run_in_processes(wait_for_one_that_ends, env=DEBUG)[0]
     assert "calls wait_for_everyone() at " in message
-    assert "rank 1 has ended; its last call was gather(float32[1]) at " in message
+    assert "rank 1 has exited; its last call was gather(float32[1]) at " in message
 
 
 def wait_for_one_that_does_not_come() -> str:
@@ -93,7 +93,7 @@ def wait_for_one_that_does_not_come() -> str:
 
 def test_a_process_that_does_not_come_in_time_is_named() -> None:
     message = run_in_processes(wait_for_one_that_does_not_come, env=DEBUG)[0]
-    assert "rank 1 did not come within 0:00:03" in message
+    assert "rank 1 did not arrive within 0:00:03" in message
 
 
 def compare_in_a_group_of_the_scripts_own() -> str:

@@ -271,8 +271,8 @@ def test_gather(name: str, expected: Any, results: list[dict[str, Any]]) -> None
         ("nested", {"x": ("int64", [[100, 101], [200, 201], [202, 203]]), "y": (("bfloat16", [100, 200, 202]),)}),
         ("not contiguous", ("int64", [[100, 104], [200, 204], [201, 205]])),
         ("without rows of its own", {"x": ("int64", [100, 200, 202]), "loss": ("float32", [0.0, 0.5, 1.0])}),
-        ("more than there are, on rank 1", "CollectiveError: ...not so on rank(s) [1]"),
-        ("below zero", "CollectiveError: ...not so on rank(s) [0, 1, 2]"),
+        ("more than there are, on rank 1", "CollectiveError: ...not true on rank(s) [1]"),
+        ("below zero", "CollectiveError: ...not true on rank(s) [0, 1, 2]"),
         ("not a tensor", "DataError: "),
         ("argument untouched", True),
     ],
@@ -364,7 +364,7 @@ def test_gather_object(name: str, expected: Any, results: list[dict[str, Any]]) 
 
 
 def test_objects_of_a_class_that_other_processes_do_not_have_are_refused(results: list[dict[str, Any]]) -> None:
-    check(results, "objects", "made in a function", "DataError: gather_object on rank...top of a module")
+    check(results, "objects", "made in a function", "DataError: gather_object on rank...top level of a module")
 
 
 @pytest.mark.parametrize(
@@ -473,7 +473,7 @@ def test_a_peer_that_is_gone_is_named_as_the_likely_cause() -> None:
     with pytest.raises(ProcessesFailed) as caught:
         run_in_processes(lose_a_peer, timeout=60)
     assert "rank 0 was told: gather failed on rank 0 of 2: " in caught.value.tracebacks[0]
-    assert "Most often a peer raised or was stopped" in caught.value.tracebacks[0]
+    assert "Most often another process raised or was stopped" in caught.value.tracebacks[0]
 
 
 # a world of one

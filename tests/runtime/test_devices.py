@@ -41,7 +41,7 @@ def test_a_kind_that_is_absent_answers_instead_of_failing(name: str) -> None:
         assert kind.count() >= 1
     else:
         assert kind.count() == 0
-        with pytest.raises(DeviceNotAvailableError, match=f"'{name}' was asked for.*Available here: .*cpu"):
+        with pytest.raises(DeviceNotAvailableError, match=f"'{name}' was requested.*Available here: .*cpu"):
             get_device_kind(name)
 
 
@@ -54,7 +54,7 @@ def test_a_kind_is_found_by_its_name(name: str) -> None:
     ("name", "message"),
     [
         ("cdua", r"Unknown device 'cdua'\. Known: cpu, cuda.*Did you mean 'cuda'\?.*register_device"),
-        ("quantum", r"Unknown device 'quantum'\. Known: .*xpu\. Another one"),
+        ("quantum", r"Unknown device 'quantum'\. Known: .*xpu\. Use drivetrain"),
         ("", "Unknown device ''"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_registered_kind_has_its_name_and_aliases_until_it_is_removed() -> Non
 
 def test_a_name_is_taken_only_on_purpose() -> None:
     with pretend_device() as first:
-        with pytest.raises(ConfigurationError, match=r"'pretend' is registered already.*replace=True"):
+        with pytest.raises(ConfigurationError, match=r"'pretend' is already registered.*replace=True"):
             register_device(Pretend())
         assert get_device_kind("pretend") is first
         second = Pretend()
@@ -105,7 +105,7 @@ def test_taking_an_alias_on_purpose_leaves_the_kind_that_had_it() -> None:
 
 
 def test_a_clash_of_an_alias_registers_nothing() -> None:
-    with pytest.raises(ConfigurationError, match="'gpu' is registered already"):
+    with pytest.raises(ConfigurationError, match="'gpu' is already registered"):
         register_device(DeviceKind("unheard_of", backend="gloo", aliases=("gpu",)))
     with pytest.raises(ConfigurationError, match="Unknown device 'unheard_of'"):
         get_device_kind("unheard_of")

@@ -46,18 +46,18 @@ def test_a_duration_is_read_as_it_is_written(written: Any, amount: float, unit: 
     [
         (
             "5 stpes",
-            "'stpes' is no unit. The units are steps, epochs, samples, tokens, s, min, h, d, and % of the run.",
+            "'stpes' is not a unit. The units are steps, epochs, samples, tokens, s, min, h, d, and % of the run.",
         ),
         ("5 stpes", "Did you mean 'steps'?"),
         ("2 epocs", "Did you mean 'epochs'?"),
         ("10", "the unit is missing"),
-        ("5M", "'M' is no unit"),
-        ("1.5 steps", "give a whole number of steps"),
-        ("120%", "up to 100 %"),
-        ("-3 steps", "is no duration"),
-        ("soon", "is no duration"),
-        ({"weeks_": 2}, "is no duration"),
-        (10, "is no duration"),
+        ("5M", "'M' is not a unit"),
+        ("1.5 steps", "the number of steps must be whole"),
+        ("120%", "at most 100 %"),
+        ("-3 steps", "is not a duration"),
+        ("soon", "is not a duration"),
+        ({"weeks_": 2}, "is not a duration"),
+        (10, "is not a duration"),
     ],
 )
 def test_what_is_no_duration_is_refused_with_the_units(written: Any, said: str) -> None:
@@ -72,7 +72,7 @@ def test_a_unit_in_capitals_is_the_same_unit() -> None:
 
 def test_only_a_time_is_a_time() -> None:
     assert clock_time("10 min", "max_time") == timedelta(minutes=10)
-    with pytest.raises(ConfigurationError, match=r"max_time='2 epochs' is no time.*10 min"):
+    with pytest.raises(ConfigurationError, match=r"max_time='2 epochs' is not a time.*10 min"):
         clock_time("2 epochs", "max_time")
 
 

@@ -27,5 +27,5 @@ def test_a_list_is_what_scontrol_shows(given: str, expected: list[str]) -> None:
 
 @pytest.mark.parametrize("given", ["", "node[", "node[a-b]", "node[3-1]", "a,,b", "node[1]]", "a b"])
 def test_what_is_no_list_is_refused(given: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no list of hosts"):
+    with pytest.raises(ConfigurationError, match="is not a list of hosts"):
         expand_hosts(given)

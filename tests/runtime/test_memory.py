@@ -72,7 +72,7 @@ def test_other_errors_and_endless_lacks_are_raised():
     def never(batch_size: int) -> None:
         raise MemoryError("none")
 
-    with pytest.raises(RuntimeError, match="never with any batch size") as raised:
+    with pytest.raises(RuntimeError, match="never runs out of memory with any batch size") as raised:
         find_executable_batch_size(never, 4)()
     assert isinstance(raised.value.__cause__, MemoryError)
     with pytest.raises(ConfigurationError, match=r"never\(\)"):
@@ -147,7 +147,7 @@ def lacking_before_a_collective() -> str:
 def test_a_process_without_memory_does_not_wait_for_ever_for_one_that_waits_for_it() -> None:
     waiting, without = run_in_processes(lacking_before_a_collective, 2, timeout=50)
     assert "CollectiveError" in waiting
-    assert without.startswith("CollectiveError: Rank 1 has no memory for train")
+    assert without.startswith("CollectiveError: Rank 1 ran out of memory in train")
     assert "rank 0 has not ended the same attempt" in without
     assert "smaller starting_batch_size" in without
 

@@ -17,7 +17,7 @@ from drivetrain.runtime.host import resident_bytes, started_at
 def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With the files of Linux, or as if there was no such file."""
     if request.param == "psutil":
-        monkeypatch.setattr(host, "_read", lambda path: b"")
+        monkeypatch.setattr(host, "_read_kernel_file", lambda path: b"")
     return str(request.param)
 
 
@@ -38,4 +38,4 @@ def test_a_file_that_is_not_there_is_nothing(monkeypatch: pytest.MonkeyPatch) ->
         raise FileNotFoundError
 
     monkeypatch.setattr(os, "open", missing)
-    assert host._read("/proc/self/statm") == b""
+    assert host._read_kernel_file("/proc/self/statm") == b""

@@ -55,7 +55,7 @@ def test_without_torch_xla_the_error_has_the_line_that_installs_it(monkeypatch: 
 def test_without_a_tpu_the_error_names_the_variable_that_asks_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     monkeypatch.setattr(util, "find_spec", lambda name: object() if name == "torch_xla" else None)
-    with pytest.raises(DeviceNotAvailableError, match=r"'xla' was asked for, but there is no TPU\. Set PJRT"):
+    with pytest.raises(DeviceNotAvailableError, match=r"'xla' was requested, but there is no TPU\. Set PJRT"):
         get_device_kind("xla")
 
 
@@ -95,7 +95,7 @@ def start_and_compute() -> list[Any]:
 @pytest.mark.xla
 def test_a_runtime_that_starts_after_a_backward_on_the_cpu_is_refused_by_name() -> None:
     [said] = run_in_processes(backward_on_the_cpu_first, 1, env=ON_CPU, timeout=120)
-    assert "A backward ran on the CPU in this process before its XLA device was first used" in said
+    assert "backward() ran on the CPU in this process before its XLA device was first used" in said
     assert "restart the kernel" in said
 
 

@@ -206,7 +206,7 @@ def test_a_device_that_is_not_there_is_refused():
 
     register_device(Absent())
     try:
-        with pytest.raises(DeviceNotAvailableError, match=r"'pretend' was asked for, but this machine has none.*cpu"):
+        with pytest.raises(DeviceNotAvailableError, match=r"'pretend' was requested, but this machine has none.*cpu"):
             Accelerator(device="pretend")
     finally:
         unregister_device("pretend")

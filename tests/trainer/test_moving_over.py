@@ -300,7 +300,7 @@ def run_on_the_second_device() -> tuple[str, str]:
     assert dict(os.environ) == before
     with pytest.raises(ConfigurationError, match=r"runs on 'sim:1'.*'sim:0'"):
         Trainer(accelerator="sim", devices=[0])
-    with pytest.raises(ConfigurationError, match=r"'sim:2' was asked for, but this process sees 2"):
+    with pytest.raises(ConfigurationError, match=r"'sim:2' was requested, but this process sees 2"):
         Trainer(accelerator="sim", devices=[2])
     return str(trainer.strategy.topology.device), str(next(task.parameters()).device)
 
