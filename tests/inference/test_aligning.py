@@ -124,7 +124,7 @@ def test_a_state_dict_is_loaded_into_offloaded_weights(model: nn.Module, recwarn
     remove_hook_from_submodules(model)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     attach_align_device_hook(model, "cpu", offload=True, weights_map=state)
-    with pytest.raises(ConfigurationError, match=r"'first\.weight' is offloaded to a weights_map that was given"):
+    with pytest.raises(ConfigurationError, match=r"'first\.weight' is offloaded to a user-provided weights_map"):
         model.load_state_dict(zeros)
     assert not recwarn.list
 

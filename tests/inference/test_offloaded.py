@@ -120,10 +120,10 @@ def test_a_name_that_leads_out_of_the_folder_is_neither_written_nor_read(tmp_pat
     (tmp_path / "out.dat").write_bytes(bytes(8))
     (outside / "out.dat").write_bytes(bytes(8))
     before = sorted(path for path in tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match="leads out of the folder"):
+    with pytest.raises(CheckpointError, match="points outside the folder"):
         offload_weight(torch.ones(2), name, folder)
     (folder / "index.json").write_text(json.dumps({name: {"dtype": "float32", "shape": [2]}}))
-    with pytest.raises(CheckpointError, match="leads out of the folder"):
+    with pytest.raises(CheckpointError, match="points outside the folder"):
         OffloadedWeightsLoader(save_folder=folder)[name]
     assert sorted(path for path in tmp_path.rglob("*") if path.name != "index.json") == before
 
@@ -134,7 +134,7 @@ def test_a_file_of_an_index_is_in_its_folder(tmp_path):
     save_file({"w": torch.ones(2)}, tmp_path / "outside.safetensors")
     index = {"w": {"safetensors_file": "../outside.safetensors", "weight_name": "w"}}
     (folder / "index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="leads out of the folder"):
+    with pytest.raises(CheckpointError, match="points outside the folder"):
         OffloadedWeightsLoader(save_folder=folder)["w"]
 
 

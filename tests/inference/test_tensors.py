@@ -103,7 +103,7 @@ def test_a_tied_weight_is_put_on_a_device_once():
         ("0.wieght", {}, "no parameter or buffer named '0.wieght'.*'0.weight'"),
         ("5.weight", {}, "no parameter or buffer named '5.weight'"),
         ("0.weight", {"value": torch.zeros(2, 2)}, r"'0.weight' has the shape \(4, 3\).*\(2, 2\)"),
-        ("0.weight", {"dtype": "bfloat61"}, "'bfloat61' is no dtype.*bfloat16"),
+        ("0.weight", {"dtype": "bfloat61"}, "'bfloat61' is not a dtype.*bfloat16"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(name: str, options: dict, message: str):
