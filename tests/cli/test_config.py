@@ -89,7 +89,12 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "DeepSpeed with a JSON": (
-        {**CPUS, "How is the model distributed": "DeepSpeed", "Do you have a DeepSpeed JSON": True, "Path of the file": "ds.json"},
+        {
+            **CPUS,
+            "How is the model distributed": "DeepSpeed",
+            "Do you have a DeepSpeed JSON": True,
+            "Path of the file": "ds.json",
+        },
         {"deepspeed_config_file": "ds.json"},
     ),
     "Megatron": (

@@ -256,5 +256,5 @@ def test_weights_of_another_model_are_not_merged_into(tmp_path: Path) -> None:
     save_file({"other.weight": torch.ones(2)}, tmp_path / "base.safetensors")
     with pytest.raises(CheckpointError, match=r"has an adapter for \w+, but .* has no \w+\.weight"):
         merge_adapters(tmp_path / "adapters.safetensors", tmp_path / "base.safetensors", tmp_path / "merged")
-    with pytest.raises(CheckpointError, match="holds no adapters"):
+    with pytest.raises(CheckpointError, match="contains no adapters"):
         merge_adapters(tmp_path / "base.safetensors", tmp_path / "base.safetensors", tmp_path / "merged")

@@ -360,7 +360,7 @@ def test_a_compiled_block_that_is_in_its_place_is_one_graph(model: nn.Module, ex
 def test_what_is_missing_is_named(model: nn.Module):
     weights = dict(model.state_dict())
     weights["first.wait"] = weights.pop("first.weight")
-    with pytest.raises(CheckpointError, match=r"weights_map has no 'weight' for it. Did you mean 'wait'"):
+    with pytest.raises(CheckpointError, match=r"weights_map has no 'weight'. Did you mean 'wait'"):
         attach_align_device_hook(model, "cpu", offload=True, weights_map=weights)
     with pytest.raises(ConfigurationError, match=r"'weight' of Linear is on the meta device.*weights_map"):
         attach_align_device_hook(nn.Linear(4, 4, device="meta"), "cpu", offload=True)

@@ -266,13 +266,13 @@ def test_what_no_accelerator_can_compute_runs_on_the_cpu(caplog: pytest.LogCaptu
     [
         ({0: 30}, r"'1' takes 80 B .* largest budget is 0, 30 B: 50 B are missing. Give one device at least 80"),
         ({"cpu": 30}, r"the largest budget is 'cpu', 30 B: 50 B"),
-        ({0: 60, 1: 60, "disk": 0}, r"takes 140 B, but the budgets hold 120 B in all: 20 B are short"),
+        ({0: 60, 1: 60, "disk": 0}, r"takes 140 B, but the budgets hold 120 B in all: 20 B are missing"),
         ({0: 50, 1: 90, "disk": 0}, r"do not fit into the budgets: 0 50 B, 1 90 B, 'disk' 0 B"),
         ({}, r"no device that can compute has a budget"),
         ({"gpu0": 5}, r"'gpu0' is not a device"),
         ({-1: 5}, r"-1 is not a device"),
         ({0: "5 parsecs"}, r"'5 parsecs' is no size"),
-        ({0: -5}, r"gives 0 -5 bytes"),
+        ({0: -5}, r"max_memory.0. is -5 bytes"),
     ],
 )
 def test_budgets_that_hold_no_map_are_refused(memory: dict[Any, Any], message: str):

@@ -69,7 +69,7 @@ def test_a_config_of_transformers_is_placed_with_its_ties(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ((*MODEL, "--device", "10KB"), "are short"),
+        ((*MODEL, "--device", "10KB"), "are missing"),
         ((*MODEL, "--device", "24 parsecs"), "'24 parsecs' is no size"),
         (("tests.cli.models:Taggr", "--device", "1GB"), "'Tagger'"),
         ((*MODEL[:1], "--kwargs", "[1]", "--device", "1GB"), "must be a JSON object"),

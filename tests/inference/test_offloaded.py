@@ -72,7 +72,7 @@ def test_weights_of_safetensors_are_not_copied(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("[]", "no index"), ("{", "cannot be read"), (None, "cannot be read")]
+    ("content", "message"), [("[]", "not an index"), ("{", "cannot be read"), (None, "cannot be read")]
 )
 def test_a_folder_without_an_index_is_refused(tmp_path, content, message):
     if content is not None:
@@ -84,7 +84,7 @@ def test_a_folder_without_an_index_is_refused(tmp_path, content, message):
 def test_an_index_that_names_what_a_file_does_not_hold_is_refused(tmp_path):
     save_file({"w": torch.arange(4.0)}, tmp_path / "m.safetensors")
     index = {"weight": {"safetensors_file": "m.safetensors", "weight_name": "v"}}
-    with pytest.raises(CheckpointError, match=r"weight is v in .*m\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"refers to v in .*m\.safetensors for weight"):
         OffloadedWeightsLoader(save_folder=tmp_path, index=index)["weight"]
 
 

@@ -104,7 +104,7 @@ def test_a_rank_that_is_deaf_is_killed(worker: RayWorker, tmp_path: Path) -> Non
 
 
 def test_a_directory_that_is_not_there_is_refused_by_name(worker: RayWorker, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"has no directory .*gone.*same path"):
+    with pytest.raises(LaunchError, match=r"has no folder .*gone.*same path"):
         worker.start(["x"], VARIABLES, str(tmp_path / "gone"))
 
 
