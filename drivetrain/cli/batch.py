@@ -42,7 +42,6 @@ def batch_command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
 
 
 def write_batch(text: str, file: Path | None) -> None:
-    """Write text to a file, or to stdout if `file` is None."""
     if file is None:
         click.echo(text, nl=False)
     else:

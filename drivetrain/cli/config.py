@@ -101,7 +101,6 @@ def _write(path: Path, values: dict[str, Any]) -> None:
 
 
 def _terminal() -> Terminal:
-    """Return a `Terminal`, or raise an error if there is no terminal or questionary is not installed."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigurationError(
             "`drivetrain config` asks questions, so it needs a terminal. Use `drivetrain config default`, flags of "
@@ -120,13 +119,11 @@ class Terminal:
     """Questions in a terminal, using questionary."""
 
     def choose(self, question: str, choices: Sequence[str], default: str) -> str:
-        """Ask a multiple-choice question and return the chosen option."""
         import questionary
 
         return str(self._answer(questionary.select(question, choices=list(choices), default=default)))
 
     def confirm(self, question: str, default: bool) -> bool:
-        """Ask a yes-no question and return True for yes."""
         import questionary
 
         return bool(self._answer(questionary.confirm(question, default=default)))
@@ -166,7 +163,6 @@ class Questionnaire:
         self._terminal = terminal
 
     def ask(self) -> dict[str, Any]:
-        """Ask all questions that apply, and return the settings by name."""
         kind = self._terminal.choose("What should the script run on?", (ONE, CPUS, GPUS, TPU), ONE)
         if kind == TPU:
             self.values["tpu"] = True

@@ -141,7 +141,6 @@ def _configuration(named: str | None) -> Iterator[tuple[str, str, str]]:
 
 
 def _flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield nested settings with dotted names, such as `fsdp_config.fsdp_version`."""
     if isinstance(value, Mapping):
         for name, each in value.items():
             yield from _flattened(each, f"{prefix}.{name}" if prefix else str(name))

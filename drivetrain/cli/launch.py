@@ -19,7 +19,6 @@ class LaunchCommand(click.Command):
     """Click command that groups its flags into sections."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the help of all flags, grouped into sections."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
@@ -31,7 +30,6 @@ class LaunchCommand(click.Command):
 
 
 def section_of(name: str) -> str:
-    """Return the section title of a launch flag."""
     if name in SETTINGS:
         return SETTINGS[name].section
     return "Configuration" if name in ("config_file", "dry_run") else "Other"

@@ -87,7 +87,6 @@ def _with_adapters(
 
 
 def _check_removable(checkpoint: str, output: str) -> None:
-    """Raise an error if the checkpoint is not a local folder, or if it contains the output folder."""
     from drivetrain.runtime.errors import ConfigurationError
 
     source = Path(checkpoint)
@@ -103,7 +102,6 @@ def _check_removable(checkpoint: str, output: str) -> None:
 
 
 def _as_pickle(files: Sequence[str], output: Path) -> str:
-    """Combine safetensors files into one pickle file, and remove them. Returns the path of the pickle."""
     import torch
     from safetensors import safe_open
 

@@ -93,7 +93,6 @@ def _launch(arguments: list[str]) -> int:
 
 
 def _report(lines: list[dict[str, Any]], code: int) -> int:
-    """Print the results of the checks, and return the exit code."""
     began = [line["began"] for line in lines if "began" in line]
     findings = [line["finding"] for line in lines if "finding" in line]
     for finding in findings:

@@ -93,7 +93,6 @@ def convert(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _strategy_of(old: Mapping[str, Any]) -> tuple[str | None, bool | None]:
-    """Return the sharding strategy of FSDP 1, and FSDP 2's `reshard_after_forward`. Each is None if not given."""
     key = next((each for each in _STRATEGY_KEYS if old.get(each) is not None), None)
     if key is None:
         return None, None
@@ -111,7 +110,6 @@ def _strategy_of(old: Mapping[str, Any]) -> tuple[str | None, bool | None]:
 
 
 def _unsharded(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Convert NO_SHARD to plain data parallelism."""
     kind = "MULTI_CPU" if config.get("use_cpu") else "MULTI_GPU"
     result = {key: value for key, value in config.items() if key != "fsdp_config"}
     return {**result, "distributed_type": kind}, [

@@ -82,7 +82,6 @@ def tpu_config(
 
 
 def _commands(given: Sequence[str], file: str | None, defaults: Mapping[str, Any]) -> list[str]:
-    """Return the commands to run: those of the flags, or else those of the configuration file."""
     if not given and file is None:
         file = defaults.get("command_file")
         given = defaults.get("commands") or ()
@@ -114,7 +113,6 @@ def _requirement(package: str, version: str) -> str:
 
 
 def _read(named: str | None) -> Mapping[str, Any]:
-    """Return the keys of the named configuration file, or of the user's own if it exists."""
     import yaml
 
     from drivetrain.launch.settings.sources import find_config_file

@@ -48,7 +48,7 @@ class Finding:
     text: str
 
 
-class Wrong(Exception):
+class CheckFailedError(Exception):
     """Raised by a check that fails. The message states the actual and the expected result."""
 
 
@@ -66,8 +66,6 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Small classifier for the training check."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
@@ -98,7 +96,6 @@ class Trial:
         self.optimizer: Any = None
 
     def checks(self) -> dict[str, Callable[[], str]]:
-        """Return the checks by name."""
         return {
             "processes": self.check_processes,
             "devices": self.check_devices,
@@ -110,28 +107,25 @@ class Trial:
         }
 
     def check_processes(self) -> str:
-        """Check that the requested number of processes takes part, each with its own rank."""
         state = self.accelerator.state
         ranks = sorted(collectives.gather_object([state.process_index]))
         if ranks != list(range(state.num_processes)):
-            raise Wrong(f"the ranks are {ranks}, but must be 0 to {state.num_processes - 1}, each once")
+            raise CheckFailedError(f"the ranks are {ranks}, but must be 0 to {state.num_processes - 1}, each once")
         if self.processes is not None and state.num_processes != self.processes:
-            raise Wrong(f"there are {state.num_processes} processes, but {self.processes} were requested")
+            raise CheckFailedError(f"there are {state.num_processes} processes, but {self.processes} were requested")
         return f"{state.num_processes}, on {state.kind.name}, strategy {self.accelerator.strategy.name!r}"
 
     def check_devices(self) -> str:
-        """Check that no two processes share an accelerator."""
         state = self.accelerator.state
         places = collectives.gather_object([(socket.gethostname(), str(state.device))])
         shared = sorted({place for place in places if places.count(place) > 1})
         if state.kind.name != "cpu" and shared:
             ranks = [rank for rank, place in enumerate(places) if place in shared]
-            raise Wrong(f"ranks {ranks} share {shared[0][1]}: each needs a device of its own")
+            raise CheckFailedError(f"ranks {ranks} share {shared[0][1]}: each needs a device of its own")
         torch.ones(8, 8, device=state.device).mm(torch.ones(8, 8, device=state.device)).sum().item()
         return ", ".join(sorted({device for _, device in places}))
 
     def check_collectives(self) -> str:
-        """Check that reduce, gather and broadcast return exact values."""
         state = self.accelerator.state
         rank, count = state.process_index, state.num_processes
         mine = torch.full((3,), float(rank + 1), device=state.device)
@@ -148,11 +142,10 @@ class Trial:
         }
         for name, (found, wanted) in expected.items():
             if not torch.equal(found.cpu(), wanted):
-                raise Wrong(f"{name} is {found.tolist()}, but must be {wanted.tolist()}")
+                raise CheckFailedError(f"{name} is {found.tolist()}, but must be {wanted.tolist()}")
         return "sum, gather and broadcast are exact"
 
     def check_data(self) -> str:
-        """Check that the processes together get each sample once, in the order of one process."""
         rows = 3 * ROWS * self.shards + 1  # makes the last batch shorter
         plain = DataLoader(TensorDataset(torch.arange(rows)), ROWS, shuffle=True, generator=_generator())
         expected = [int(value) for (batch,) in plain for value in batch]
@@ -162,20 +155,21 @@ class Trial:
             found += self.accelerator.gather_for_metrics(batch).tolist()
         if sorted(found) != sorted(expected):
             missing, twice = set(expected) - set(found), {one for one in found if found.count(one) > 1}
-            raise Wrong(f"of {rows} samples {len(missing)} are missing and {len(twice)} occur more than once")
+            raise CheckFailedError(
+                f"of {rows} samples {len(missing)} are missing and {len(twice)} occur more than once"
+            )
         if found != expected:
-            raise Wrong("each sample occurs once, but in another order than in one process")
+            raise CheckFailedError("each sample occurs once, but in another order than in one process")
         return f"each of {rows} samples once, in the order of one process"
 
     def check_training(self) -> str:
-        """Check that losses equal those of one process on the same global batches."""
         expected = list(self.plain_losses())
         found = list(self.losses())
         precision = str(self.accelerator.mixed_precision)
         tolerance = TOLERANCES.get(precision, LOW_PRECISION)
         for step, (one, other) in enumerate(zip(found, expected, strict=True)):
             if not abs(one - other) <= tolerance:  # true for NaN, unlike `>`
-                raise Wrong(
+                raise CheckFailedError(
                     f"the loss of step {step} is {one:.6f}, but {other:.6f} in one process (allowed difference "
                     f"{tolerance:g} in precision {precision!r})"
                 )
@@ -183,7 +177,6 @@ class Trial:
         return f"{len(found)} steps in precision {precision!r}, losses within {largest:.1g} of one process"
 
     def check_weights(self) -> str:
-        """Check that all processes have equal models after training."""
         assert self.model is not None
         self.model.eval()
         probe = torch.linspace(-1, 1, WIDTH, device=self.accelerator.device).expand(ROWS, WIDTH)
@@ -192,11 +185,10 @@ class Trial:
         everyone = collectives.gather_object([output.tolist()])
         different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
         if different:
-            raise Wrong(f"the model of rank(s) {different} has other outputs than the model of rank 0")
+            raise CheckFailedError(f"the model of rank(s) {different} has other outputs than the model of rank 0")
         return "the same outputs on every process"
 
     def check_checkpoint(self) -> str:
-        """Check that a saved checkpoint restores the model."""
         state = self.accelerator.state
         if state.num_processes != state.environment.local_world_size:
             return "skipped: needs a folder that all machines share"
@@ -208,9 +200,9 @@ class Trial:
             changed = self._outputs()
             self.accelerator.load_state(folder)
         if torch.equal(before, changed):
-            raise Wrong("another training step did not change the model")
+            raise CheckFailedError("another training step did not change the model")
         if not torch.equal(before, self._outputs()):
-            raise Wrong("the loaded model differs from the saved one")
+            raise CheckFailedError("the loaded model differs from the saved one")
         return "saved and loaded"
 
     def _outputs(self) -> torch.Tensor:
@@ -295,7 +287,7 @@ def examine(
         text, failure = "", ""
         try:
             text = check()
-        except Wrong as wrong:
+        except CheckFailedError as wrong:
             failure = str(wrong)
         except Exception as error:  # any error of the setup is a finding
             failure = f"{type(error).__name__}: {error}"

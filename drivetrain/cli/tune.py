@@ -107,7 +107,6 @@ def _run(command: tuple[list[str], list[str]], change: Change, folder: str) -> d
 
 
 def _table(base: float, tried: list[tuple[Change, dict[str, Any]]]) -> str:
-    """Format the gain of each change over a step of `base` seconds, best first, and a recommendation."""
     measured = [(base / result["seconds"], change, result) for change, result in tried if "seconds" in result]
     rows = [("change", "a step", "speed", ""), (Change().text, _time(base), "1.00x", "")]
     for gain, change, result in sorted(measured, key=lambda each: -each[0]):

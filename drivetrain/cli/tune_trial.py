@@ -80,7 +80,6 @@ class Pace(Callback):
         raise SystemExit(0)
 
     def adapt(self, loader: Any) -> None:
-        """Apply the change to a training data loader."""
         if isinstance(loader, DataLoader):
             self.loaders.append(loader)
             for name, value in self._change.loader.items():
@@ -89,7 +88,6 @@ class Pace(Callback):
                 loader.prefetch_factor = 2
 
     def _changes(self, trainer: Trainer, task: Task, shares: dict[str, float], cores: int) -> Iterator[Change]:
-        """Yield the changes that are worth a trial, given the shares of the step time."""
         kind, same = trainer.strategy.topology.kind, "Same results."
         if shares["data"] >= _NOTICEABLE and self.loaders:
             count = max(2, 2 * max(each.num_workers for each in self.loaders))
@@ -114,7 +112,7 @@ class Pace(Callback):
             yield Change("Trainer(benchmark=True)", rounded, {"benchmark": True})
 
 
-def _try(change: Change, result: Path) -> None:
+def _patch_trainer(change: Change, result: Path) -> None:
     """Patch `Trainer` in this process so that every trainer runs a trial with the change."""
     make, adapt = Trainer.__init__, Trainer.adapt_loader
 
@@ -142,10 +140,9 @@ def _try(change: Change, result: Path) -> None:
 
 
 def _main(trial: str, script: str) -> None:
-    """Run a script as a trial. If it raises, the error is written to the result file."""
     asked = json.loads(Path(trial).read_text())
     result = Path(asked["result"])
-    _try(Change(**asked["change"]), result)
+    _patch_trainer(Change(**asked["change"]), result)
     sys.argv = sys.argv[2:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     try:

@@ -95,7 +95,6 @@ class FrozenLinear(nn.Module):
         return output
 
     def train(self, mode: bool = True) -> FrozenLinear:
-        """Set the layer and the frozen layer that it wraps to training or evaluation mode."""
         self.base.train(mode)
         super().train(mode)
         return self
@@ -182,7 +181,6 @@ class PeftLayers:
         self._options |= {"r": rank, "lora_alpha": 2 * rank if alpha is None else alpha, "lora_dropout": dropout}
 
     def check(self) -> None:
-        """Raise an error if peft is not installed or has no option of a given name."""
         if find_spec("peft") is None:
             raise PackageMissingError(
                 "QLoRA(backend='peft') needs peft, which is not installed: pip install peft. Without it, "
@@ -401,7 +399,7 @@ class QLoRA:
             setattr(model.get_submodule(parent), last, layer.train(model.training))
         if self._peft is not None:
             self._peft.add(model, adapted)
-        _save_adapters_alone(model, digest)
+        _exclude_frozen_from_state(model, digest)
         return model
 
     def _frozen(self, layer: nn.Module, quantizer: Quantizer | None, adapted: bool) -> FrozenLinear:
@@ -443,15 +441,15 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
             yield from _plain(getattr(tensor, name))
 
 
-def _save_adapters_alone(model: nn.Module, digest: str) -> None:
+def _exclude_frozen_from_state(model: nn.Module, digest: str) -> None:
     """Add a digest buffer to a model and exclude frozen parameters from its state dict."""
     model.register_buffer(HASH, torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8))
     frozen = [name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad]
-    model.register_state_dict_post_hook(_WithoutFrozen(frozen))  # type: ignore[no-untyped-call]
-    model.register_load_state_dict_pre_hook(_WithFrozen(frozen, digest))  # type: ignore[no-untyped-call]
+    model.register_state_dict_post_hook(_DropFrozen(frozen))  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_pre_hook(_RestoreFrozen(frozen, digest))  # type: ignore[no-untyped-call]
 
 
-class _WithoutFrozen:
+class _DropFrozen:
     """State dict hook that removes frozen parameters, unless they have been unfrozen since."""
 
     def __init__(self, frozen: Sequence[str]) -> None:
@@ -464,7 +462,7 @@ class _WithoutFrozen:
                 state.pop(prefix + name, None)
 
 
-class _WithFrozen:
+class _RestoreFrozen:
     """Load hook that checks the digest of the frozen weights and fills in the frozen parameters."""
 
     def __init__(self, frozen: Sequence[str], digest: str) -> None:

@@ -124,15 +124,15 @@ class AlignDevicesHook(ModelHook):
                 for name in tensors:
                     self._put(module, name, self._device, tied_params_map=tied)
             return module
-        kept = _unsaved(module) if self.offload_buffers else _buffer_names(module, self.place_submodules)
+        kept = _non_persistent_buffers(module) if self.offload_buffers else _buffer_names(module, self.place_submodules)
         going = {name: tensor for name, tensor in tensors.items() if name not in kept}
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         self._offloaded = list(going)
         self._keeps = self.weights_map is None
         if self.weights_map is None:
-            self.weights_map = _kept_in_memory(module, going, tied)
+            self.weights_map = _copy_to_cpu(module, going, tied)
         _check_complete(module, going, self.weights_map)
-        self._shared = {name for name, each in going.items() if tied_address(each, tied) and self._share(name)}
+        self._shared = {name for name, each in going.items() if tied_address(each, tied) and self._register_tied(name)}
         for name in tensors:
             if name in going:
                 self._put(module, name, _META)
@@ -140,26 +140,25 @@ class AlignDevicesHook(ModelHook):
                 self._put(module, name, self._device, tied_params_map=tied)
         saves: Any = module.register_state_dict_post_hook
         loads: Any = module.register_load_state_dict_pre_hook
-        vars(module)[_STATE_HANDLES] = [saves(_fill_in), loads(_load_elsewhere)]
-        self._refuse_moves(module, tensors)
+        vars(module)[_STATE_HANDLES] = [saves(_save_offloaded), loads(_load_offloaded)]
+        self._forbid_moves(module, tensors)
         return module
 
-    def _refuse_moves(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        """Make `to`, `half` and the like raise an error if they would move or cast offloaded weights."""
+    def _forbid_moves(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         devices = {_CPU if self._device is None else self._device}
         if self._keeps:
             devices |= {kept.device for kept in self._weights.values()}
         kinds = {(tensor.dtype, device) for tensor in tensors.values() for device in devices}
-        self._guard = MoveGuard(module.modules() if self.place_submodules else [module], kinds, self._applied)
+        self._guard = MoveGuard(module.modules() if self.place_submodules else [module], kinds, self._apply_in_place)
 
-    def _applied(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
+    def _apply_in_place(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
         """Apply a function that neither moves nor casts, such as `share_memory`, to resident and offloaded weights."""
         for child in module.children() if recurse else ():
             child._apply(function)  # type: ignore[no-untyped-call]
         for tensor in _tensors(module, False).values():
             if not tensor.is_meta:
                 function(tensor)
-        if self._keeps and _offloading(hook_of(module)) is self:
+        if self._keeps and _offloading_hook(hook_of(module)) is self:
             for kept in self._weights.values():
                 function(kept)
         return module
@@ -172,7 +171,7 @@ class AlignDevicesHook(ModelHook):
             vars(self)["input_device"] = found
         if self.offload:
             for name in self._offloaded:
-                self._bring(module, name, _CPU if device is None else device)
+                self._load_tensor(module, name, _CPU if device is None else device)
         return (args, kwargs) if device is None else self._move_inputs(module, args, kwargs) or (args, kwargs)
 
     def _move_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,14 +184,14 @@ class AlignDevicesHook(ModelHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         if self.offload:
-            self._take_away()
+            self._unload()
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
 
     def on_error(self, module: nn.Module) -> None:
         if self.offload:
-            self._take_away()
+            self._unload()
 
     def detach_hook(self, module: ModuleT) -> ModuleT:
         """Move offloaded weights back to their original devices."""
@@ -210,7 +209,7 @@ class AlignDevicesHook(ModelHook):
     def _put(self, module: nn.Module, name: str, device: torch.device, **options: Any) -> None:
         set_module_tensor_to_device(module, name, device, clear_cache=False, **options)
 
-    def _share(self, name: str) -> bool:
+    def _register_tied(self, name: str) -> bool:
         """Register a tied weight by its address. Returns False if the weights map reads it on each access."""
         first, again = self._weights[name], self._weights[name]
         if first.data_ptr() == again.data_ptr():
@@ -218,8 +217,7 @@ class AlignDevicesHook(ModelHook):
             return True
         return False  # the map reads a new tensor at each access, and its address may be reused by another
 
-    def _bring(self, module: nn.Module, name: str, device: torch.device) -> None:
-        """Copy one offloaded tensor to a device for the forward."""
+    def _load_tensor(self, module: nn.Module, name: str, device: torch.device) -> None:
         value = self._weights[name]
         table, last = locate(module, name)
         self._placeholders.append((table, last, table[last]))
@@ -232,9 +230,9 @@ class AlignDevicesHook(ModelHook):
             scales = self._weights.get(name.replace("weight", "SCB"))
         self._put(module, name, device, value=value, fp16_statistics=scales, tied_params_map=tied)
         if torch.is_grad_enabled() and table[last].requires_grad:
-            _refuse_gradient(table[last], f"{name!r} of {type(module).__name__}")
+            _forbid_gradient(table[last], f"{name!r} of {type(module).__name__}")
 
-    def _take_away(self) -> None:
+    def _unload(self) -> None:
         """Replace the weights on the device by their placeholders, and drop the copies of tied weights."""
         while self._placeholders:
             table, name, placeholder = self._placeholders.pop()
@@ -259,7 +257,6 @@ def _check_complete(module: nn.Module, names: Iterable[str], weights: Mapping[st
 
 
 def _tensors(module: nn.Module, recurse: bool) -> dict[str, Tensor]:
-    """Return a module's parameters and buffers by name, shared tensors under every name."""
     named = [*module.named_parameters(recurse=recurse, remove_duplicate=False)]
     return dict([*named, *module.named_buffers(recurse=recurse, remove_duplicate=False)])
 
@@ -268,8 +265,7 @@ def _buffer_names(module: nn.Module, recurse: bool) -> set[str]:
     return {name for name, _ in module.named_buffers(recurse=recurse, remove_duplicate=False)}
 
 
-def _unsaved(module: nn.Module) -> set[str]:
-    """Return the names of the non-persistent buffers of a module and its submodules."""
+def _non_persistent_buffers(module: nn.Module) -> set[str]:
     return {
         f"{path}.{name}" if path else name
         for path, inner in module.named_modules(remove_duplicate=False)
@@ -277,8 +273,7 @@ def _unsaved(module: nn.Module) -> set[str]:
     }
 
 
-def _kept_in_memory(module: nn.Module, tensors: Mapping[str, Tensor], tied: TiedTensors | None) -> dict[str, Tensor]:
-    """Copy tensors to CPU memory, tied tensors only once."""
+def _copy_to_cpu(module: nn.Module, tensors: Mapping[str, Tensor], tied: TiedTensors | None) -> dict[str, Tensor]:
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
         raise ConfigurationError(
@@ -295,17 +290,14 @@ def _kept_in_memory(module: nn.Module, tensors: Mapping[str, Tensor], tied: Tied
     return kept
 
 
-def _fill_in(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """State dict hook that replaces meta tensors by the offloaded weights."""
-    hook: Any = _offloading(hook_of(module))
+def _save_offloaded(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    hook: Any = _offloading_hook(hook_of(module))
     for name in getattr(hook, "_offloaded", ()):
         if prefix + name in state and state[prefix + name].is_meta:
             state[prefix + name] = hook.weights_map[name]
 
 
-def _refuse_gradient(parameter: Tensor, what: str) -> None:
-    """Register a hook that raises an error if backward reaches an offloaded parameter."""
-
+def _forbid_gradient(parameter: Tensor, what: str) -> None:
     def refuse(_gradient: Tensor) -> None:
         raise ConfigurationError(
             f"{what} is offloaded, so its gradient would be lost. Freeze it with requires_grad_(False), or keep the "
@@ -316,9 +308,8 @@ def _refuse_gradient(parameter: Tensor, what: str) -> None:
     watch(refuse)
 
 
-def _load_elsewhere(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Load hook that copies values into the offloaded weights."""
-    hook: Any = _offloading(hook_of(module))
+def _load_offloaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    hook: Any = _offloading_hook(hook_of(module))
     for name in getattr(hook, "_offloaded", ()):
         value = state.get(prefix + name)
         if value is None or value.is_meta:
@@ -340,11 +331,10 @@ def has_offloaded_params(module: nn.Module) -> bool:
     Args:
         module: The module. Submodules are not checked.
     """
-    return _offloading(hook_of(module)) is not None
+    return _offloading_hook(hook_of(module)) is not None
 
 
-def _offloading(hook: Any) -> Any:
-    """Return the offloading hook among the hooks of a module, or None."""
+def _offloading_hook(hook: Any) -> Any:
     hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
     return next((each for each in hooks if getattr(each, "offload", False)), None)
 
@@ -358,7 +348,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         execution_device: The device. If None, offloaded modules use the device of their hook, and other modules are not
             moved.
     """
-    hook = _offloading(hook_of(module))
+    hook = _offloading_hook(hook_of(module))
     if isinstance(hook, AlignDevicesHook):
         before = hook.execution_device
         if execution_device is not None:

@@ -41,7 +41,6 @@ class Group:
 
     @property
     def nbytes(self) -> int:
-        """Size of the group's weights in bytes, shared weights counted once."""
         each = {id(tensor): tensor for tensor in self.rest}
         return sum(tensor.numel() * tensor.element_size() for tensor in each.values())
 
@@ -105,7 +104,6 @@ def _outermost(model: nn.Module, whole: Collection[int]) -> Iterator[tuple[str, 
 
 
 def _group(modules: Sequence[tuple[str, nn.Module]], wanted: Collection[int], is_whole: bool) -> Iterator[Group]:
-    """Yield one group for the modules, or nothing if they contain no wanted tensor."""
     places: list[Place] = []
     for _, module in modules:
         for each in module.modules() if is_whole else (module,):
@@ -196,7 +194,6 @@ class DeviceCopies:
                 del self._arrived[number]
 
     def remove(self) -> None:
-        """Restore all offloaded weights, and free all copies."""
         for number in list(self._used):
             self._put_back(number)
         self._arrived.clear()
@@ -257,7 +254,6 @@ class _Slot:
         self.busy: Any | None = None
 
     def staged(self, weight: Tensor) -> Tensor:
-        """Return a copy of the weight in the slot's pinned memory."""
         if self._memory is None:
             return weight
         size = weight.numel() * weight.element_size()
@@ -332,5 +328,4 @@ class MappedPages:
         for each in self._ranges[number]:
             each.file.drop(each.start, each.end, cache=not self._cache)
 
-    def remove(self) -> None:
-        """Do nothing: mapped weights are never replaced."""
+    def remove(self) -> None: ...

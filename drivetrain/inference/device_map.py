@@ -58,10 +58,10 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
     negative = [device for device, size in parsed.items() if size < 0]
     if negative:
         raise ConfigurationError(f"max_memory[{negative[0]!r}] is {parsed[negative[0]]} bytes. Give 0 or more.")
-    absent = [device for device in parsed if device not in STORES and not is_there(device)]
+    absent = [device for device in parsed if device not in STORES and not device_exists(device)]
     if absent:
         logger.info(f"max_memory names devices that this machine does not have: {', '.join(map(str, absent))}.")
-    return BalancedMemory(parsed) if isinstance(max_memory, BalancedMemory) else _in_order(parsed)
+    return BalancedMemory(parsed) if isinstance(max_memory, BalancedMemory) else _sorted_devices(parsed)
 
 
 def _free_memory() -> dict[Device, int]:
@@ -79,9 +79,7 @@ def _free_memory() -> dict[Device, int]:
     return {**found, "cpu": memory[0] if memory is not None else 0}
 
 
-def _in_order(given: Mapping[Device, int]) -> dict[Device, int]:
-    """Sort devices: numbered accelerators, named accelerators, CPU, disk."""
-
+def _sorted_devices(given: Mapping[Device, int]) -> dict[Device, int]:
     def rank(device: Device) -> tuple[int, int]:
         if isinstance(device, int):
             return 0, device
@@ -114,8 +112,7 @@ def as_device(given: Any) -> Device:
     return name
 
 
-def is_there(device: Device) -> bool:
-    """Return True if this machine has the device."""
+def device_exists(device: Device) -> bool:
     if device in STORES or device == "meta":
         return True
     kinds = {kind.name: kind for kind in available_device_kinds()}
@@ -248,7 +245,7 @@ class DeviceMap(dict[str, Any]):
         found = [block for block in self._problem.blocks for unit in block.names if _is_within(name, unit)]
         found = found or [block for block in self._problem.blocks for unit in block.names if _is_within(unit, name)]
         if not found:
-            names = {unit[:end] for block in self._problem.blocks for unit in block.names for end in _ends(unit)}
+            names = {unit[:end] for block in self._problem.blocks for unit in block.names for end in _prefix_ends(unit)}
             raise ConfigurationError(f"The model has no module {name!r}.{nearest(name, names)}")
         return "\n".join(explain(self._problem, self._placement, block) for block in dict.fromkeys(found))
 
@@ -260,8 +257,7 @@ class DeviceMap(dict[str, Any]):
         return as_table(self._problem, self._placement)
 
 
-def _ends(name: str) -> list[int]:
-    """Return the end positions of a dotted name's prefixes, the full name included."""
+def _prefix_ends(name: str) -> list[int]:
     return [*(index for index, letter in enumerate(name) if letter == "."), len(name)]
 
 
@@ -340,7 +336,7 @@ def infer_auto_device_map(
             if buffers_too and not offload_buffers:
                 _warn_of_buffers(model)
             break
-    if fallback_allocation and no_split_module_classes is None and _only_streams(problem, placement):
+    if fallback_allocation and no_split_module_classes is None and _all_offloaded(problem, placement):
         # With one accelerator, splitting a block between it and the CPU costs no transfer between accelerators.
         finer = attempt(offload_buffers, False, [])
         problem, placement = (problem, placement) if finer[1] is None else finer
@@ -354,8 +350,7 @@ def infer_auto_device_map(
     return DeviceMap(clean_device_map(dict(found)), problem, placement) if clean_result else found
 
 
-def _only_streams(problem: Problem, placement: Placement | None) -> bool:
-    """Return True if there is exactly one accelerator and no block stays on it."""
+def _all_offloaded(problem: Problem, placement: Placement | None) -> bool:
     rooms = problem.accelerators
     return len(rooms) == 1 and (placement is None or rooms[0] not in placement.places)
 
@@ -461,14 +456,13 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
             f"The device map gives no device to {', '.join(missing[:3])}{more}.{hint} Add them, a module that contains "
             'them, or "" as the default.',
         )
-    refuse_two_devices(model, device_map)
+    check_single_device(model, device_map)
 
 
-def refuse_two_devices(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Raise an error if a device map gives one module or one tied weight two devices."""
-    where = {name: _one_spelling(device) for name, device in device_map.items()}
+def check_single_device(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    where = {name: _indexed_name(device) for name, device in device_map.items()}
     for inside in where:
-        name = next((inside[:end] for end in reversed(_ends(inside)[:-1]) if inside[:end] in where), None)
+        name = next((inside[:end] for end in reversed(_prefix_ends(inside)[:-1]) if inside[:end] in where), None)
         if name is not None and where[inside] != where[name]:
             raise ConfigurationError(
                 f"The device map names {inside!r} twice: {device_map[inside]!r} by its own name, and "
@@ -486,12 +480,12 @@ def refuse_two_devices(model: nn.Module, device_map: Mapping[str, Any]) -> None:
             )
 
 
-def _one_spelling(device: Any) -> str:
+def _indexed_name(device: Any) -> str:
     """Return the device's name with its index, so that `0` and `"cuda:0"` compare equal."""
     named = as_device(device)
     kind = detect_device_kind()
     if isinstance(named, int):
-        return str(named) if kind.name == "cpu" else _one_spelling(str(kind.device(named)))
+        return str(named) if kind.name == "cpu" else _indexed_name(str(kind.device(named)))
     kept = (*STORES, "meta")
     return next((each for each in kept if named.split(":")[0] == each), named if ":" in named else f"{named}:0")
 
@@ -510,7 +504,6 @@ def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], d
 
 
 def _device_of(name: str, device_map: Mapping[str, Any]) -> Any | None:
-    """Return the device of the longest prefix of a tensor's name in the map, or None."""
     while name not in device_map and name:
         name = name.rpartition(".")[0]
     return device_map.get(name)
@@ -546,7 +539,7 @@ def resolve_device_map(
             raise ConfigurationError(f"{error.message}{hint} Names of maps: {', '.join(DEVICE_MAP_NAMES)}.") from None
     check_device_map(model, device_map)
     for name, device in device_map.items():
-        if not is_there(as_device(device)):
+        if not device_exists(as_device(device)):
             raise DeviceNotAvailableError(
                 f"The device map puts {name or 'the model'!r} on {device!r}, which this machine does not have. Devices "
                 f"here: {', '.join(map(repr, (*get_max_memory(), 'disk')))}."

@@ -29,7 +29,6 @@ class EstimateCommand(click.Command):
     """Click command whose `--dtypes` option accepts several values."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Repeat `--dtypes` before each of its values, and parse the result."""
         spread: list[str] = []
         follows = False
         for arg in args:
@@ -159,7 +158,6 @@ def _cached_values(model: str, batch: int, seq: int | None) -> int:
 def _maps(
     source: str, model: nn.Module | ModelSize, devices: Sequence[str], cpu: str, dtypes: Sequence[str]
 ) -> dict[str, DeviceMap]:
-    """Return a device map of the model for each dtype."""
     if not devices:
         return {}
     from drivetrain.inference import infer_auto_device_map
@@ -177,7 +175,6 @@ def _maps(
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """Parse the keyword arguments of a model class from JSON."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -144,7 +144,6 @@ class ModelHook:
 
 
 def overrides(hook: ModelHook, method: str) -> bool:
-    """Return True if a hook's class or object overrides the method."""
     return method in vars(hook) or getattr(type(hook), method) is not getattr(ModelHook, method)
 
 
@@ -219,7 +218,6 @@ class SequentialHook(ModelHook):
 
 
 def hook_of(module: nn.Module) -> ModelHook | None:
-    """Return the hook of a module, or None. Hooks of submodules do not count."""
     found: ModelHook | None = vars(module).get(_HOOK)
     return found
 
@@ -258,7 +256,6 @@ def add_hook_to_module(module: ModuleT, hook: ModelHook, append: bool = False) -
 
 
 def _parts(hook: ModelHook | None) -> list[ModelHook]:
-    """Return the hooks inside a sequential hook, a single hook as a list, or an empty list for None."""
     if isinstance(hook, SequentialHook):
         return [part for each in hook.hooks for part in _parts(each)]
     return [] if hook is None else [hook]
@@ -297,7 +294,6 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 
 def _register(module: nn.Module, hook: ModelHook) -> None:
-    """Register the PyTorch hooks that a module's hook needs, replacing earlier ones."""
     for handle in vars(module).pop(_HANDLES, ()):
         handle.remove()
     before, after, guarded = hook.needs()
@@ -323,14 +319,14 @@ def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _outside_graphs(_entered)(module, args, kwargs)
+    return _untraced_function(_run_pre_forward)(module, args, kwargs)
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return _outside_graphs(_left)(module, args, output)
+    return _untraced_function(_run_post_forward)(module, args, output)
 
 
-def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+def _untraced_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude a function from `torch.compile`, so that moving weights does not become part of a graph."""
     if "torch._dynamo" not in sys.modules:  # importing it takes a second
         return function
@@ -340,8 +336,8 @@ def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     return _untraced[function]
 
 
-def _entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `pre_forward`, and save the gradient mode and the handled exception for `_left`."""
+def _run_pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `pre_forward`, and save the gradient mode and the handled exception for `_run_post_forward`."""
     hook: Any = module._hf_hook
     open_calls: list[tuple[int, bool, BaseException | None]] = vars(_calls).setdefault("open", [])
     open_calls.append((id(module), torch.is_grad_enabled(), sys.exc_info()[1]))
@@ -351,11 +347,11 @@ def _entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return changed
 
 
-def _left(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _run_post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Restore the gradient mode, and run `post_forward`, or `on_error` if the forward raised."""
     open_calls = vars(_calls).get("open", [])
     if not any(call[0] == id(module) for call in open_calls):
-        return None  # an error was raised before `_entered` ran
+        return None  # an error was raised before `_run_pre_forward` ran
     while open_calls:
         called, recorded, handled = open_calls.pop()
         if called == id(module):
@@ -404,7 +400,6 @@ class MoveGuard:
         return plain(module, function, recurse)  # type: ignore[no-any-return]
 
     def remove(self) -> None:
-        """Restore the modules' own `_apply` methods."""
         for module in self._modules:
             module.__dict__.pop("_apply", None)
         self._modules = []

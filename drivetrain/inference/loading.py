@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from drivetrain import checkpoint as files
 from drivetrain.checkpoint.export import JoinedWeights, Weights, parse_dtype
 from drivetrain.checkpoint.safetensors_file import Entry, dtype_name, mapped_range, mark_mapped
-from drivetrain.inference.device_map import DEVICE_MAP_NAMES, DeviceMap, refuse_two_devices, resolve_device_map
+from drivetrain.inference.device_map import DEVICE_MAP_NAMES, DeviceMap, check_single_device, resolve_device_map
 from drivetrain.inference.meta import meta_leftovers
 from drivetrain.inference.offloaded import Place, like, named_places, persistent, write_offloaded
 from drivetrain.inference.tensors import find_tied_parameters
@@ -32,7 +32,6 @@ Location = torch.device | str
 
 
 def location(given: torch.device | str | int) -> Location:
-    """Convert a value of a device map to a `torch.device` or `"disk"`."""
     if isinstance(given, str) and given == DISK:
         return DISK
     if isinstance(given, int):
@@ -73,7 +72,6 @@ def execution_device(given: torch.device | str | int | None, others: Collection[
 
 
 def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | int]) -> dict[str, Location]:
-    """Return the location of each parameter and buffer under a device map."""
     places = named_places(model)
     known = {*(name for name, _ in model.named_modules(remove_duplicate=False)), *places}
     for name in device_map:
@@ -85,7 +83,7 @@ def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | in
     if missed:
         near = nearest(missed[0].rpartition(".")[0], device_map)
         raise ConfigurationError(f"device_map has no entry for {', '.join(missed[:8])}.{near}")
-    refuse_two_devices(model, device_map)
+    check_single_device(model, device_map)
     rest = next(iter(parsed.values()), CPU)  # device maps may leave out buffers of the root module
     return {name: rest if where is None else where for name, where in found.items()}
 
@@ -108,7 +106,6 @@ def as_dict(
     dtype: torch.dtype | str | None = None,
     offload_buffers: bool = False,
 ) -> dict[str, torch.device | str | int]:
-    """Convert a device map, a map's name or one device to a dict."""
     if isinstance(device_map, Mapping):
         return device_map if isinstance(device_map, DeviceMap) else dict(device_map)
     if hasattr(device_map, "to_dict"):
@@ -240,7 +237,6 @@ class _Item:
 
     @property
     def old(self) -> Tensor:
-        """The model's current tensor."""
         return self.places[0].tensor
 
     def put(self, tensor: Tensor) -> Tensor:
@@ -329,7 +325,6 @@ class _Loading:
         offload_buffers: bool,
         complete: bool = True,
     ) -> None:
-        """Read the weights into the model, each on its device or memory-mapped on disk."""
         targets: dict[str, Tensor] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         on_disk: list[_Item] = []
@@ -350,7 +345,7 @@ class _Loading:
             self._weights.fill(targets)
             for target, filled in copies:
                 target.copy_(filled)
-            self._leave_on_disk(on_disk, folder)
+            self._map_from_disk(on_disk, folder)
         self._tie()
         if complete:
             self._check_complete(where)
@@ -370,7 +365,7 @@ class _Loading:
             return old.detach()
         return item.put(torch.empty(old.shape, dtype=item.dtype, device=device)).detach()
 
-    def _leave_on_disk(self, items: Sequence[_Item], folder: str | os.PathLike[str] | None) -> None:
+    def _map_from_disk(self, items: Sequence[_Item], folder: str | os.PathLike[str] | None) -> None:
         written: list[_Item] = []
         for item in items:
             found = self._weights.mapped(item.source)
@@ -407,7 +402,6 @@ class _Loading:
         return f"{reason}, or pass offload_folder=... to write a copy there."
 
     def _tie(self) -> None:
-        """Tie parameters that the model declares as tied if only one of them was loaded."""
         places = named_places(self._model)
         for group in self._ties:
             held = [places[name] for name in group]

@@ -12,7 +12,6 @@ _MOST_NAMES = 4
 
 
 def as_table(problem: Problem, placement: Placement) -> str:
-    """Format a device map as a table with one line per device: modules, bytes and free memory."""
     rows = [["device", "modules", "weights", "room to stream", "activations", "free after", "of"]]
     shares = problem.shares(placement)
     for place, (budget, share) in enumerate(zip(problem.budgets, shares, strict=True)):
@@ -72,7 +71,6 @@ def modules_on(problem: Problem, placement: Placement, place: int) -> str:
 
 
 def explain(problem: Problem, placement: Placement, block: Block) -> str:
-    """Return a sentence that explains why a block is on its device."""
     place = placement.places[problem.blocks.index(block)]
     shares = problem.shares(placement)
     budget = problem.budgets[place]
@@ -138,7 +136,6 @@ _KEY = (
 
 
 def as_page(problem: Problem, placement: Placement) -> str:
-    """Return an HTML page that draws a device map as bars."""
     shares = problem.shares(placement)
     # Limits above the model's size, such as the disk's, would make all other bars invisible.
     limits = [share.limit for share in shares if share.limit <= problem.size] or [problem.size]
@@ -160,7 +157,6 @@ def _used(share: Share) -> float:
 
 
 def _device(problem: Problem, placement: Placement, place: int, share: Share, widest: float) -> str:
-    """Return the HTML of one device: its bar, its memory use and the list of its blocks."""
     budget = problem.budgets[place]
     whole = max(min(share.limit, widest), 1)
     kind = "bar cut" if share.limit > whole else "bar"

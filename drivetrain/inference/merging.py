@@ -37,7 +37,6 @@ class Adapter(NamedTuple):
 
 
 def adapters_in(weights: Mapping[str, Any]) -> dict[str, Adapter]:
-    """Return the adapters among tensor names, by the names of their layers."""
     found = {}
     for name in weights:
         for first, second, scale in _ENDINGS:
@@ -133,7 +132,6 @@ def _blocks(
 
 
 def _prefix(adapters: Mapping[str, Any], weights: Mapping[str, Any], trained: str, base: str) -> str:
-    """Return the prefix of the adapters' names that the base weights' names do not have."""
     first = next(iter(adapters))
     parts = first.split(".")
     for count in range(len(parts)):

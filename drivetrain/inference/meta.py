@@ -78,8 +78,6 @@ class _OnDevice(ContextDecorator):
 
 
 class _Context(NamedTuple):
-    """Device and buffer option of one active context of a thread."""
-
     moved: _Moved
     include_buffers: bool
 
@@ -147,7 +145,6 @@ class _Moved:
 
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a parameter or buffer to a device, with its class, `requires_grad` and attributes."""
     # Lazy parameters have no shape before the first batch.
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         kind = cast(Any, type(tensor))
@@ -250,7 +247,6 @@ _Cast = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
 
 
 def _floats(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Yield the floating-point parameters and buffers of a module, with the dict that holds each."""
     for inner in module.modules():
         tables: tuple[dict[str, Any], ...] = (inner._parameters, inner._buffers)
         for table in tables:
@@ -313,7 +309,6 @@ def attach_layerwise_casting_hooks(
 def _to_cast(
     module: nn.Module, name: str, patterns: Sequence[re.Pattern[str]], classes: tuple[type[nn.Module], ...]
 ) -> Iterator[nn.Module]:
-    """Yield the linear and convolution layers of a module that are not skipped."""
     if isinstance(module, classes) or any(pattern.search(name) for pattern in patterns):
         return
     if isinstance(module, CAST_CLASSES):

@@ -82,7 +82,6 @@ def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool =
 
 
 def weight_files(source: str) -> list[Path]:
-    """Return the path itself if it is a safetensors file, or else the safetensors files in the folder."""
     path = Path(source)
     return [path] if path.suffix == ".safetensors" else sorted(path.glob("*.safetensors"))
 
@@ -141,8 +140,8 @@ def size_of_module(model: nn.Module) -> ModelSize:
 
     units = without_tied_across(model, units_of(model, "auto"))
     taken: set[int] = set()
-    counts = [_newly_counted(unit.parameters(), taken) for unit in units]
-    counts.append((_newly_counted(model.parameters(), taken)[0], 0))
+    counts = [_count_new(unit.parameters(), taken) for unit in units]
+    counts.append((_count_new(model.parameters(), taken)[0], 0))
     return ModelSize(
         parameters=sum(p.numel() for p in model.parameters()),
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -153,15 +152,13 @@ def size_of_module(model: nn.Module) -> ModelSize:
     )
 
 
-def _newly_counted(parameters: Iterable[nn.Parameter], taken: set[int]) -> tuple[int, int]:
-    """Count the elements of parameters that are not in `taken`, and those in matrices. Adds them to `taken`."""
+def _count_new(parameters: Iterable[nn.Parameter], taken: set[int]) -> tuple[int, int]:
     found = [parameter for parameter in parameters if id(parameter) not in taken]
     taken.update(map(id, found))
     return sum(p.numel() for p in found), sum(p.numel() for p in found if p.dim() > 1)
 
 
 def size_of_files(files: Iterable[Path]) -> ModelSize:
-    """Count the tensors that the headers of safetensors files list."""
     layers: dict[str, int] = defaultdict(int)
     matrices: dict[str, int] = defaultdict(int)
     total = bits = 0
@@ -190,7 +187,6 @@ def module_without_memory(source: str, found: nn.Module | ModelSize) -> nn.Modul
 
 
 def matrices_of(model: nn.Module) -> list[str]:
-    """Return the names of the matrices in a model's repeated layers, which quantization applies to."""
     from drivetrain.strategies.wrapping import units_of
 
     inside = {id(p) for unit in units_of(model, "auto") for p in unit.parameters() if p.dim() > 1}
@@ -229,7 +225,6 @@ def _with_lists(module: nn.Module) -> nn.Module:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file: a dict from name to dtype, shape and offsets."""
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -315,7 +310,6 @@ class Use:
 
     @property
     def total(self) -> float:
-        """Peak memory in bytes."""
         kept = self.weights + self.gradients + self.optimizer
         return kept + max(self.gathered + self.activations, self.temporaries)
 
@@ -341,7 +335,7 @@ class Case:
     activations: float
 
 
-def _copies(case: Case) -> Use:
+def _replicated(case: Case) -> Use:
     size, each = case.size, case.bytes
     return Use(
         size.parameters * each.weight + size.buffers,
@@ -353,7 +347,7 @@ def _copies(case: Case) -> Use:
 
 def _sharded(case: Case) -> Use:
     """Estimate FSDP: everything is sharded, and two units are gathered at a time because of prefetching."""
-    whole, count = _copies(case), case.processes
+    whole, count = _replicated(case), case.processes
     units = min(2 * case.size.largest_unit, case.size.parameters) if count > 1 else 0
     return Use(
         (whole.weights - case.size.buffers) / count + case.size.buffers,
@@ -382,9 +376,9 @@ def _zero(stage: int) -> Callable[[Case], Use]:
     return use
 
 
-def _split_layers(case: Case) -> Use:
+def _tensor_parallel(case: Case) -> Use:
     """Estimate tensor parallelism: matrices of repeated layers are split, all other parameters are replicated."""
-    whole, count = _copies(case), case.processes
+    whole, count = _replicated(case), case.processes
     share = 1 - case.size.matrices / max(1, case.size.parameters) * (1 - 1 / count)
     return Use(
         (whole.weights - case.size.buffers) * share + case.size.buffers,
@@ -394,13 +388,13 @@ def _split_layers(case: Case) -> Use:
     )
 
 
-def _stages(case: Case) -> Use:
+def _pipeline(case: Case) -> Use:
     """Estimate pipeline parallelism: a share of the layers, with activations of one micro-batch per stage."""
-    whole, count = _copies(case), case.processes
+    whole, count = _replicated(case), case.processes
     return Use(whole.weights / count, whole.gradients / count, whole.optimizer / count, activations=case.activations)
 
 
-def _split_sequences(case: Case) -> Use:
+def _context_parallel(case: Case) -> Use:
     """Estimate context parallelism: FSDP's shards, with a share of every sequence."""
     sharded = _sharded(case)
     return Use(
@@ -409,15 +403,15 @@ def _split_sequences(case: Case) -> Use:
 
 
 STRATEGIES: dict[str, Callable[[Case], Use]] = {
-    "single": _copies,
-    "ddp": _copies,
+    "single": _replicated,
+    "ddp": _replicated,
     "fsdp": _sharded,
     "deepspeed_stage_1": _zero(1),
     "deepspeed_stage_2": _zero(2),
     "deepspeed_stage_3": _zero(3),
-    "tp": _split_layers,
-    "cp": _split_sequences,
-    "pp": _stages,
+    "tp": _tensor_parallel,
+    "cp": _context_parallel,
+    "pp": _pipeline,
 }
 
 
@@ -450,7 +444,7 @@ def estimate_training(
         activations,
     )
     use = STRATEGIES[strategy](case)
-    share = use.gradients / max(1.0, _copies(case).gradients)
+    share = use.gradients / max(1.0, _replicated(case).gradients)
     return replace(use, temporaries=temporaries * share)
 
 
@@ -468,7 +462,6 @@ _KEYS = {
 
 
 def read_config(source: str) -> Mapping[str, Any]:
-    """Read a transformers `config.json` from its path or its folder."""
     path = Path(source)
     config = path / "config.json" if path.is_dir() else path
     if config.suffix != ".json" or not config.is_file():
@@ -490,22 +483,21 @@ def kv_cache_values(config: Mapping[str, Any], batch: int, seq: int) -> int:
     """
     text = config.get("text_config")
     config = {**config, **text} if isinstance(text, Mapping) else config
-    layers = _given(config, "layers")
+    layers = _config_value(config, "layers")
     if config.get("is_encoder_decoder"):
         layers = int(config.get("num_decoder_layers") or config.get("decoder_layers") or layers)
-        heads = int(config.get("decoder_attention_heads") or _given(config, "heads"))
-        width = _given(config, "head_width", required=False) or _given(config, "width") // heads
+        heads = int(config.get("decoder_attention_heads") or _config_value(config, "heads"))
+        width = _config_value(config, "head_width", required=False) or _config_value(config, "width") // heads
         return 2 * 2 * layers * heads * width * seq * batch
     if "kv_lora_rank" in config:  # multi-head latent attention: one compressed vector, and the rotary part
         return layers * int(config["kv_lora_rank"] + config.get("qk_rope_head_dim", 0)) * seq * batch
-    heads = _given(config, "heads")
-    shared = 1 if config.get("multi_query") else _given(config, "key_value_heads", required=False) or heads
-    width = _given(config, "head_width", required=False) or _given(config, "width") // heads
+    heads = _config_value(config, "heads")
+    shared = 1 if config.get("multi_query") else _config_value(config, "key_value_heads", required=False) or heads
+    width = _config_value(config, "head_width", required=False) or _config_value(config, "width") // heads
     return sum(2 * shared * width * positions for positions in _positions(config, layers, seq)) * batch
 
 
 def _positions(config: Mapping[str, Any], layers: int, seq: int) -> list[int]:
-    """Return the number of cached positions of each layer."""
     window = config.get("sliding_window")
     if not window or config.get("use_sliding_window") is False:
         return [seq] * layers
@@ -513,7 +505,7 @@ def _positions(config: Mapping[str, Any], layers: int, seq: int) -> list[int]:
     return [min(seq, window) if kind == "sliding_attention" else seq for kind in kinds[:layers]]
 
 
-def _given(config: Mapping[str, Any], what: str, required: bool = True) -> int:
+def _config_value(config: Mapping[str, Any], what: str, required: bool = True) -> int:
     for name in _KEYS[what]:
         if config.get(name):
             return int(config[name])
@@ -536,7 +528,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: set[int] = set()
 
     def add(self, value: Any) -> None:
-        """Add the storages of the tensors in nested values, each storage once."""
         for leaf in tree_leaves(value):
             if isinstance(leaf, torch.Tensor):
                 self._add_storage(leaf.untyped_storage())
@@ -571,7 +562,6 @@ Inputs = tuple[list[tuple[tuple[int, ...], torch.dtype]], dict[str, tuple[tuple[
 
 
 def parse_inputs(given: Sequence[str]) -> Inputs:
-    """Parse shapes and dtypes such as `8x128:int64` or `input_ids=8x128:int64` into positional and named inputs."""
     positional, named = [], {}
     for text in given:
         found = _INPUT.match(text)
@@ -599,7 +589,7 @@ def peak_of_training(
     positional, named = inputs
     meta = copy.deepcopy(model)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
-        copied = _without_memory(meta, _TRUE.get(precision))
+        copied = _with_fake_tensors(meta, _TRUE.get(precision))
         live.add([*copied.parameters(), *copied.buffers()])
         arguments = [_tensor(*entry, precision) for entry in positional]
         keywords = {name: _tensor(*entry, precision) for name, entry in named.items()}
@@ -618,8 +608,7 @@ def peak_of_training(
     return of_backward, live.peak
 
 
-def _without_memory(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Replace all tensors of a model by fake CPU tensors, keeping tied weights tied."""
+def _with_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     made: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -48,12 +48,10 @@ class Place:
 
     @property
     def tensor(self) -> Tensor:
-        """The current tensor of the attribute."""
         held: Any = self._held()[self.name]
         return held  # type: ignore[no-any-return]
 
     def put(self, tensor: Tensor) -> None:
-        """Assign a tensor to the attribute. Parameters need an `nn.Parameter`."""
         self._held()[self.name] = tensor
 
     def _held(self) -> dict[str, Any]:
@@ -97,13 +95,11 @@ def like(old: Tensor, value: Tensor) -> Tensor:
 
 
 def set_tensor(model: nn.Module, name: str, value: Tensor) -> None:
-    """Assign a value to a parameter or buffer, on the value's own device."""
     place = place_named(model, name)
     place.put(like(place.tensor, value))
 
 
 def persistent(model: nn.Module) -> set[str]:
-    """Return the names in the model's state dict."""
     return set(model.state_dict(keep_vars=True))
 
 

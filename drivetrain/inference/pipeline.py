@@ -97,7 +97,7 @@ class PipelineInference:
             tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
             loader(model, [name for name, _ in tensors])
             return
-        _return_no_cache(model)
+        _disable_cache(model)
         layout = _lay_out(model, split_points, self._state.num_processes, no_split_module_classes or (), pp_place)
         self.split_points = list(layout.splits)
         self._staged = StagedModel(model, layout, self._state.device, loader, in_flight)
@@ -116,12 +116,12 @@ class PipelineInference:
         Returns:
             The output on the last process, or on all processes with `gather_output`. None on other processes.
         """
-        requests = _parts(self._on_device((args, kwargs)), self._chunks) if self._state.is_main_process else ()
+        requests = _split(self._on_device((args, kwargs)), self._chunks) if self._state.is_main_process else ()
         results = [*self._run(requests)]
         output = None
         if self._state.is_last_process:
-            output = _merged([result for _, result in results], [_rows(request) for request, _ in results])
-        return self._to_all(output) if self._gathers and self._staged is not None else output
+            output = _concatenate_outputs([result for _, result in results], [_rows(request) for request, _ in results])
+        return self._broadcast_output(output) if self._gathers and self._staged is not None else output
 
     def stream(self, requests: Iterable[Any] | None = None) -> Iterator[Any]:
         """Run a sequence of requests through the pipeline, several stages at work at the same time.
@@ -153,8 +153,7 @@ class PipelineInference:
         moved: Request = send_to_device(request, self._state.device)
         return moved
 
-    def _to_all(self, output: Any) -> Any:
-        """Broadcast the output of the last process to all processes."""
+    def _broadcast_output(self, output: Any) -> Any:
         last = self._state.num_processes - 1
         structure = get_data_structure(output) if self._state.is_last_process else None
         structure = broadcast_object_list([structure], from_process=last)[0]
@@ -209,7 +208,7 @@ def prepare_pippy(
     return model
 
 
-def _return_no_cache(model: nn.Module) -> None:
+def _disable_cache(model: nn.Module) -> None:
     """Set `use_cache` to False in transformers configurations, since each stage has only its own layers' cache."""
     configs = [getattr(module, "config", None) for module in model.modules()]  # encoder and decoder may have their own
     for config in {id(each): each for each in configs if getattr(each, "use_cache", False)}.values():
@@ -302,8 +301,7 @@ def _rows(request: Request) -> int | None:
     return batch_size_or_none(request)
 
 
-def _parts(request: Request, count: int) -> Iterator[Request]:
-    """Split a request into at most `count` micro-batches of about equal size."""
+def _split(request: Request, count: int) -> Iterator[Request]:
     rows = _rows(request)
     if rows is None or min(count, rows) <= 1:
         yield request
@@ -321,8 +319,7 @@ def _parts(request: Request, count: int) -> Iterator[Request]:
         start = end
 
 
-def _merged(outputs: Sequence[Any], rows: Sequence[int | None]) -> Any:
-    """Concatenate the outputs of micro-batches to the output of the full batch."""
+def _concatenate_outputs(outputs: Sequence[Any], rows: Sequence[int | None]) -> Any:
     if len(outputs) == 1:
         return outputs[0]
     columns = list[list[Any]]()

@@ -41,12 +41,12 @@ class _OneDevice(TorchFunctionMode):
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if len({tensor.device for tensor in tensors}) < 2:
                 raise
-        device = _where(func, args, kwargs, tensors)
+        device = _target_device(func, args, kwargs, tensors)
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _where(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> torch.device:
+def _target_device(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> torch.device:
     """Return the device of the output tensor of an in-place or `out=` operation, or else of the largest input."""
     name = getattr(func, "__name__", "")
     if isinstance(kwargs.get("out"), Tensor):
@@ -56,7 +56,7 @@ def _where(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor
     return max(tensors, key=lambda tensor: tensor.numel() * tensor.element_size()).device
 
 
-class _Together:
+class _OneDeviceHooks:
     """Picklable forward hooks that enable `_OneDevice` in a module's own code, but not in the modules that it calls."""
 
     def __init__(self) -> None:
@@ -81,7 +81,6 @@ class _Together:
             self._suspended.append(None)
 
     def resume(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Enable the mode again after a called submodule."""
         mode = self._suspended.pop() if self._suspended else None
         if mode is not None:
             mode.__enter__()  # type: ignore[no-untyped-call]
@@ -102,7 +101,7 @@ def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.dev
         # CPU tensors of a module with an execution device are offloaded, so they are on that device during its call.
         devices |= {tensor.device for tensor in own if module not in computes or tensor.device.type != "cpu"}
         if len(devices) > 1 or takes_any:
-            hooks = _Together()
+            hooks = _OneDeviceHooks()
             handles += [
                 module.register_forward_pre_hook(hooks.enter),
                 module.register_forward_hook(hooks.leave, always_call=True, prepend=True),
@@ -141,7 +140,6 @@ class Placement:
         self._guards: list[MoveGuard] = []
 
     def hold(self, *handles: RemovableHandle) -> None:
-        """Add handles that `remove` removes."""
         self._handles += handles
 
     def guard(self, computes: Mapping[nn.Module, torch.device]) -> None:
@@ -190,12 +188,10 @@ class PlacedHook(ModelHook):
         self._came_from: list[torch.device | None] = []
 
     def detach_hook(self, module: ModuleT) -> ModuleT:
-        """Remove the hooks of the whole model."""
         self.placement.remove()
         return module
 
     def move_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Move a module's inputs to its execution device."""
         if self.io_same_device:
             self._came_from.append(find_device([args, kwargs]))
         moved = send_to_device((args, kwargs), self.execution_device, skip_keys=self.skip_keys)
@@ -246,7 +242,6 @@ def attach(
 
 
 def detach(model: nn.Module) -> None:
-    """Remove the hooks of an earlier `attach` from a model."""
     found = getattr(model, HOOK, None)
     if isinstance(found, PlacedHook):
         found.placement.remove()
@@ -305,7 +300,7 @@ def dispatch_model(
         if stream is None and given.main_device != "cpu":
             stream = StreamOptions(prefetch=given.prefetch)
     detach(model)
-    _give_values(model, where, state_dict, offload_dir, offload_index)
+    _load_meta_tensors(model, where, state_dict, offload_dir, offload_index)
     devices = list(dict.fromkeys(where.values()))
     all_on_cpu = devices == [loading.CPU] and main_device is None
     main = loading.CPU if all_on_cpu else loading.execution_device(main_device, devices)
@@ -528,12 +523,11 @@ def _offload(
     preload_module_classes: Sequence[str] | None,
     stream: StreamOptions | None,
 ) -> nn.Module:
-    """Offload all parameters of a model to CPU memory or disk."""
     main = loading.execution_device(device)
     detach(model)
     places = named_places(model)
     where = dict.fromkeys(places, rest)
-    _give_values(model, where, state_dict, folder, None)
+    _load_meta_tensors(model, where, state_dict, folder, None)
     offloaded = [name for name, place in places.items() if offload_buffers or place.is_parameter]
     beside = [name for name in places if name not in offloaded]
     _move(places, dict.fromkeys(beside, main))
@@ -547,14 +541,13 @@ def _offload(
     return model
 
 
-def _give_values(
+def _load_meta_tensors(
     model: nn.Module,
     where: Mapping[str, loading.Location],
     state_dict: Mapping[str, Tensor] | None,
     folder: Folder | None,
     index: Mapping[str, Any] | None,
 ) -> None:
-    """Load values for tensors on the meta device from a state dict or from an offload folder."""
     if state_dict is not None:
         fill_empty(model, open_weights(state_dict), dict.fromkeys(where, loading.CPU))
     if index is not None or (folder is not None and Path(folder, INDEX).is_file()):

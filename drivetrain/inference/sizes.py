@@ -104,7 +104,6 @@ def dtype_scale(
     dtype: str | torch.dtype | None,
     special_dtypes: Mapping[str, str | torch.dtype] | None,
 ) -> float:
-    """Return the factor by which a tensor's bytes change if it is loaded with other dtypes."""
     if special_dtypes is not None and name in special_dtypes:
         return dtype_byte_size(special_dtypes[name]) / tensor.element_size()
     if dtype is not None and tensor.is_floating_point():
@@ -205,12 +204,11 @@ def blocks_of(
     loading: Loading,
     activations: Mapping[str, int] | None = None,
 ) -> list[Block]:
-    """Return the blocks of a model in registration order, which counts as the execution order."""
     units = units_of_placement(model, no_split_module_classes)
     tensors = all_tensors(model)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     holders = {name: _holder(name, units) for name in tensors}
-    tied = _Joined(units)
+    tied = _DisjointUnits(units)
     in_unit: dict[str, list[_Held]] = defaultdict(list)
     for number, group in enumerate(memory_groups(tensors, declared_ties(model))):
         size = _group_bytes(group, tensors, loading)
@@ -262,7 +260,6 @@ def _kept_whole(model: nn.Module, classes: Collection[str] | str | None) -> Call
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a model, shared tensors under every name."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -270,14 +267,12 @@ def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _holder(name: str, units: Collection[str]) -> str:
-    """Return the unit that contains a tensor."""
     while name not in units:
         name = name.rpartition(".")[0]
     return name
 
 
 def _group_bytes(group: Sequence[str], tensors: Mapping[str, torch.Tensor], loading: Loading) -> int:
-    """Return the bytes of tensors that share memory or are declared as tied."""
     special = loading.special_dtypes or {}
     named = next((name for name in group if name in special), group[0])
     covered: dict[Any, list[tuple[int, int]]] = defaultdict(list)
@@ -287,7 +282,7 @@ def _group_bytes(group: Sequence[str], tensors: Mapping[str, torch.Tensor], load
     return math.ceil(max(sizes.values()) * dtype_scale(named, tensors[named], loading.dtype, special))
 
 
-class _Joined:
+class _DisjointUnits:
     """Disjoint sets of units. Each set takes the position of its first unit."""
 
     def __init__(self, units: Collection[str]) -> None:

@@ -143,7 +143,6 @@ class Share:
 
     @property
     def free(self) -> float:
-        """Remaining bytes. Negative if the placement does not fit."""
         return self.limit - self.weights - self.streamed - self.activations
 
 
@@ -163,7 +162,6 @@ class Problem:
 
     @property
     def accelerators(self) -> list[int]:
-        """Indices of the accelerators with a limit above 0."""
         return [i for i, each in enumerate(self.budgets) if each.kind == "accelerator" and each.limit > 0]
 
     @property
@@ -174,7 +172,6 @@ class Problem:
 
     @property
     def size(self) -> int:
-        """Bytes of all blocks."""
         return sum(block.size for block in self.blocks)
 
     def computes(self, place: int, main: int | None) -> bool:
@@ -205,7 +202,6 @@ class Problem:
         return all(share.free >= 0 for share in self.shares(placement))
 
     def boundaries(self, placement: Placement) -> int:
-        """Return the number of transitions between devices in execution order."""
         order = sorted(
             (position, place)
             for block, place in zip(self.blocks, placement.places, strict=True)
@@ -230,7 +226,6 @@ def solve(
 
 
 def _on_accelerators(problem: Problem, policy: Policy, reserve_largest: bool) -> Placement | None:
-    """Return a placement on accelerators only, or None if there is none."""
     if problem.size > sum(problem.budgets[room].limit for room in problem.accelerators):
         return None
     return _on_accelerators_in_order(problem, policy, reserve_largest) or (
@@ -252,7 +247,6 @@ def _on_accelerators_in_order(problem: Problem, policy: Policy, reserve_largest:
 
 
 def balanced_shares(problem: Problem, policy: Policy) -> dict[Device, int] | None:
-    """Return the bytes of weights on each accelerator for an in-order placement, or None if there is none."""
     placement = _on_accelerators_in_order(problem, policy, reserve_largest=False)
     if placement is None:
         return None
@@ -266,30 +260,29 @@ def _sequential(problem: Problem, limits: dict[int, float], reserve: bool) -> It
     yield alone.places if problem.fits(alone) else None
     if reserve:
         largest = max((block.streamed + block.resident for block in problem.blocks), default=0)
-        places = _whole(_Filling(problem, {**limits, first: limits[first] - largest}).in_order())
+        places = _complete(_Filling(problem, {**limits, first: limits[first] - largest}).in_order())
         yield places if places is not None and first in places else None
-    yield _whole(_Filling(problem, limits).in_order())
+    yield _complete(_Filling(problem, limits).in_order())
 
 
 def _balanced(problem: Problem, limits: dict[int, float]) -> tuple[int, ...] | None:
-    """Return the in-order placement with the smallest maximum share, or None."""
-    return _least(lambda cap: _Filling(problem, {room: min(cap, most) for room, most in limits.items()}), limits)
+    return _smallest_cap(lambda cap: _Filling(problem, {room: min(cap, most) for room, most in limits.items()}), limits)
 
 
 def _low_zero(problem: Problem, limits: dict[int, float]) -> Iterator[tuple[int, ...] | None]:
     first, *others = limits
     if others:
         yield _balanced(problem, {room: limits[room] for room in others})
-    yield _least(lambda cap: _Filling(problem, {**limits, first: cap}), {first: limits[first]})
+    yield _smallest_cap(lambda cap: _Filling(problem, {**limits, first: cap}), {first: limits[first]})
 
 
-def _least(make: Callable[[float], _Filling], limits: dict[int, float]) -> tuple[int, ...] | None:
+def _smallest_cap(make: Callable[[float], _Filling], limits: dict[int, float]) -> tuple[int, ...] | None:
     """Return the in-order placement with the smallest cap that holds all blocks, found by bisection, or None."""
     low, high = 0, int(min(max(limits.values()), sum(block.size + block.activations for block in make(0).blocks)))
-    found = _whole(make(high).in_order())
+    found = _complete(make(high).in_order())
     while found is not None and low < high:
         middle = (low + high) // 2
-        places = _whole(make(middle).in_order())
+        places = _complete(make(middle).in_order())
         if places is None:
             low = middle + 1
         else:
@@ -297,15 +290,12 @@ def _least(make: Callable[[float], _Filling], limits: dict[int, float]) -> tuple
     return found
 
 
-def _whole(places: list[int | None]) -> tuple[int, ...] | None:
-    """Return the places as a tuple, or None if a block has no place."""
+def _complete(places: list[int | None]) -> tuple[int, ...] | None:
     found = [place for place in places if place is not None]
     return tuple(found) if len(found) == len(places) else None
 
 
 class _Filling:
-    """Greedy filling of devices with blocks."""
-
     def __init__(self, problem: Problem, limits: dict[int, float], main: int | None = None, reserve: int = 0) -> None:
         self.blocks, self.limits, self.main = problem.blocks, limits, main
         self.used = dict.fromkeys(limits, 0)
@@ -415,12 +405,11 @@ def _streaming(problem: Problem, main: int, reserve: int, in_order: bool, rooms:
                 return None
             stores[store] -= block.size
             places[index] = store
-    whole = _whole(places)
+    whole = _complete(places)
     return None if whole is None else Placement(whole, main)
 
 
 def _by_search(problem: Problem, main: int | None, places: list[int]) -> Placement | None:
-    """Return any placement that fits, found by backtracking and possibly out of order, or None."""
     heavy = [index for index, block in enumerate(problem.blocks) if block.size]
     blocks = [problem.blocks[index] for index in heavy]
     part = replace(problem, blocks=blocks)
@@ -450,7 +439,6 @@ def _by_search(problem: Problem, main: int | None, places: list[int]) -> Placeme
 
 
 def _fill_gaps(problem: Problem, placement: Placement) -> Placement:
-    """Move offloaded blocks to accelerators with room, in execution order."""
     for index, block in enumerate(problem.blocks):
         if not block.size or problem.computes(placement.places[index], placement.main):
             continue

@@ -53,8 +53,6 @@ MOST_AHEAD = 1
 
 
 class _Mover(Protocol):
-    """Interface of the two ways to make a group's weights available."""
-
     def enter(self, number: int, ahead: Sequence[int]) -> None: ...
 
     def leave(self, number: int) -> None: ...
@@ -115,7 +113,7 @@ class WeightStream:
         wanted = {id(tensor): tensor for tensor in (places[name].tensor for name in chosen) if self._moves(tensor)}
         given = self._options
         self.groups = groups_of(model, wanted.keys(), given.groups, given.num_blocks_per_group, preload_module_classes)
-        self.prefetch = self._how_many_ahead() if given.prefetch is None else given.prefetch
+        self.prefetch = self._default_prefetch() if given.prefetch is None else given.prefetch
         self._mover = self._make_mover()
         # Successor of each group in the last forward. Before the first forward, the next group in model order.
         self._after = {number: number + 1 for number in range(len(self.groups) - 1)}
@@ -138,14 +136,14 @@ class WeightStream:
     def _moves(self, tensor: Tensor) -> bool:
         return self.device.type != "cpu" or mapped_range(tensor) is not None
 
-    def _how_many_ahead(self) -> int:
+    def _default_prefetch(self) -> int:
         """Return the default number of groups to prefetch, depending on the device's free memory."""
         memory = None if self.device.type == "cpu" else get_device_kind(self.device.type).free_memory(self.device)
         if memory is None:
             return 1
         sizes, budget = [group.nbytes for group in self.groups], self._options.budget or 0
         free = memory[0] - sum(size for size, held in zip(sizes, accumulate(sizes), strict=True) if held <= budget)
-        return MOST_AHEAD if most_in_a_row(sizes, MOST_AHEAD + 1) <= free else 0
+        return MOST_AHEAD if max_consecutive_size(sizes, MOST_AHEAD + 1) <= free else 0
 
     def _make_mover(self) -> _Mover:
         given = self._options
@@ -175,7 +173,7 @@ class WeightStream:
         if last is not None and last != number:
             self._after[last] = number
             if not self._open[last]:
-                self._let_go(last)
+                self._release(last)
         self._open[number] += 1
         self._present.add(number)
         ahead = [number]
@@ -197,9 +195,9 @@ class WeightStream:
             return  # `enter` raised before the group was opened
         self._open[number] -= 1
         if is_last and not self._open[number]:
-            self._let_go(number)
+            self._release(number)
 
-    def _let_go(self, number: int) -> None:
+    def _release(self, number: int) -> None:
         if number in self._present:
             self._present.discard(number)
             self._mover.leave(number)
@@ -226,15 +224,12 @@ class WeightStream:
         self._handles, self._frozen = [], []
 
 
-def most_in_a_row(sizes: Sequence[int], count: int) -> int:
-    """Return the maximum total size of `count` consecutive groups, cyclically."""
+def max_consecutive_size(sizes: Sequence[int], count: int) -> int:
     around = [*sizes, *sizes[: count - 1]] if len(sizes) >= count else list(sizes)
     return max((sum(around[start : start + count]) for start in range(len(sizes))), default=0)
 
 
 class _Call:
-    """Picklable forward hooks of one module."""
-
     def __init__(self, stream: WeightStream, number: int, is_last: bool) -> None:
         self._stream, self._number, self._is_last = stream, number, is_last
 
@@ -246,7 +241,6 @@ class _Call:
 
 
 def _holders(model: nn.Module, wanted: Collection[int]) -> list[nn.Module]:
-    """Return the modules that contain one of the tensors, at any depth."""
     return [
         module
         for module in model.modules()

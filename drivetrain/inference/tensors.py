@@ -31,7 +31,6 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the byte range of its storage that a tensor covers, as start and end."""
     if wraps_others(tensor):
         return 0, tensor.numel() * tensor.element_size()
     if tensor.numel() == 0:
@@ -59,8 +58,7 @@ def find_tied_parameters(model: nn.Module, **_kwargs: Any) -> list[list[str]]:
 
 
 def memory_groups(tensors: Mapping[str, torch.Tensor], declared: Mapping[str, str]) -> list[list[str]]:
-    """Group the names of tensors that share memory, fully or partly, or are declared as tied."""
-    groups = _Groups(tensors)
+    groups = _DisjointNames(tensors)
     storages: dict[Any, list[tuple[int, int, str]]] = defaultdict(list)
     for name, tensor in tensors.items():
         storages[id_tensor_storage(tensor)[:2]].append((*extent(tensor), name))
@@ -78,9 +76,7 @@ def memory_groups(tensors: Mapping[str, torch.Tensor], declared: Mapping[str, st
     return groups.all()
 
 
-class _Groups:
-    """Disjoint sets of names."""
-
+class _DisjointNames:
     def __init__(self, names: Iterable[str]) -> None:
         self._first = {name: name for name in names}
 
@@ -202,7 +198,6 @@ def set_module_tensor_to_device(
 
 
 def release_memory(device: torch.device) -> None:
-    """Empty the allocator cache of a device."""
     if device.type not in ("cpu", "meta"):
         get_device_kind(device.type).empty_cache()
 
@@ -241,7 +236,6 @@ def tied_address(tensor: torch.Tensor, tied_params_map: TiedTensors | None) -> i
 
 
 def torch_dtype(given: str | torch.dtype) -> torch.dtype:
-    """Return the dtype of this name."""
     found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
         known = [name for name, each in vars(torch).items() if isinstance(each, torch.dtype)]
@@ -273,6 +267,5 @@ def _on(
 
 
 def _moves_itself(tensor: torch.Tensor) -> bool:
-    """Return True if the parameter's class overrides `to`."""
     mover: Callable[..., Any] = type(tensor).to
     return isinstance(tensor, nn.Parameter) and mover is not torch.Tensor.to

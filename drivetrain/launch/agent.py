@@ -88,7 +88,6 @@ class LocalRanks:
     # State
 
     def poll(self) -> None:
-        """Record which ranks have exited since the last poll."""
         now = time.time()
         for local, process in self._processes.items():
             if local not in self.endings and (code := process.poll()) is not None:
@@ -96,11 +95,9 @@ class LocalRanks:
         self._last_poll = now
 
     def alive(self) -> list[int]:
-        """Return the local ranks that have not exited."""
         return [local for local in self._processes if local not in self.endings]
 
     def all_succeeded(self) -> bool:
-        """Return True if every rank has exited with code 0."""
         return not self.alive() and all(ending.exit_code == 0 for ending in self.endings.values())
 
     def ended_early(self) -> list[int]:
@@ -125,11 +122,12 @@ class LocalRanks:
         return [
             local
             for local in failed
-            if local not in self.stopped and is_expendable(self._error_files[local]) and not self._was_asked(local)
+            if local not in self.stopped
+            and is_expendable(self._error_files[local])
+            and not self._was_asked_to_stop(local)
         ]
 
     def _failed(self) -> list[int]:
-        """Return the local ranks that have exited with a nonzero code, or have recorded a final error."""
         # A failure record counts before its process has ended, since exit handlers may take long.
         return [
             local
@@ -137,8 +135,7 @@ class LocalRanks:
             if (self.endings[local].exit_code != 0 if local in self.endings else self.is_failing(local))
         ]
 
-    def _was_asked(self, local: int) -> bool:
-        """Return True if a rank has exited because of preemption or Ctrl-C, which concern all ranks."""
+    def _was_asked_to_stop(self, local: int) -> bool:
         ending, record = self.endings.get(local), self._record(local)
         code = ending.exit_code if ending is not None else record.exit_code if record is not None else 0
         return code in (RESUME_EXIT_CODE, 128 + signal.SIGINT, -signal.SIGINT)
@@ -193,7 +190,7 @@ class LocalRanks:
 
     # Termination
 
-    def await_deaths(self) -> None:
+    def await_other_failures(self) -> None:
         """Wait briefly for other dying ranks, since the first detected failure may be a consequence of another one."""
         self.wait((local for local in self.alive() if not self.is_failing(local)), _DYING)
 
@@ -211,7 +208,6 @@ class LocalRanks:
         self._signal(ranks, number, os.killpg)
 
     def forward(self, ranks: Iterable[int], number: signal.Signals) -> None:
-        """Forward a signal to living ranks. If they exit without a record, this does not count as their own failure."""
         ranks = list(ranks)
         self.stopped.update(ranks)
         self._signal(ranks, number, self._forward_with)
@@ -228,7 +224,6 @@ class LocalRanks:
                     pass
 
     def kill(self, ranks: Iterable[int]) -> None:
-        """Kill ranks and their child processes, and wait until they are gone."""
         left = [local for local in ranks if local not in self.endings]
         self.send(left, signal.SIGKILL)
         self.wait(left, STOP_PATIENCE)
@@ -242,18 +237,18 @@ class LocalRanks:
             time.sleep(_POLL_INTERVAL)
             self.poll()
 
-    def end_what_they_left(self) -> None:
+    def end_orphans(self) -> None:
         """Terminate child processes that exited ranks have left behind, since they could write into the next attempt.
 
         SIGTERM comes first, because multiprocessing's resource tracker needs a moment to free shared memory.
         """
-        self._end_orphans(signal.SIGTERM)
+        self._signal_orphans(signal.SIGTERM)
         deadline = time.monotonic() + STOP_PATIENCE
         while self._orphans() and time.monotonic() < deadline:
             time.sleep(_POLL_INTERVAL)
-        self._end_orphans(signal.SIGKILL)
+        self._signal_orphans(signal.SIGKILL)
 
-    def _end_orphans(self, number: signal.Signals) -> None:
+    def _signal_orphans(self, number: signal.Signals) -> None:
         for orphan in self._orphans():
             try:
                 orphan.send_signal(number)
@@ -308,19 +303,16 @@ class Peers:
         self._write_for_all("failed")
 
     def publish_stopping(self) -> None:
-        """Publish that this launcher was asked to stop and will not restart its ranks."""
         if self._machines > 1:
             self._write("stopping", "1")
 
     def any_stopping(self) -> bool:
-        """Return True if a launcher was asked to stop."""
         try:
             return any(self._store.check([key]) for key in self._keys("stopping") if self._machines > 1)
         except RuntimeError:
             return False
 
     def failed_elsewhere(self) -> bool:
-        """Return True if another machine has published a failure."""
         if self._machines == 1:
             return False
         try:
@@ -359,8 +351,7 @@ class Peers:
         except RuntimeError:
             return False
 
-    def give_stacks(self, own: str) -> None:
-        """Publish this machine's stacks."""
+    def publish_stacks(self, own: str) -> None:
         self._write("stacks", own)
 
     def is_time_to_poll(self) -> bool:
@@ -418,7 +409,6 @@ class Peers:
         return first_failure(found) if found else None
 
     def _await_readers(self) -> None:
-        """Wait until all machines have read the failures, since one of them serves the store."""
         self._write("read", "1")
         deadline = time.monotonic() + _FAREWELL
         while not self._store.check(self._keys("read")) and time.monotonic() < deadline:
@@ -482,7 +472,6 @@ class RankAgent(LocalElasticAgent):
 
     @property
     def world_size(self) -> int:
-        """Number of processes over all machines."""
         workers = self._worker_group.workers
         return workers[0].world_size if workers else 0
 
@@ -503,7 +492,6 @@ class RankAgent(LocalElasticAgent):
         return self._ranks.all_succeeded()
 
     def restore_signals(self) -> None:
-        """Restore the signal handlers that were active before the launch."""
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         self._previous_handlers.clear()
@@ -533,7 +521,6 @@ class RankAgent(LocalElasticAgent):
         self._machines = machines
 
     def _fresh_port(self, store: Any, machine: int, address: str) -> Any:
-        """Return the port of a new store for the ranks of a restart, which machine 0 serves."""
         key = f"drivetrain/port{self._attempt}"
         if machine == 0:
             self._fresh_store = TCPStore(address, 0, is_master=True, multi_tenant=True)
@@ -583,13 +570,13 @@ class RankAgent(LocalElasticAgent):
                 self._stop_peers(ranks.alive())
                 return self._failed()
             if self._watchdog is not None and peers.stacks_wanted():
-                peers.give_stacks(self._watchdog.describe(self._watchdog.report(ranks.alive())))
+                peers.publish_stacks(self._watchdog.describe(self._watchdog.report(ranks.alive())))
         watchdog = self._watchdog if not ranks.any_failed() else None
         if watchdog is not None and (reports := watchdog.poll(ranks.alive())) is not None:
             return self._end_hang(watchdog, reports)
         if ranks.any_failed():
             self._stopping = True
-            ranks.await_deaths()
+            ranks.await_other_failures()
             if ranks.was_preempted():
                 return self._end_preempted()
             if ranks.was_interrupted():
@@ -600,7 +587,7 @@ class RankAgent(LocalElasticAgent):
             ranks.wait(ranks.alive(), EXIT_PATIENCE)
             ranks.kill(ranks.alive())
         elif self._record_lost(ranks):
-            return self._without_lost(worker_group)
+            return self._continue_without_lost(worker_group)
         elif ranks.alive() or not peers.all_done():
             return RunResult(state=WorkerState.HEALTHY)
         # Torch polls only after all ranks have ended. If it detects a failure first, it waits 30 s for ranks that do
@@ -633,20 +620,18 @@ class RankAgent(LocalElasticAgent):
             most = worker_group.spec.max_restarts
             announce_restart(failure, self.world_size, self._failed_attempts, most)
         self.lost_machines = False
-        ranks.end_what_they_left()
+        ranks.end_orphans()
         self._raise_if_signalled()
         super()._restart_workers(worker_group)
 
     # Ends of an attempt
 
     def _failed(self) -> RunResult:
-        """End this attempt as failed. Torch's loop starts another one if restarts are left."""
         self._watching = False
         self._failed_attempts += 1
         return RunResult(state=WorkerState.FAILED)
 
     def _record_lost(self, ranks: LocalRanks) -> bool:
-        """Report failed ranks without which the others can continue. Returns True if there are any."""
         gone = {ranks.global_rank(local) for local in ranks.lost()}
         for failure in ranks.failures():
             if failure.rank in gone and failure.rank not in self.lost:
@@ -654,8 +639,7 @@ class RankAgent(LocalElasticAgent):
                 write(describe(failure, self.world_size, then=_LOST))
         return bool(self.lost)
 
-    def _without_lost(self, worker_group: WorkerGroup) -> RunResult:
-        """Let the remaining ranks run to their end."""
+    def _continue_without_lost(self, worker_group: WorkerGroup) -> RunResult:
         ranks, peers = self._ranks, self._peers
         if not set(ranks.alive()) - set(ranks.lost()):
             ranks.wait(ranks.alive(), EXIT_PATIENCE)
@@ -676,7 +660,6 @@ class RankAgent(LocalElasticAgent):
         self._ranks.stop(locals_, patience=0.0 if self._remaining_restarts else STOP_PATIENCE)
 
     def _end_hang(self, watchdog: Watchdog, reports: list[RankReport]) -> RunResult:
-        """Terminate all ranks after a hang, and report the stacks of all machines."""
         ranks, peers = self._ranks, self._peers
         self._stopping = True
         ranks.hang = watchdog.failure(reports, peers.collect_stacks(watchdog.describe(reports)))
@@ -742,7 +725,6 @@ class RankAgent(LocalElasticAgent):
             raise KeyboardInterrupt  # no ranks run: between two attempts, or while waiting for other machines
 
     def _raise_if_signalled(self) -> None:
-        """Raise `KeyboardInterrupt` if a signal has arrived, so that nothing is started again."""
         if self.received is not None:
             raise KeyboardInterrupt
 

@@ -29,12 +29,10 @@ class Invocation:
 
     @classmethod
     def current(cls) -> Invocation:
-        """Return the command line that started this process."""
         return cls.parse(sys.orig_argv[1:])
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> Invocation:
-        """Parse the arguments of a Python interpreter."""
         options: list[str] = []
         rest = list(arguments)
         while rest:

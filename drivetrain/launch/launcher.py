@@ -103,7 +103,6 @@ class LaunchPlan:
 
     @contextmanager
     def environment(self) -> Iterator[None]:
-        """Set the plan's environment variables for the duration of the context. Child processes inherit them."""
         before = {name: os.environ.get(name) for name in self.variables}
         os.environ.update(self.variables)
         try:
@@ -117,7 +116,6 @@ class LaunchPlan:
 
 
 def _device_kind(options: LaunchOptions) -> DeviceKind:
-    """Return the kind of device that the ranks run on."""
     if options.cpu:
         return get_device_kind("cpu")
     kind = detect_device_kind()
@@ -218,7 +216,7 @@ def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: s
             _wait_for_machine_0(options, parameters)
         handler = get_rendezvous_handler(parameters)
         if options.max_machines > 1 and static:
-            _meet(handler, parameters.endpoint)
+            _join_static_rendezvous(handler, parameters.endpoint)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
@@ -264,7 +262,6 @@ def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: s
 def _watch(
     options: LaunchOptions, parameters: RendezvousParameters, agent: RankAgent, handler: RendezvousHandler
 ) -> int:
-    """Run the agent to its end and return the exit code."""
     shut_down = True
     try:
         result = agent.run()
@@ -300,7 +297,6 @@ def _watch(
 
 
 def _after_signal(options: LaunchOptions, agent: RankAgent) -> int:
-    """Return the exit code after a signal was forwarded to the ranks."""
     assert agent.received is not None
     failure = agent.first_failure() if not agent.preempted else None
     return exit_code_after(
@@ -321,7 +317,6 @@ def _described(options: LaunchOptions, failure: RankFailure, agent: RankAgent) -
 
 
 def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
-    """Return the parameters of the rendezvous of all machines."""
     settings: dict[str, Any] = {"timeout": _RENDEZVOUS_TIMEOUT, **options.rendezvous_settings}
     # A configuration file for several machines may contain an address, which one machine must ignore.
     address = options.main_process_ip if options.max_machines > 1 else None
@@ -338,8 +333,8 @@ def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
     if backend == "static":
         settings["rank"] = options.machine_rank
     elif address and options.max_machines > 1:
-        local_address = _own_address_towards(address)
-        if _is_unnamed_here(address):
+        local_address = _local_address_for(address)
+        if _is_unresolved_local_address(address):
             settings.setdefault("is_host", True)
     return RendezvousParameters(
         backend=backend,
@@ -373,7 +368,7 @@ def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters
         time.sleep(_CONNECT_INTERVAL)
 
 
-def _meet(handler: RendezvousHandler, endpoint: str) -> None:
+def _join_static_rendezvous(handler: RendezvousHandler, endpoint: str) -> None:
     """Create the handler's store in a thread, since torch's wait for the other machines cannot be interrupted."""
     failures: list[Exception] = []
 
@@ -394,7 +389,7 @@ def _meet(handler: RendezvousHandler, endpoint: str) -> None:
         raise failures[0]
 
 
-def _own_address_towards(address: str) -> str | None:
+def _local_address_for(address: str) -> str | None:
     """Return this machine's IP address on the network of `address`, or None if it is unknown.
 
     Other machines may not be able to resolve this machine's name.
@@ -407,7 +402,7 @@ def _own_address_towards(address: str) -> str | None:
         return None
 
 
-def _is_unnamed_here(address: str) -> bool:
+def _is_unresolved_local_address(address: str) -> bool:
     """Return True if the address belongs to this machine although its host name does not resolve to it.
 
     Torch expects the name to resolve to it. On machines with several networks and in containers, no machine would serve
@@ -438,7 +433,6 @@ def _rendezvous_failed(options: LaunchOptions, parameters: RendezvousParameters,
 
 @contextmanager
 def _quiet_loggers() -> Iterator[None]:
-    """Suppress the log messages of torch's agent, since the launcher prints the relevant ones itself."""
     loggers = [logging.getLogger(name) for name in _QUIET_LOGGERS]
     silence = logging.NullHandler()
     for logger in loggers:
@@ -484,7 +478,6 @@ def settings_table(options: LaunchOptions, given: Mapping[str, Given]) -> str:
 
 
 def table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """Format rows as lines with aligned columns."""
     lines = [heads, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads) - 1)]
     return "\n".join(
@@ -573,7 +566,6 @@ def launch_with_mpi(options: LaunchOptions, script: str, args: Sequence[str] = (
 
 
 def mpi_command(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
-    """Return the mpirun command line, and the environment variables of its processes."""
     program = next((found for name in _PROGRAMS if (found := shutil.which(name))), None)
     if program is None:
         raise LaunchError(

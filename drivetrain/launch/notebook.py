@@ -50,7 +50,6 @@ class NotebookError(LaunchError):
 
 
 def cloudpickle_module() -> Any:
-    """Return the cloudpickle module, also the copy inside joblib, or None if neither is installed."""
     for name in ("cloudpickle", "joblib.externals.cloudpickle"):
         try:
             return importlib.import_module(name)
@@ -60,14 +59,12 @@ def cloudpickle_module() -> Any:
 
 
 def free_port() -> int:
-    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def refuse_existing_state() -> None:
-    """Raise an error if this process already takes part in a run, since child processes would inherit its state."""
+def check_no_existing_state() -> None:
     if PartialState.existing() is not None:
         raise LaunchError(
             "An Accelerator, Trainer or PartialState already exists in this process, so new processes cannot create "
@@ -75,8 +72,7 @@ def refuse_existing_state() -> None:
         )
 
 
-def refuse_what_a_fork_would_break(kind: str) -> None:
-    """Raise an error if forking this process is unsafe."""
+def check_forkable(kind: str) -> None:
     if "fork" not in multiprocessing.get_all_start_methods():
         raise LaunchError(
             "Starting processes from a notebook needs fork, which this system does not have. Save the training as a "
@@ -140,15 +136,14 @@ def what_cannot_be_sent(parts: Mapping[str, Any], has_script: bool) -> str:
 
 
 def _innermost(name: str, value: Any, reason: str, has_script: bool, depth: int) -> str:
-    for inner, held in _held(name, value) if depth else ():
+    for inner, held in _contents(name, value) if depth else ():
         found = _reason(held, has_script)
         if found:
             return _innermost(inner, held, found, has_script, depth - 1)
     return f"{name} ({type(value).__qualname__}) cannot be pickled: {reason}"
 
 
-def _held(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the contents of an object, each with the expression that a user would write for it."""
+def _contents(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from ((f"{name}[{key!r}]", held) for key, held in value.items())
     elif isinstance(value, list | tuple):
@@ -175,7 +170,6 @@ def _reason(value: Any, has_script: bool) -> str:
 
 
 def runs_on_xla() -> bool:
-    """Return True if this machine's default devices are XLA devices."""
     return detect_device_kind().drives_all and not os.environ.get("DRIVETRAIN_USE_CPU")
 
 
@@ -219,7 +213,7 @@ def launch_on_xla(
             f"num_processes={processes}, but this host has {devices} XLA devices. Allowed: 1 (one process drives all) "
             f"or {devices} (one process per device).",
         )
-    refuse_what_a_fork_would_break("xla")
+    check_forkable("xla")
     variables = {**plan.variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     try:
         xla.import_torch_xla().launch(_run_xla_rank, args=(function, tuple(args), variables), start_method="fork")
@@ -339,8 +333,6 @@ class InterruptedProcessesError(KeyboardInterrupt):
 
 
 class Call:
-    """Function call that each process runs."""
-
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], prepare: Prepare | None = None) -> None:
         self._function, self._args, self._prepare = function, args, prepare
 
@@ -373,7 +365,6 @@ class PickledCall(Call):
             ) from error
 
     def prepare(self) -> None:
-        """Import the script for its definitions, and run the preparation."""
         if self._script is not None:
             self._script.load()
         super().prepare()
@@ -384,8 +375,6 @@ class PickledCall(Call):
 
 
 class Processes:
-    """Processes of one attempt."""
-
     def __init__(
         self,
         method: str,
@@ -463,7 +452,6 @@ class Processes:
         self._read_reports()
 
     def _value(self) -> bytes | None:
-        """Return the pickled return value of the first process, or None if there is none."""
         kind, value, _ = self._received.get(self._first_rank, ("nothing", "", 0.0))
         return value if kind == "value" else None
 
@@ -478,7 +466,6 @@ class Processes:
 
     @contextmanager
     def _signals_forwarded(self) -> Iterator[None]:
-        """Forward a scheduler's signals to the processes, which save and exit. Only in the main thread."""
         before: dict[int, Any] = {}
         if self._forwards and threading.current_thread() is threading.main_thread():
             for number in _PREEMPTING:
@@ -496,7 +483,6 @@ class Processes:
                 os.kill(process.pid, number)
 
     def _read_reports(self) -> None:
-        """Read the reports that processes have sent so far."""
         for rank, report in self._reports.items():
             try:
                 if rank not in self._received and report.poll():
@@ -679,8 +665,8 @@ def call_in_processes(
             return function(*args)
     if start_method == "fork":
         if not takes_over:
-            refuse_existing_state()
-        refuse_what_a_fork_would_break(plan.kind)
+            check_no_existing_state()
+        check_forkable(plan.kind)
     call = (Call if start_method == "fork" else PickledCall)(function, args, prepare)
     variables = {
         **plan.variables,

@@ -78,14 +78,11 @@ ALTERNATIVES = (
 
 @dataclass(frozen=True)
 class Given:
-    """Value of a setting and the source that it comes from."""
-
     value: Any
     source: str
 
 
 def _option(section: str, help: str, kind: str = "text", default: Any = None, **more: Any) -> Any:
-    """Create a field of `LaunchOptions` with its `Setting`."""
     value = False if kind == "switch" and default is None else default
     return field(default=value, metadata={"setting": Setting("", help, kind, section, **more)})
 
@@ -642,7 +639,6 @@ SETTINGS: dict[str, Setting] = {
 
 
 def merge(sources: Iterable[Mapping[str, Given]]) -> dict[str, Given]:
-    """Merge the settings of several sources, the strongest first."""
     merged: dict[str, Given] = {}
     for source in sources:
         chosen = {name for name, given in merged.items() if given.value}
@@ -660,7 +656,6 @@ def merge(sources: Iterable[Mapping[str, Given]]) -> dict[str, Given]:
 
 
 def variables_of(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables that pass settings to the processes."""
     variables = {}
     for name, value in values.items():
         setting = SETTINGS[name]

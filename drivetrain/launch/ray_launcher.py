@@ -118,7 +118,6 @@ class RayWorker:
         self._last = (True, False)
 
     def place(self) -> Place:
-        """Return this worker's location."""
         import ray
         from ray.util import get_node_ip_address
 
@@ -127,7 +126,6 @@ class RayWorker:
         return Place(context.get_node_id(), get_node_ip_address(), devices)
 
     def free_port(self) -> int:
-        """Return a free port of this machine."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
@@ -135,7 +133,6 @@ class RayWorker:
     def start(
         self, command: Sequence[str], variables: Mapping[str, str], directory: str, *, python: bool = True
     ) -> int:
-        """Start the rank, and return its process id."""
         if not os.path.isdir(directory):
             raise LaunchError(
                 f"{socket.gethostname()} has no folder {directory}. The script must have the same path on every "
@@ -180,12 +177,10 @@ class RayWorker:
             time.sleep(_INTERVAL)
 
     def forward(self, number: int) -> None:
-        """Forward a signal to the rank."""
         ranks = self._running()
         ranks.forward(ranks.alive(), signal.Signals(number))
 
     def stop(self, patience: float) -> None:
-        """Send SIGTERM to the rank, and SIGKILL after `patience` seconds."""
         ranks = self._running()
         ranks.stop(ranks.alive(), patience)
 
@@ -193,7 +188,7 @@ class RayWorker:
         """Kill the rank and its remaining child processes, and remove temporary files."""
         if self._ranks is not None:
             self.stop(0)
-            self._ranks.end_what_they_left()
+            self._ranks.end_orphans()
         self._directory.cleanup()
 
     def _running(self) -> LocalRanks:
@@ -202,7 +197,6 @@ class RayWorker:
 
 
 def environment_of_rank(given: Mapping[str, str], of_machine: Mapping[str, str]) -> dict[str, str]:
-    """Merge the variables of a rank into its machine's environment."""
     environment = {**of_machine, **given}
     if environment.get("PYTHONBREAKPOINT", "").startswith("ray."):
         del environment["PYTHONBREAKPOINT"]  # Ray's debugger works in its own workers only
@@ -285,7 +279,6 @@ def _unreachable(address: str, reason: str) -> str:
 
 
 def cores_of_worker(options: LaunchOptions) -> int:
-    """Return the number of cores per rank, which is also its number of threads."""
     return options.num_cpu_threads_per_process or 1
 
 
@@ -365,7 +358,7 @@ def _has(ray: Any) -> str:
     return ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name} free" for name in ("CPU", "GPU"))
 
 
-def in_order(places: list[Place]) -> list[int]:
+def rank_order(places: list[Place]) -> list[int]:
     """Return the workers in rank order: grouped by machine, then sorted by device id."""
     nodes = list(dict.fromkeys(place.node for place in places))
 
@@ -410,8 +403,6 @@ def launch_with_ray(options: LaunchOptions, script: str, args: Sequence[str] = (
 
 
 class RayRanks:
-    """Ranks of one attempt on Ray workers."""
-
     def __init__(self, ray: Any, workers: Sequence[Any]) -> None:
         self._ray = ray
         self._workers = list(workers)
@@ -424,23 +415,18 @@ class RayRanks:
         return len(self._workers)
 
     def alive(self) -> list[int]:
-        """Return the ranks that have not exited."""
         return [rank for rank, report in enumerate(self._reports) if report.alive]
 
     def failures(self) -> list[RankFailure]:
-        """Return the failures of ranks that failed on their own."""
         return [failure for report in self._reports for failure in report.failures]
 
     def first_failure(self) -> RankFailure | None:
-        """Return the earliest failure, or None."""
         return first_failure(self.failures()) if self.failures() else None
 
     def succeeded(self) -> bool:
-        """Return True if all ranks have exited with code 0."""
         return not any(report.alive or report.failing for report in self._reports)
 
     def preempted(self) -> bool:
-        """Return True if the first rank that exited on its own reported a saved, resumable run."""
         failure = self.first_failure()
         return failure is not None and failure.exit_code == RESUME_EXIT_CODE
 
@@ -473,7 +459,6 @@ class RayRanks:
                 self._pending[self._workers[rank].poll.remote(_POLL_PATIENCE)] = rank
 
     def wait(self, patience: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait until all ranks have exited, `patience` seconds have passed, or `until()` is true."""
         deadline = time.monotonic() + patience
         while self.alive() and time.monotonic() < deadline and not until():
             self.poll()
@@ -484,7 +469,6 @@ class RayRanks:
                 self._workers[rank].stop.remote(patience)
 
     def _end_failed(self, options: LaunchOptions, signals: Sequence[signal.Signals]) -> None:
-        """Terminate the other ranks after a failure, with time to save after a preemption."""
         self.wait(_SETTLE)
         failure = self.first_failure()
         code = failure.exit_code if failure is not None else 1
@@ -523,13 +507,12 @@ class RayRanks:
 def _start(
     ray: Any, options: LaunchOptions, workers: list[Any], script: list[str], attempt: int, stopped: Callable[[], bool]
 ) -> RayRanks | None:
-    """Start a rank on each worker. Returns None if a signal arrives before all have started."""
-    places = _answers(ray, [worker.place.remote() for worker in workers], stopped)
+    places = _results(ray, [worker.place.remote() for worker in workers], stopped)
     if not places:
         return None
-    order = in_order(places)
+    order = rank_order(places)
     workers, places = [workers[i] for i in order], [places[i] for i in order]
-    port = _answers(ray, [workers[0].free_port.remote()], stopped)
+    port = _results(ray, [workers[0].free_port.remote()], stopped)
     if not port:
         return None
     several = len({place.node for place in places}) > 1
@@ -545,12 +528,12 @@ def _start(
     command = _command(options, script)
     started = [
         worker.start.remote(command, {**shared, **own}, os.getcwd(), python=not options.no_python)
-        for worker, own in zip(workers, places_of_ranks(places), strict=True)
+        for worker, own in zip(workers, variables_of_ranks(places), strict=True)
     ]
     if options.debug:
         for rank, place in enumerate(places):
             announce(f"rank {rank} on {place.host}, devices: {', '.join(place.devices) or 'the CPU'}")
-    return RayRanks(ray, workers) if _answers(ray, started, stopped) else None
+    return RayRanks(ray, workers) if _results(ray, started, stopped) else None
 
 
 def _command(options: LaunchOptions, script: list[str]) -> list[str]:
@@ -560,7 +543,7 @@ def _command(options: LaunchOptions, script: list[str]) -> list[str]:
     return [*Invocation.current().options, "-m", _WORKER, kind, *script]
 
 
-def places_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
+def variables_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
     """Yield each rank's environment variables for its rank, its world size and its visible devices.
 
     As with other launchers, a rank sees the devices of all ranks on its machine, and uses the one at its local rank.
@@ -581,7 +564,7 @@ def places_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
         yield own | ({VISIBLE_DEVICES: ",".join(devices)} if devices else {})
 
 
-def _answers(ray: Any, calls: list[Any], stopped: Callable[[], bool]) -> list[Any]:
+def _results(ray: Any, calls: list[Any], stopped: Callable[[], bool]) -> list[Any]:
     """Return the results of Ray calls, or an empty list if the wait was stopped by a signal."""
     while len(ray.wait(calls, num_returns=len(calls), timeout=_POLL_PATIENCE)[0]) < len(calls):
         if stopped():
@@ -598,7 +581,6 @@ def _answers(ray: Any, calls: list[Any], stopped: Callable[[], bool]) -> list[An
 
 
 def _lost(rank: int, error: Exception) -> RankFailure:
-    """Return the failure of a rank whose worker has died."""
     text = f"Its Ray worker died: the machine failed, or Ray or the system killed the worker. {error}"
     return RankFailure(rank, 0, 0, 1, time.time(), text, socket.gethostname())
 

@@ -59,7 +59,6 @@ def relaunch_script(num_processes: int, cpu: bool = False) -> NoReturn:
 
 
 def _why_not(invocation: Invocation) -> str | None:
-    """Return the reason why there is no script to run again, or None if there is one."""
     if multiprocessing.parent_process() is not None:
         return "this is a child process that another Python process started"
     if "PYTEST_CURRENT_TEST" in os.environ:

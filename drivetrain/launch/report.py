@@ -100,7 +100,6 @@ class FailureRecord:
 
 
 def write_record(path: str, text: str, summary: str, exit_code: int = 1) -> None:
-    """Write a rank's failure record atomically."""
     now = time.time()
     extra = {"py_callstack": text, "timestamp": str(int(now))}
     own = {"timestamp": now, "exit_code": exit_code}
@@ -128,7 +127,6 @@ def read_record(path: str) -> FailureRecord | None:
 
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
-    """Return the earliest failure, of which the others are usually consequences."""
     return min(failures, key=lambda failure: failure.timestamp)
 
 
@@ -155,13 +153,11 @@ def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: b
 
 
 def write(text: str) -> None:
-    """Write to stderr, after flushing stdout."""
     flush_output()
     print_text(text, file=sys.stderr)
 
 
 def announce(text: str) -> None:
-    """Write a line to stderr with the prefix "drivetrain: "."""
     write(text if text.startswith("drivetrain: ") else f"drivetrain: {text}")
 
 
@@ -172,7 +168,6 @@ def resumable(what: str = "the run was preempted and has saved its state") -> in
 
 
 def announce_restart(failure: RankFailure | None, world_size: int, number: int, most: int) -> None:
-    """Print the reason for a restart of all processes, with the traceback if there is one."""
     count = f" (restart {number} of {most})" if number else ""
     then = f"Starting all processes again{count}."
     if failure is None:
@@ -221,8 +216,6 @@ _UNNAMED = ("_", "<", "wrapper")
 
 @dataclass(frozen=True)
 class Frame:
-    """One frame of a stack."""
-
     filename: str
     line: int
     function: str

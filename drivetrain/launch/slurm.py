@@ -76,7 +76,6 @@ class SlurmJob:
         return 20000 + int(digits[-4:]) if digits else DEFAULT_PORT
 
     def options(self) -> dict[str, Any]:
-        """Return the launch options that follow from the job."""
         if self.tasks_here > 1:
             raise ConfigurationError(
                 f"srun has started {self.tasks_here} tasks on this machine, each of which would launch its own "
@@ -179,7 +178,6 @@ class SbatchFile:
             _check(name, getattr(self, name), re.compile(r"[^\s'\"]+"), "without blanks and quotes")
 
     def render(self, script: str, args: Sequence[str] = (), flags: Sequence[str] = ()) -> str:
-        """Return the text of the file."""
         directives: dict[str, object] = {
             "job-name": self.job_name,
             "nodes": self.nodes,
@@ -253,7 +251,6 @@ class JobSetManifest:
             _check(name, getattr(self, name), _QUANTITY, "a quantity, such as 16 or 64Gi")
 
     def build(self, script: str, args: Sequence[str] = (), flags: Sequence[str] = ()) -> dict[str, Any]:
-        """Return the manifest as a dict."""
         metadata = {"name": self.name, **({"namespace": self.namespace} if self.namespace else {})}
         job = {
             "parallelism": self.nodes,

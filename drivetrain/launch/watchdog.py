@@ -41,7 +41,6 @@ class _Progress:
     sign: Sign | None = None
 
     def update(self, now: float) -> None:
-        """Read the rank's heartbeat and CPU time."""
         self.sign = read_sign(self.path, self.pid)
         if self.sign is None:
             self.since = now
@@ -72,7 +71,6 @@ class RankReport:
     stack: Stack | None
 
     def describe(self, *, whole_stack: bool) -> str:
-        """Format the rank, its collective and its current line, optionally with the full stack."""
         who = f"  rank {self.rank} (pid {self.pid}, no progress for {self.idle:.0f} s)"
         if self.stack is None and self.status in _STOPPED:
             return f"{who} is stopped (SIGSTOP, Ctrl-Z or a debugger)"
@@ -86,8 +84,6 @@ class RankReport:
 
 @dataclass
 class Watchdog:
-    """Watchdog for the ranks of one machine."""
-
     directory: str
     limit: float | None
     debug: bool = False
@@ -99,11 +95,9 @@ class Watchdog:
     _next_poll: float = 0.0
 
     def path(self, local_rank: int) -> str:
-        """Return the path of a rank's heartbeat file."""
         return os.path.join(self.directory, str(local_rank))
 
     def start(self, pids: dict[int, int], global_ranks: dict[int, int], world_size: int) -> None:
-        """Start to watch the ranks of a new attempt."""
         self._alone = world_size < 2
         self._last_time = time.monotonic()
         self._global_ranks = global_ranks
@@ -145,7 +139,6 @@ class Watchdog:
         return reports
 
     def describe(self, reports: Iterable[RankReport]) -> str:
-        """Format the reports, one rank after the other."""
         return "\n".join(each.describe(whole_stack=self.debug) for each in reports)
 
     def failure(self, reports: list[RankReport], text: str) -> RankFailure:
@@ -186,7 +179,6 @@ class Watchdog:
         return self._clock - progress.since >= limit
 
     def _ask_for_stacks(self, ranks: list[int]) -> dict[int, Stack | None]:
-        """Send the stack signal to ranks that handle it, and read the stacks that they write."""
         starts: dict[int, int] = {}
         for local in ranks:
             progress = self._watched[local]

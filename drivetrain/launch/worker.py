@@ -62,7 +62,7 @@ def main() -> int:
     except BaseException as error:
         set_expendable(has_left_queue(error))
         _report(_traceback(error), f"{type(error).__name__}: {error}", report=os.getpid() == rank_process)
-        _let_go(error)
+        _free_frames(error)
         return 1
     return 0
 
@@ -87,7 +87,6 @@ def run_script(path: str) -> None:
 
 
 def run_module(name: str) -> None:
-    """Run a module as `__main__`, like `python -m name`."""
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
@@ -129,7 +128,6 @@ def _exit_code(stop: SystemExit, *, report: bool) -> int:
 
 
 def _report(text: str, summary: str, *, report: bool, exit_code: int = 1) -> None:
-    """Write a failure record for the launcher, or print the text if there is no launcher or this is a forked child."""
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if report and path:
         write_record(path, text, summary, exit_code)
@@ -147,7 +145,7 @@ def _traceback(error: BaseException) -> str:
     return "".join(shown.format())
 
 
-def _let_go(error: BaseException) -> None:
+def _free_frames(error: BaseException) -> None:
     """Free the objects in an exception's frames, such as models, and set `sys.last_value` as Python does.
 
     Exit handlers read `sys.last_value` to detect a failed script.

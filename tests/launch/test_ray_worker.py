@@ -18,7 +18,7 @@ from drivetrain.launch.ray_launcher import (
     Report,
     environment_of_rank,
     in_order,
-    places_of_ranks,
+    variables_of_ranks,
     variables_to_pass_on,
 )
 from tests.launch.launching import write_script
@@ -119,7 +119,7 @@ def test_ranks_of_a_machine_follow_each_other_and_each_sees_its_own_device_at_it
     places = [Place("a", "1", ("10",)), Place("b", "2", ("0",)), Place("a", "1", ("9",))]
     order = in_order(places)
     assert order == [2, 0, 1]
-    found = list(places_of_ranks([places[i] for i in order]))
+    found = list(variables_of_ranks([places[i] for i in order]))
     assert [(each["LOCAL_RANK"], each["LOCAL_WORLD_SIZE"], each["GROUP_RANK"]) for each in found] == [
         ("0", "2", "0"),
         ("1", "2", "0"),

@@ -142,13 +142,11 @@ def pieces_of(layer: nn.Linear, weight: Tensor, device: torch.device) -> Iterato
 
 
 def weight_parts(layer: nn.Module) -> dict[str, Tensor]:
-    """Return the plain tensors that make up a layer's weight, by name."""
     weight: Any = layer.weight
     return dict(plain_parts(weight.detach()))
 
 
 def plain_parts(tensor: Tensor, name: str = "weight") -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and plain tensors that a tensor subclass consists of, recursively."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield name, tensor
@@ -167,7 +165,6 @@ def contexts_of(tensor: Tensor) -> list[str]:
 
 
 def bind_weight(layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
-    """Replace the plain tensors that make up a layer's weight."""
     weight: Any = layer.weight
     layer.weight = nn.Parameter(rebuilt(weight.detach(), parts, weight.shape), requires_grad=False)
 
@@ -184,7 +181,6 @@ def rebuilt(like: Any, parts: Mapping[str, Tensor], shape: torch.Size, name: str
 
 
 def linear_like(layer: nn.Linear, kind: type[nn.Linear], **options: Any) -> Any:
-    """Create a linear layer of another class with the sizes, bias and training mode of `layer`."""
     with torch.device("meta"):
         made = kind(layer.in_features, layer.out_features, bias=False, **options)
     made.bias = layer.bias
@@ -256,7 +252,6 @@ def get_quantizer(given: str | Quantizer) -> Quantizer:
 
 
 def class_of(name: str) -> type[Any]:
-    """Return the quantizer class with this `name`."""
     if name in _registered:
         return _registered[name]
     if name not in _CLASSES:

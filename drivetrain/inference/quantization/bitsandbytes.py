@@ -242,7 +242,7 @@ class BnbQuantizationConfig:
         self.quantizer()  # raises for an unknown quant_type
 
     def quantizer(self) -> BitsAndBytes:
-        """Return the quantizer for these options."""
+        """Return the `BitsAndBytes` quantizer for these options."""
         if self.load_in_8bit:
             return BitsAndBytes(8, threshold=self.llm_int8_threshold)
         return BitsAndBytes(
@@ -272,7 +272,6 @@ def _whole_blocks(pieces: Iterable[tuple[slice, Tensor]], size: int) -> Iterator
 
 
 def dtype_of(argument: str, given: torch.dtype | str) -> torch.dtype:
-    """Return the dtype of this name."""
     found = _SHORT.get(given) or getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
         raise ConfigurationError(f"{argument}={given!r}: give a dtype, or 'fp32', 'fp16' or 'bf16'.")

@@ -127,7 +127,11 @@ def quantize_model(
     given = None if device_map is None else loading.as_dict(model, device_map, dtype=dtype)
     where = _where(model, given)
     skipped = [*(default_skips(model) if skip_modules is None else skip_modules), *(keep_in_fp32_modules or ())]
-    layers = [name for name, layer in _linear(model, chosen) if not is_within(name, skipped) and _stays(name, where)]
+    layers = [
+        name
+        for name, layer in _linear(model, chosen)
+        if not is_within(name, skipped) and _is_on_execution_device(name, where)
+    ]
     if not layers:
         raise ConfigurationError(
             f"No layer of {type(model).__name__} can be quantized: all linear layers are in skip_modules={skipped!r}, "
@@ -151,15 +155,13 @@ def quantize_model(
 
 
 def _where(model: nn.Module, given: Map | None) -> dict[str, Any]:
-    """Return the location of each parameter and buffer."""
     if given is not None:
         return dict(loading.locations(model, given))
     first = loading.execution_device(None)
     return {name: first if place.tensor.is_meta else place.tensor.device for name, place in named_places(model).items()}
 
 
-def _stays(name: str, where: Mapping[str, Any]) -> bool:
-    """Return True if a layer's weight is on its execution device, that is, not offloaded."""
+def _is_on_execution_device(name: str, where: Mapping[str, Any]) -> bool:
     at = where[f"{name}.weight"]
     on_accelerators = any(isinstance(each, torch.device) and each.type != "cpu" for each in where.values())
     return isinstance(at, torch.device) and (at.type != "cpu" or not on_accelerators)
@@ -172,7 +174,6 @@ def _linear(model: nn.Module, quantizer: Quantizer) -> Iterator[tuple[str, Any]]
 
 
 def default_skips(model: nn.Module) -> list[str]:
-    """Return the modules that are not quantized by default: the output head, and modules with tied weights."""
     shared = {name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group}
     head = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None  # type: ignore[operator]
     names = {id(module): name for name, module in model.named_modules()}
@@ -226,7 +227,6 @@ def _weight(name: str, layer: nn.Linear, source: Weights) -> Tensor:
 def _convert(
     model: nn.Module, layers: Sequence[str], where: Mapping[str, Any], dtype: torch.dtype | None, keep: Sequence[str]
 ) -> None:
-    """Cast and move the weights that are not quantized."""
     stored = {f"{layer}.weight" for layer in layers}
     for name, place in named_places(model).items():
         old = place.tensor
@@ -298,7 +298,7 @@ def load_quantized(model: nn.Module, directory: str | os.PathLike[str], device_m
     Raises:
         CheckpointError: The folder contains no quantized model, or one that does not match.
     """
-    how, texts = _described(Path(directory, DESCRIPTION))
+    how, texts = _read_description(Path(directory, DESCRIPTION))
     how.quantizer.check()
     source = open_weights(directory)
     given = None if device_map is None else loading.as_dict(model, device_map)
@@ -322,7 +322,7 @@ def load_quantized(model: nn.Module, directory: str | os.PathLike[str], device_m
         setattr(model.get_submodule(parent), last, made)
     rest = [name for name in where if not any(name.startswith(f"{layer}.") for layer in how.layers)]
     biases = [f"{layer}.bias" for layer in how.layers if f"{layer}.bias" in where]
-    _take_dtypes(model, {*rest, *biases}, source)
+    _cast_to_file_dtypes(model, {*rest, *biases}, source)
     load_some(model, source, [*rest, *biases], used, where, None, (), None)
     model.__dict__["quantization"] = how
     if given is not None and len(set(where.values())) > 1:
@@ -330,15 +330,14 @@ def load_quantized(model: nn.Module, directory: str | os.PathLike[str], device_m
     return model
 
 
-def _take_dtypes(model: nn.Module, names: Collection[str], source: Weights) -> None:
-    """Cast tensors to the dtypes that they have in the files."""
+def _cast_to_file_dtypes(model: nn.Module, names: Collection[str], source: Weights) -> None:
     for name, place in named_places(model).items():
         entry = source.entries.get(name)
         if name in names and entry is not None and place.tensor.dtype != entry.dtype:
             place.put(like(place.tensor, place.tensor.detach().to(entry.dtype)))
 
 
-def _described(path: Path) -> tuple[Quantization, dict[str, dict[str, str]]]:
+def _read_description(path: Path) -> tuple[Quantization, dict[str, dict[str, str]]]:
     if not path.is_file():
         raise CheckpointError(f"{path.parent} has no {path.name}. Give a folder that save_quantized has written.")
     try:

@@ -78,15 +78,16 @@ class TorchAO(Quantizer):
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
         made = linear_like(layer, nn.Linear)
         by_rows = self.scheme in _BY_ROWS and len(weight) >= max(_PROBED)
-        if by_rows and _is_by_rows(*(self._stored(weight[:rows].to(device, layer.weight.dtype)) for rows in _PROBED)):
-            found = self._in_pieces(layer, weight, device)
+        if by_rows and _has_independent_rows(
+            *(self._stored(weight[:rows].to(device, layer.weight.dtype)) for rows in _PROBED)
+        ):
+            found = self._quantize_by_rows(layer, weight, device)
         else:
             found = self._stored(weight.to(device, layer.weight.dtype))
         made.weight = nn.Parameter(found, requires_grad=False)
         return made  # type: ignore[no-any-return]
 
-    def _in_pieces(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> Tensor:
-        """Quantize a weight in blocks of rows, for schemes in which rows are independent."""
+    def _quantize_by_rows(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> Tensor:
         whole: dict[str, Tensor] = {}
         like: Any = None
         for rows, piece in pieces_of(layer, weight, device):
@@ -98,7 +99,6 @@ class TorchAO(Quantizer):
         return rebuilt(like, whole, weight.shape)
 
     def _stored(self, weight: Tensor) -> Tensor:
-        """Quantize a weight with torchao."""
         import torchao.quantization as ao
 
         kind, options = _SCHEMES[self.scheme]
@@ -117,7 +117,7 @@ class TorchAO(Quantizer):
         return isinstance(module, nn.Linear) and type(weight).__module__.startswith("torchao.")
 
     def saved(self, layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        flatten = _of_files("flatten_tensor_state_dict")
+        flatten = _safetensors_function("flatten_tensor_state_dict")
         try:
             tensors, texts = flatten({_NAME: layer.weight})
         except ValueError as error:
@@ -130,7 +130,7 @@ class TorchAO(Quantizer):
     def opened(
         self, layer: nn.Linear, tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device
     ) -> nn.Module:
-        unflatten = _of_files("unflatten_tensor_state_dict")
+        unflatten = _safetensors_function("unflatten_tensor_state_dict")
         made_of = unflatten({f"{_PREFIX}{name}": value.to(device) for name, value in tensors.items()}, dict(texts))
         found, left = made_of if isinstance(made_of, tuple) else (made_of, {})  # older versions return only a dict
         if left or _NAME not in found:
@@ -143,8 +143,7 @@ class TorchAO(Quantizer):
         return {"scheme": self.scheme} | ({} if self.group_size is None else {"group_size": self.group_size})
 
 
-def _is_by_rows(first: Tensor, second: Tensor) -> bool:
-    """Return True if two quantized weights with different numbers of rows show that rows are independent."""
+def _has_independent_rows(first: Tensor, second: Tensor) -> bool:
     parts = [dict(plain_parts(each)) for each in (first, second)]
     alike = all(
         part.dim() and len(part) == rows for rows, found in zip(_PROBED, parts, strict=True) for part in found.values()
@@ -152,8 +151,7 @@ def _is_by_rows(first: Tensor, second: Tensor) -> bool:
     return alike and parts[0].keys() == parts[1].keys() and contexts_of(first) == contexts_of(second)
 
 
-def _of_files(name: str) -> Callable[..., Any]:
-    """Return one of torchao's functions that convert its tensors to plain ones and back."""
+def _safetensors_function(name: str) -> Callable[..., Any]:
     import torchao.prototype.safetensors.safetensors_support as support
 
     found: Callable[..., Any] = getattr(support, name)

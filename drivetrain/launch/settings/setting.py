@@ -35,7 +35,6 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """Name of the flag in messages."""
         return self.shown or f"--{self.name}"
 
     def parse(self, value: Any, where: str) -> Any:
@@ -161,7 +160,6 @@ class Group:
         object.__setattr__(self, "settings", tuple(settings))
 
     def keys(self) -> Mapping[str, Setting]:
-        """Return the settings by every key that a file may use for them."""
         found: dict[str, Setting] = {}
         for setting in (*self.settings, *self.also):
             for key in (setting.name, *setting.keys):
@@ -370,7 +368,6 @@ GRID = Group(
 
 
 def check_grid(values: dict[str, object], where: str) -> None:
-    """Raise an error if the sequence-parallel size of DeepSpeed's ALST is above 1."""
     from drivetrain.runtime.errors import ConfigurationError
 
     size = values.get("parallelism_config_sp_size")

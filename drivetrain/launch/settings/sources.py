@@ -39,7 +39,7 @@ def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[st
             found[setting.name] = given  # not parsed here: the script may have registered a precision of this name
         elif given is not None and (value := setting.parse(given, str(setting.variable))) is not None:
             found[setting.name] = value
-    theirs = _theirs(variables)
+    theirs = _settings_of_other_launcher(variables)
     if any(found.get(switch) for switch in _SWITCHES):
         # If drivetrain's variables select a strategy, ignore the one that another launcher has selected.
         groups = {group.name for group in GROUPS.values() if group.switch}
@@ -51,7 +51,7 @@ def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[st
     return {**theirs, **found}
 
 
-def _theirs(variables: Mapping[str, str]) -> dict[str, Any]:
+def _settings_of_other_launcher(variables: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings of another launcher, without the defaults that it always sets."""
     found: dict[str, Any] = {}
     for setting in SETTINGS.values():
@@ -64,12 +64,12 @@ def _theirs(variables: Mapping[str, str]) -> dict[str, Any]:
         setting = SETTINGS["fp8_override_linear_precision"]
         flags = ",".join(variables.get(name, "false") for name in _FP8_OVERRIDES)
         found[setting.name] = setting.parse(flags, "ACCELERATE_FP8_OVERRIDE_FPROP")
-    _settle_sharding(found, variables.get(_FSDP_VERSION, "1"))
-    _settle_fp8(found)
+    _keep_one_sharding_key(found, variables.get(_FSDP_VERSION, "1"))
+    _keep_backend_settings(found)
     return found
 
 
-def _settle_sharding(found: dict[str, Any], version: str) -> None:
+def _keep_one_sharding_key(found: dict[str, Any], version: str) -> None:
     """Keep only one of FSDP's two keys for sharding, both of which the other launcher always sets."""
     resharding = found.get("fsdp_reshard_after_forward")
     if resharding not in (None, "true", "false") or version.strip() == "2":
@@ -80,7 +80,7 @@ def _settle_sharding(found: dict[str, Any], version: str) -> None:
         found.pop("fsdp_min_num_params", None)
 
 
-def _settle_fp8(found: dict[str, Any]) -> None:
+def _keep_backend_settings(found: dict[str, Any]) -> None:
     """Keep the FP8 settings of the selected backend. Those of other backends are only defaults."""
     backend = found.get("fp8_backend")
     for name in [name for name in found if name.startswith("fp8_") and name != "fp8_backend"]:
@@ -128,13 +128,11 @@ def default_config_file(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the settings from a configuration file."""
     given = _load(Path(path))
     return settings_of(given, str(path))
 
 
 def settings_of(given: Any, where: str) -> dict[str, Any]:
-    """Return the settings in the parsed content of a configuration file."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -160,7 +158,6 @@ class _Reader:
         self._half = False
 
     def read(self, key: Any, value: Any) -> None:
-        """Convert one top-level key."""
         if key in GROUPS or key in _OLD_GROUPS:
             self._read_group(key, value)
         elif key == _TYPE.name:
@@ -245,7 +242,6 @@ class _Reader:
 
 
 def config_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as the content of a configuration file."""
     kind = next((kind for kind, switch in _SWITCH_OF.items() if values.get(switch)), None)
     if kind is None:
         devices = {"cpu": "MULTI_CPU", "multi_gpu": "MULTI_GPU", "tpu": "XLA"}
@@ -278,7 +274,6 @@ def config_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a configuration file atomically."""
     import yaml
 
     text = yaml.safe_dump(config_of(values), sort_keys=False, allow_unicode=True)
@@ -292,7 +287,6 @@ def write_config(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _written(setting: Setting, value: Any) -> Any:
-    """Convert a value to its form in a configuration file."""
     if setting.kind == "words":
         return ",".join(value)
     if setting.name in ("fp8_backend", "dynamo_backend"):
@@ -343,7 +337,7 @@ def collect(
         if value is not None and (parsed := SETTINGS[name].parse(value, flag)) is not None:
             from_flags[name] = Given(parsed, f"flag {flag}")
     if "rdzv_endpoint" in from_flags:
-        _take_endpoint_apart(from_flags)
+        _split_endpoint(from_flags)
     from_environment: dict[str, Given] = {}
     for setting in SETTINGS.values():
         text = environ.get(setting.variable) if setting.variable else None
@@ -384,8 +378,7 @@ def find_config_file(named: str | None, environ: Mapping[str, str]) -> Path | No
     return file if environ.get(CONFIG_FILE_VARIABLE) or file.is_file() else None
 
 
-def _take_endpoint_apart(flags: dict[str, Given]) -> None:
-    """Replace the flag `--rdzv_endpoint` by the address and port that it contains."""
+def _split_endpoint(flags: dict[str, Given]) -> None:
     given = flags.pop("rdzv_endpoint")
     address, _, port = given.value.rpartition(":") if ":" in given.value else (given.value, "", "")
     if not address or (port and not port.isdigit()):
