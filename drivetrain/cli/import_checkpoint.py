@@ -11,7 +11,7 @@ from drivetrain.runtime.terminal import visible
 @click.argument("source", type=click.Path())
 @click.argument("output", type=click.Path())
 def import_checkpoint(source: str, output: str) -> None:
-    """Convert SOURCE, an Accelerate save_state folder or a Lightning .ckpt file, into the new checkpoint OUTPUT.
+    """Convert SOURCE, another tool's save_state folder or .ckpt file, into the new checkpoint OUTPUT.
 
     Nothing in SOURCE is executed. `Accelerator.load_state` and `Trainer.fit` also open such checkpoints directly.
     """

@@ -116,7 +116,7 @@ def cli() -> None:
 @click.command()
 @click.argument("code", required=False)
 def explain(code: str | None) -> None:
-    """Deprecated: errors have no codes any more. Their messages explain what to do."""
+    """Print that errors have no codes any more. Deprecated."""
     click.echo("Errors have no codes any more. Each message explains what was given, what is allowed and what to do.")
 
 

@@ -35,7 +35,7 @@ LOW_PRECISION = 1e-2
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check.
+    """Result of one check of the training setup.
 
     Attributes:
         name: Name of the check.
@@ -122,6 +122,7 @@ class Trial:
         if state.kind.name != "cpu" and shared:
             ranks = [rank for rank, place in enumerate(places) if place in shared]
             raise CheckFailedError(f"ranks {ranks} share {shared[0][1]}: each needs a device of its own")
+        # Fails at once if the device's driver or libraries do not work.
         torch.ones(8, 8, device=state.device).mm(torch.ones(8, 8, device=state.device)).sum().item()
         return ", ".join(sorted({device for _, device in places}))
 

@@ -74,7 +74,7 @@ def tune(given: tuple[str, ...]) -> int:
 
 
 def _command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return a trial's command line, as the words before and after the path of the trial's JSON file."""
+    """Return a trial's command line, as the arguments before and after the path of the trial's JSON file."""
     from drivetrain.cli.launch import launch
     from drivetrain.launch.options import LaunchOptions
 

@@ -67,6 +67,7 @@ class Pace(Callback):
         self._batches += bool(self._begun)
         if self._begun and done < WARM_UP + STEPS:
             return
+        # Kernels run asynchronously: without this, the clock would not include them.
         topology.kind.synchronize(topology.device)
         if not self._begun:
             self._begun = perf_counter()

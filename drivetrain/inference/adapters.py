@@ -60,6 +60,7 @@ class FrozenLinear(nn.Module):
 
     def __init__(self, base: Any, quantizer: Quantizer | None = None, sharded: bool = False) -> None:
         nn.Module.__init__(self)
+        # nn.Module.__setattr__ would register the layer as a submodule.
         self.__dict__["base"] = base
         self.in_features, self.out_features = base.in_features, base.out_features
         self._base_device = next(iter(_tensors(base))).device
@@ -106,6 +107,7 @@ class FrozenLinear(nn.Module):
         end = 0
         for name, tensor in parts.items():
             self._parts[name] = _Part(end, tensor.dtype, tensor.shape)
+            # `view(dtype)` needs offsets that are multiples of the element size.
             end = math.ceil(self._parts[name].end / _ALIGNED) * _ALIGNED
         packed = torch.zeros(end, dtype=torch.uint8, device=self._base_device)
         for name, tensor in parts.items():
@@ -392,7 +394,7 @@ class QLoRA:
                 "nn.Sequential(layer).",
             )
         model.requires_grad_(False)
-        digest = digest_of(model)
+        digest = digest_of(model)  # before layers are replaced, since their parameters then have other names
         for name in dict.fromkeys((*stored, *adapted)):
             parent, _, last = name.rpartition(".")
             layer = self._frozen(model.get_submodule(name), self.quantizer if name in stored else None, name in adapted)
@@ -458,6 +460,7 @@ class _DropFrozen:
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         held = dict(module.named_parameters(remove_duplicate=False))
         for name in self._frozen:
+            # The user may have unfrozen a parameter since. Its trained values are in no other file.
             if name not in held or not held[name].requires_grad:
                 state.pop(prefix + name, None)
 

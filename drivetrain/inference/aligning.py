@@ -124,6 +124,7 @@ class AlignDevicesHook(ModelHook):
                 for name in tensors:
                     self._put(module, name, self._device, tied_params_map=tied)
             return module
+        # Weights maps lack non-persistent buffers, so these stay on the device even with `offload_buffers`.
         kept = _non_persistent_buffers(module) if self.offload_buffers else _buffer_names(module, self.place_submodules)
         going = {name: tensor for name, tensor in tensors.items() if name not in kept}
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
@@ -138,6 +139,7 @@ class AlignDevicesHook(ModelHook):
                 self._put(module, name, _META)
             elif self._device is not None:
                 self._put(module, name, self._device, tied_params_map=tied)
+        # Without these hooks, state dicts would contain meta tensors, and loading one would change only those.
         saves: Any = module.register_state_dict_post_hook
         loads: Any = module.register_load_state_dict_pre_hook
         vars(module)[_STATE_HANDLES] = [saves(_save_offloaded), loads(_load_offloaded)]
@@ -168,7 +170,7 @@ class AlignDevicesHook(ModelHook):
         if self.io_same_device:
             first = args[0] if args else None
             found = first.device if isinstance(first, Tensor) else find_device((args, kwargs))
-            vars(self)["input_device"] = found
+            vars(self)["input_device"] = found  # `__setattr__` of hooks is slow, and this runs in every forward
         if self.offload:
             for name in self._offloaded:
                 self._load_tensor(module, name, _CPU if device is None else device)
@@ -225,6 +227,7 @@ class AlignDevicesHook(ModelHook):
         address = tied_address(value, tied)
         if address is not None and device not in tied[address]:  # type: ignore[index]
             self._borrowed.append((address, device))
+        # bitsandbytes stores the scales of an int8 weight as `SCB` next to it.
         scales = None
         if value.dtype == torch.int8 and "weight" in name:
             scales = self._weights.get(name.replace("weight", "SCB"))
@@ -575,6 +578,7 @@ class CpuOffload(ModelHook):
         device = torch.device(self.execution_device)
         previous = self.prev_module_hook
         if previous is not None and previous.model is not module and not _is_on(previous.model, _ON_CPU):
+            # Free the memory before this model is moved: both may not fit on the device at the same time.
             previous.offload()
             release_memory(device)
         if not _is_on(module, device):

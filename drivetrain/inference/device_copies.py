@@ -22,7 +22,7 @@ KINDS = ("block", "leaf")
 
 @dataclass(eq=False)
 class Group:
-    """Weights that are copied to the device together, from the first call of their modules to the last return.
+    """Group of weights that are copied to the device together and stay there until all their modules have returned.
 
     Attributes:
         name: Name of the first module.
@@ -135,6 +135,7 @@ class DeviceCopies:
     ) -> None:
         self._groups, self._device = groups, device
         self._kind = get_device_kind(device.type)
+        # With one slot nothing is prefetched, so a side stream would only add synchronization.
         self._side = self._kind.make_stream(device) if slots > 1 else None
         self._stays: list[bool] = []
         self._arrived: dict[int, _Arrived] = {}
@@ -179,6 +180,7 @@ class DeviceCopies:
             current = self._kind.current_stream()
             assert current is not None
             current.wait_event(arrived.ready)
+            # Otherwise the allocator could reuse the memory for a copy on the side stream while kernels still read it.
             for tensor in arrived.tensors:
                 tensor.record_stream(current)
         for place, tensor in zip(group.places, arrived.tensors, strict=True):
@@ -225,6 +227,7 @@ class DeviceCopies:
         if not there.keys() >= {id(rest) for rest in group.rest}:
             for file in dict.fromkeys(found.file for found in map(mapped_range, group.rest) if found is not None):
                 file.check_unchanged()
+        # Copies may outlive an `inference_mode` block, and inference tensors cannot be used outside of it.
         with torch.no_grad(), torch.inference_mode(False), self._kind.stream_context(self._side):
             slot = self._ring.take(group.nbytes)
             for rest in group.rest:

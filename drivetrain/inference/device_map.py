@@ -160,7 +160,7 @@ def get_balanced_memory(
     shares = balanced_shares(Problem(blocks, budgets_of(memory)), "balanced_low_0" if low_zero else "balanced")
     if shares is None:
         return memory
-    *_, last = shares
+    *_, last = shares  # keeps its full limit, since later placement may need a few bytes more than the even shares
     return BalancedMemory({**memory, **{device: share for device, share in shares.items() if device != last}})
 
 
@@ -330,6 +330,7 @@ def infer_auto_device_map(
                 break
         return problem, placement
 
+    # Compute offloaded blocks on the CPU, and offload buffers, only if no other map fits.
     for on_host, buffers_too in product((False, True), dict.fromkeys((offload_buffers, True))):
         problem, placement = attempt(buffers_too, on_host, no_split_module_classes)
         if placement is not None:

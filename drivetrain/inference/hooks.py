@@ -352,6 +352,7 @@ def _run_post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> 
     open_calls = vars(_calls).get("open", [])
     if not any(call[0] == id(module) for call in open_calls):
         return None  # an error was raised before `_run_pre_forward` ran
+    # Entries of inner calls remain if their forward hooks did not run.
     while open_calls:
         called, recorded, handled = open_calls.pop()
         if called == id(module):
@@ -386,9 +387,10 @@ class MoveGuard:
             module.__dict__["_apply"] = partial(self._guarded, module)
 
     def _guarded(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Replacement of `nn.Module._apply`, which `to`, `half` and the like call."""
+        """Replace `nn.Module._apply`, which `to`, `half` and the like call."""
         for dtype, device in self._kinds:
             probe = torch.empty(0, dtype=dtype, device=device)
+            # Functions that change neither dtype nor device, such as `share_memory_`, return the tensor itself.
             if function(probe) is not probe:
                 where = ", ".join(sorted({str(device) for _, device in self._kinds}))
                 raise StreamedModelError(

@@ -360,6 +360,7 @@ class _Loading:
     def _target(self, item: _Item, device: torch.device) -> Tensor:
         """Return the tensor to read into: the model's own if device and dtype match, or else a new one."""
         old = item.old
+        # Values of a memory-mapped tensor must not be overwritten, since it is a part of a file.
         is_its_own = not wraps_others(old) and mapped_range(old) is None
         if is_its_own and old.device == device and old.dtype == item.dtype:
             return old.detach()

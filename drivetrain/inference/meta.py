@@ -127,7 +127,7 @@ def _move_buffer(module: nn.Module, name: str, tensor: Any) -> torch.Tensor | No
 
 
 class _Moved:
-    """Function that moves each tensor once, so that shared tensors stay shared."""
+    """Callable that moves each tensor to a device once, so that shared tensors stay shared."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

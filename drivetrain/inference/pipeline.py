@@ -232,6 +232,7 @@ def _lay_out(
             f"split_points={list(splits)} makes {len(splits) + 1} stages, but there are {count} processes. Give "
             f"{count - 1} modules, or start {len(splits) + 1} processes.",
         )
+    # Two stages cannot share a parameter. Ties within one stage are restored below.
     ties = find_tied_parameters(model)
     for name in (name for group in ties for name in group[1:]):
         path, _, last = name.rpartition(".")
@@ -246,7 +247,7 @@ def _lay_out(
 
 
 class _Loader:
-    """Function that loads a stage's meta tensors from `weights` and moves the stage to its device."""
+    """Callable that loads a pipeline stage's meta tensors from a checkpoint and moves the stage to its device."""
 
     def __init__(self, weights: Weights | None, ties: Sequence[Sequence[str]], device: torch.device) -> None:
         self._weights, self._device = weights, device

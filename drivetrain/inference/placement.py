@@ -35,7 +35,7 @@ class _OneDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         try:
             return func(*args, **kwargs)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # a RuntimeError too, but moving tensors does not help
             raise
         except RuntimeError:
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -131,7 +131,7 @@ HOOK = "_hf_hook"
 
 
 class Placement:
-    """Hooks and weight stream of a placed model, and what is needed to undo them."""
+    """Hooks and weight stream of a model that a device map distributes, with all that is needed to undo them."""
 
     def __init__(self, stream: WeightStream, written: Sequence[Place] = (), moved: Sequence[Place] = ()) -> None:
         self.stream = stream
@@ -198,7 +198,7 @@ class PlacedHook(ModelHook):
         return moved  # type: ignore[no-any-return]
 
     def move_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the output to the device of the inputs, if `io_same_device` is True."""
+        """Move the output back to the device of the module's inputs if `io_same_device` is True."""
         device = self._came_from.pop() if self._came_from else None
         return output if device is None or output is None else send_to_device(output, device, skip_keys=self.skip_keys)
 
@@ -234,6 +234,7 @@ def attach(
     if crosses:
         placement.hold(*align_split_modules(model, {model: stream.device, **computes}))
         placement.guard({**computes, model: stream.device})
+        # Prepended last, so that the model's inputs are moved before all other hooks run.
         placement.hold(
             model.register_forward_pre_hook(root.move_inputs, prepend=True, with_kwargs=True),
             model.register_forward_hook(root.move_outputs, always_call=True),
@@ -299,7 +300,7 @@ def dispatch_model(
         main_device = given.main_device if main_device is None else main_device
         if stream is None and given.main_device != "cpu":
             stream = StreamOptions(prefetch=given.prefetch)
-    detach(model)
+    detach(model)  # an earlier dispatch would keep replacing weights that are moved below
     _load_meta_tensors(model, where, state_dict, offload_dir, offload_index)
     devices = list(dict.fromkeys(where.values()))
     all_on_cpu = devices == [loading.CPU] and main_device is None

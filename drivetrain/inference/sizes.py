@@ -185,7 +185,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 class Loading(NamedTuple):
-    """Dtypes and buffer placement that block sizes are computed for.
+    """Options under which a model will be loaded, which determine the sizes of its blocks.
 
     Attributes:
         dtype: Dtype of floating-point tensors if it is smaller than their own.
@@ -223,7 +223,7 @@ def blocks_of(
 
 
 class _Held(NamedTuple):
-    """A unit's part of a group of tensors that share memory."""
+    """Bytes of shared memory that belong to one unit of a model, with the group of tensors that share it."""
 
     group: int
     is_weight: bool

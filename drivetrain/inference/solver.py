@@ -44,7 +44,7 @@ class Search:
                 continue
             room = options[-1].pop(0)
             size = self.sizes[order[len(chosen)]]
-            if size > free[room] or left > sum(free.values()):
+            if size > free[room] or left > sum(free.values()):  # too large, or the remaining items cannot all fit
                 continue
             chosen.append(room)
             if self.allowed is not None and not self.allowed(order[: len(chosen)], chosen):
@@ -364,7 +364,7 @@ def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
 
 
 def _reserves(problem: Problem) -> list[int]:
-    """Return candidate sizes for the room that is reserved for offloaded blocks, in ascending order."""
+    """Return the sizes to try as the memory that is reserved for offloaded blocks, in ascending order."""
     sizes = sorted({block.streamed for block in problem.blocks} | {0})
     if len(sizes) <= _MOST_RESERVES:
         return sizes
@@ -385,7 +385,7 @@ def _computed_in_place(problem: Problem, placement: Placement) -> int:
 
 
 def _streaming(problem: Problem, main: int, reserve: int, in_order: bool, rooms: Sequence[int]) -> Placement | None:
-    """Return a placement that reserves room for offloaded blocks of up to `reserve` bytes, or None."""
+    """Return a placement with room on the main device for offloaded blocks of up to `reserve` bytes, or None."""
     limits = {room: problem.budgets[room].limit for room in sorted({*rooms, main})}
     filling = _Filling(problem, limits, main, reserve)
     large = [index for index, block in enumerate(problem.blocks) if block.streamed > reserve]
@@ -430,6 +430,7 @@ def _by_search(problem: Problem, main: int | None, places: list[int]) -> Placeme
     best = min(solutions, key=part.boundaries)
     by_index = dict(zip(heavy, best.places, strict=True))
     current = best.places[0] if best.places else places[0]
+    # Blocks without bytes fit anywhere, so they follow their predecessor.
     everywhere = []
     for index in range(len(problem.blocks)):
         current = by_index.get(index, current)

@@ -124,6 +124,7 @@ class WeightStream:
         self._frozen = [
             tensor for tensor in wanted.values() if isinstance(tensor, nn.Parameter) and tensor.requires_grad
         ]
+        # Gradients would be lost with the copies of the weights. `remove` restores the flags.
         for parameter in self._frozen:
             parameter.requires_grad_(False)
         self._trainable = [[t for t in group.rest if isinstance(t, nn.Parameter)] for group in self.groups]
@@ -157,6 +158,7 @@ class WeightStream:
 
     def _watch(self, module: nn.Module, number: int, is_last: bool) -> list[RemovableHandle]:
         return [
+            # Prepended, so that other pre-hooks of the module already find its weights.
             module.register_forward_pre_hook(_Call(self, number, is_last).enter, prepend=True),
             module.register_forward_hook(_Call(self, number, is_last).leave, always_call=True),
         ]

@@ -259,6 +259,7 @@ def _on(
     if kind is nn.Parameter or wraps_others(data):
         new: torch.Tensor = nn.Parameter(data, requires_grad=trains)
     else:
+        # The constructors of parameter subclasses may need other arguments.
         new = torch.Tensor._make_subclass(kind, data, trains)
     new.__dict__.update(vars(old))
     if value is None and old.grad is not None and device.type != "meta":

@@ -115,7 +115,7 @@ class LocalRanks:
         return bool(failed) and not 0 < len(self.lost()) == len(failed)
 
     def lost(self) -> list[int]:
-        """Return the failed local ranks without which the others can continue, or an empty list if all have failed."""
+        """Return the failed ranks that the run can continue without, by local rank. Empty if all ranks have failed."""
         failed = self._failed()
         if len(failed) == len(self._processes):
             return []
@@ -197,14 +197,14 @@ class LocalRanks:
     def stop(self, ranks: Iterable[int], patience: float = STOP_PATIENCE) -> None:
         """Send SIGTERM to ranks, and SIGKILL after `patience` seconds. Ranks in a collective ignore SIGTERM."""
         ranks = list(ranks)
-        self.stopped.update(ranks)
+        self.stopped.update(ranks)  # before the signal, so that its victims do not count as failed on their own
         if patience:
             self.send(ranks, signal.SIGTERM)
             self.wait(ranks, patience)
         self.kill(ranks)
 
     def send(self, ranks: Iterable[int], number: signal.Signals) -> None:
-        """Send a signal to living ranks and their child processes."""
+        """Send a signal to the processes of living ranks and to their child processes."""
         self._signal(ranks, number, os.killpg)
 
     def forward(self, ranks: Iterable[int], number: signal.Signals) -> None:
@@ -323,7 +323,7 @@ class Peers:
             return False
 
     def collect_stacks(self, own: str) -> str:
-        """Ask all machines for their ranks' stacks, and return the text of all that answer within a few seconds."""
+        """Collect the stack traces of all ranks from all machines. Machines that do not answer in time are listed."""
         if self._machines == 1:
             return own
         self._write("stacks", own)

@@ -96,7 +96,7 @@ _PLAIN = (str, bytes, int, float, type(None))
 
 
 def sent(value: Any, has_script: bool) -> bytes:
-    """Pickle a value for another process, with cloudpickle if pickle fails."""
+    """Pickle a value for a new interpreter, with cloudpickle if plain pickle fails."""
     cloud = cloudpickle_module()
     if has_script or cloud is None:
         try:
@@ -108,7 +108,7 @@ def sent(value: Any, has_script: bool) -> bytes:
     buffer = io.BytesIO()
 
     class Pickler(cloud.Pickler):  # type: ignore[misc, name-defined]
-        """Sends by value only what the other process cannot find by its name."""
+        """Pickler that pickles only those objects by value that the other process cannot import."""
 
         def reducer_override(self, given: Any) -> Any:
             if has_script and isinstance(given, type | FunctionType) and _is_of_script(given):
@@ -127,7 +127,7 @@ def _is_of_script(given: type | FunctionType) -> bool:
 
 
 def what_cannot_be_sent(parts: Mapping[str, Any], has_script: bool) -> str:
-    """Return the innermost object that cannot be pickled, and the reason, or an empty string."""
+    """Return a message about the innermost object that cannot be pickled, or an empty string if all can be."""
     for name, value in parts.items():
         reason = _reason(value, has_script)
         if reason:
@@ -525,7 +525,7 @@ def _run_rank(call: Call, variables: dict[str, str], report: Connection, leaves_
         os.setpgrp()
     threading.Thread(target=_end_with_parent, name="drivetrain-parent", daemon=True).start()
     try:
-        call.prepare()
+        call.prepare()  # before the rank is set, so that the script's top level cannot join the run
         os.environ.update(variables)
         if "OMP_NUM_THREADS" in variables:
             torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))

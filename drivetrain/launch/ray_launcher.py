@@ -150,7 +150,7 @@ class RayWorker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,
+                start_new_session=True,  # signals can then reach the rank with all of its child processes
             )
         except OSError as error:
             raise LaunchError(f"{command[0]} could not be started on {socket.gethostname()}: {error}.") from None

@@ -66,6 +66,7 @@ class TorchAO(Quantizer):
                 f'Quantization to {self.scheme!r} needs torchao, which is not installed: pip install "drivetrain[fp8]".'
             )
         try:
+            # Kernels and optional packages are missing only at the first use, so quantize a small layer.
             self.quantize(nn.Linear(128, 8), torch.zeros(8, 128), torch.device("cpu"))
         except (AssertionError, ImportError) as error:
             if self.scheme == "float8dq" and torch.accelerator.is_available():
