@@ -306,7 +306,7 @@ class QLoRA:
             quantized layers.
         dropout: Dropout probability on the adapters' inputs, in training.
         quantizer: Quantizer of the frozen layers, or its registered name. None leaves the layers unquantized.
-        base: `"replicated"` keeps the full frozen layers in every process. `"sharded"` lets FSDP shard their packed
+        base: `"replicated"` keeps the full frozen layers in every process. With `"sharded"`, FSDP shards their packed
             weights like parameters. Results and checkpoints are identical.
         backend: `"drivetrain"`, or `"peft"` for peft's LoRA layers on the same frozen layers.
         peft_options: Further arguments of `peft.LoraConfig`, such as `{"use_rslora": True}`.

@@ -92,7 +92,7 @@ def _parent(name: str) -> str:
 
 
 def _outermost(model: nn.Module, whole: Collection[int]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield name, module and whether the module is taken with all its submodules, in model order."""
+    """Yield name, module and True if the module is taken with all its submodules, in model order."""
     inside: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in inside:

@@ -44,8 +44,8 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 def find_tied_parameters(model: nn.Module, **_kwargs: Any) -> list[list[str]]:
     """Return the groups of names under which a model has the same parameter.
 
-    Parameters are tied if they share memory, fully or partly, or if a transformers model declares them as tied, even if
-    each currently has memory of its own.
+    Parameters are tied if they share memory, fully or partly. Parameters that a transformers model declares as tied
+    count too, even if each currently has its own memory.
 
     Args:
         model: The model.

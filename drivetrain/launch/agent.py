@@ -342,7 +342,7 @@ class Peers:
         return "\n".join(found)
 
     def stacks_wanted(self) -> bool:
-        """Return True if another machine asks for this machine's stacks and has not received them."""
+        """Return True if another machine has requested this machine's stack traces and has not received them."""
         if self._machines == 1:
             return False
         try:

@@ -600,7 +600,7 @@ def _after_signals(options: LaunchOptions, signals: Sequence[signal.Signals], ra
 
 @contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
-    """Collect the signals that ask this process to exit, in a list that grows."""
+    """Yield a list that collects the termination signals of this process as they arrive."""
     received: list[signal.Signals] = []
     before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
     for number in FORWARDED_SIGNALS:

@@ -239,7 +239,7 @@ def _main_thread_time(pid: int) -> float:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return True if a process handles a signal, or if the system does not tell. An unhandled one would kill it."""
+    """Return True if a process handles a signal, or if this is unknown. A signal without a handler would kill it."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             masks = [line.split()[1] for line in file if line.startswith("SigCgt:")]
