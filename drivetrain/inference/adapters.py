@@ -342,7 +342,7 @@ class QLoRA:
         if rank < 1:
             raise ConfigurationError(f"QLoRA(rank={rank}): give 1 or more.")
         if not 0.0 <= dropout < 1.0:
-            raise ConfigurationError(f"QLoRA(dropout={dropout}): give a share from 0 to below 1.")
+            raise ConfigurationError(f"QLoRA(dropout={dropout}): give a probability of at least 0 and below 1.")
         for name, given, allowed in (("base", base, _BASES), ("backend", backend, _BACKENDS)):
             if given not in allowed:
                 raise ConfigurationError(
@@ -478,8 +478,8 @@ class _RestoreFrozen:
         digest = bytes(found.detach().cpu().tolist()).hex()
         if digest != self._digest:
             raise CheckpointError(
-                f"These adapters were trained over other weights (SHA-256 {digest[:12]}…) than {type(module).__name__} "
-                f"has ({self._digest[:12]}…). Load the same weights, quantised in the same way, before apply()."
+                f"These adapters were trained on other weights (SHA-256 {digest[:12]}…) than {type(module).__name__} "
+                f"has ({self._digest[:12]}…). Load the same weights, quantized in the same way, before apply()."
             )
         held = dict(module.named_parameters(remove_duplicate=False))
         for name in self._frozen:

@@ -46,7 +46,7 @@ def location(given: torch.device | str | int) -> Location:
     try:
         device = torch.device(given)
     except RuntimeError as error:
-        raise ConfigurationError(f"{given!r} is not a device. Give 0, 'cuda:1', 'cpu' or 'disk', say.") from error
+        raise ConfigurationError(f"{given!r} is not a device. Give 0, 'cuda:1', 'cpu', 'disk' or the like.") from error
     if device.type == "meta":
         return device
     kind = get_device_kind(device.type)
@@ -112,7 +112,8 @@ def as_dict(
         return dict(device_map.to_dict())
     if device_map not in DEVICE_MAP_NAMES:
         if isinstance(device_map, str) and device_map != DISK and nearest(device_map, DEVICE_MAP_NAMES):
-            raise ConfigurationError(f"device_map={device_map!r} is no map.{nearest(device_map, DEVICE_MAP_NAMES)}")
+            hint = nearest(device_map, DEVICE_MAP_NAMES)
+            raise ConfigurationError(f"device_map={device_map!r} is not a device map.{hint}")
         location(device_map)
         return {"": device_map}
     return resolve_device_map(
@@ -313,7 +314,7 @@ class _Loading:
         if self.left_over and not quiet:
             logger.warning(
                 f"Some weights of {where} were not used when loading {kind}: {listed(self.left_over)}. Pass "
-                "strict=True to refuse such."
+                "strict=True to raise an error instead."
             )
         if self.missing and not quiet:
             logger.warning(f"{where} has no values for {listed(self.missing)}. {kind} keeps its current values.")

@@ -202,8 +202,8 @@ class LayerwiseCastingHook(ModelHook):
         for role, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise ConfigurationError(
-                    f"{role}={dtype!r} is not a floating-point dtype. Use torch.float8_e4m3fn for storage, say, and "
-                    "torch.bfloat16 for computation.",
+                    f"{role}={dtype!r} is not a floating-point dtype. Use a dtype such as torch.float8_e4m3fn for "
+                    "storage and torch.bfloat16 for computation.",
                 )
         self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
         self._stored: dict[int, list[_Cast]] = {}

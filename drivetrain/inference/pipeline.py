@@ -332,7 +332,7 @@ def _concatenate_outputs(outputs: Sequence[Any], rows: Sequence[int | None]) -> 
                 what = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ConfigurationError(
                     f"The model returns {what} for a micro-batch of {count} rows, which cannot be concatenated. Set "
-                    "num_chunks=1, or do not return it (use_cache=False, say).",
+                    "num_chunks=1, or do not return it (such as with use_cache=False).",
                 )
     whole = iter([None if parts[0] is None else torch.cat(parts) for parts in zip(*columns, strict=True)])
     return recursively_apply(lambda _: next(whole), outputs[0], test_type=is_leaf)

@@ -41,7 +41,7 @@ def dtype_byte_size(dtype: torch.dtype | str | Any) -> float:
         bits = dtype_byte_size(getattr(torch, name)) * 8
     if bits is None:
         raise ConfigurationError(
-            f"{dtype!r} is not a dtype with a known number of bits. Give torch.bfloat16 or 'int4', say."
+            f"{dtype!r} is not a dtype with a known number of bits. Give a dtype such as torch.bfloat16 or 'int4'."
         )
     return bits / 8
 

@@ -145,9 +145,9 @@ def test_a_run_resumes_under_another_strategy_exactly(alone: Path, tmp_path: Pat
 def test_adapters_over_other_weights_are_refused(alone: Path) -> None:
     state = {name.removeprefix("model."): value for name, value in open_weights(alone).items()}
     adapted().load_state_dict(state)
-    with pytest.raises(CheckpointError, match=r"trained over other weights \(SHA-256 \w{12}…\) than Network has"):
+    with pytest.raises(CheckpointError, match=r"trained on other weights \(SHA-256 \w{12}…\) than Network has"):
         adapted(seed=3).load_state_dict(state)
-    with pytest.raises(CheckpointError, match="trained over other weights"):
+    with pytest.raises(CheckpointError, match="trained on other weights"):
         adapted("int8wo").load_state_dict(state)
 
 
@@ -221,7 +221,7 @@ def test_the_frozen_layers_follow_the_model_to_its_dtype_and_device_without_losi
     ("options", "words"),
     [
         ({"rank": 0}, r"QLoRA\(rank=0\): give 1 or more"),
-        ({"dropout": 1.0}, r"give a share from 0 to below 1"),
+        ({"dropout": 1.0}, r"give a probability of at least 0 and below 1"),
         ({"quantizer": "nf5"}, r"no quantizer 'nf5'.*'nf4'"),
         ({"backend": "pefft"}, r"QLoRA\(backend='pefft'\): give 'drivetrain' or 'peft'.*'peft'"),
         ({"peft_options": {"use_rslora": True}}, r"needs backend='peft'. Set it, or leave the options out"),

@@ -103,7 +103,7 @@ def test_peft_trains_what_our_own_layers_do() -> None:
 def test_adapters_over_other_weights_are_refused(alone: Path) -> None:
     state = dict(open_weights(alone).items())
     made_with(**OVER_NF4).load_state_dict(state)
-    with pytest.raises(CheckpointError, match="trained over other weights"):
+    with pytest.raises(CheckpointError, match="trained on other weights"):
         QLoRA(rank=4, **OVER_NF4).apply(made(3)).load_state_dict(state)
 
 
