@@ -24,7 +24,7 @@ PAYS = 1.1
 
 @dataclass(frozen=True)
 class Change:
-    """Change of a script's settings to try.
+    """One change of a script's settings that `drivetrain tune` tries.
 
     Attributes:
         text: The change as Python code.

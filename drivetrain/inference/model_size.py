@@ -43,7 +43,7 @@ _MAX_HEADER = 100 * 2**20
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameter counts of a model.
+    """Size of a model: parameter counts, and bytes of its buffers.
 
     Attributes:
         parameters: Number of parameters, tied ones counted once.
@@ -290,7 +290,7 @@ Other parameters are bfloat16.
 
 @dataclass(frozen=True)
 class Use:
-    """Bytes that one process needs for training.
+    """Memory that one process needs for training, in bytes.
 
     Attributes:
         weights: Parameters and buffers.
@@ -316,7 +316,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Case:
-    """Model, precision and world size of an estimate.
+    """Input of a memory estimate: model size, precision, optimizer and world size.
 
     Attributes:
         size: The model's size.

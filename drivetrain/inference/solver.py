@@ -24,7 +24,7 @@ class Search:
         self.sizes, self.rooms, self.allowed, self.most_steps = sizes, rooms, allowed, most_steps
 
     def first(self, largest_first: bool = True) -> list[int] | None:
-        """Return the bin of each item, or None if no solution exists or the step limit is reached."""
+        """Return the bin index of each item, or None if there is no solution within the step limit."""
         order = list(range(len(self.sizes)))
         if largest_first:
             order.sort(key=lambda index: -self.sizes[index])
@@ -99,7 +99,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory limit of one device.
+    """Memory limit of one device, in bytes.
 
     Attributes:
         device: The device's number or name, `"cpu"` or `"disk"`.
@@ -114,7 +114,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Placement:
-    """Assignment of blocks to budgets.
+    """Assignment of a model's blocks to devices.
 
     Attributes:
         places: Budget index of each block.
@@ -127,7 +127,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Share:
-    """Memory use of one device.
+    """Memory use of one device, in bytes.
 
     Attributes:
         weights: Bytes of the blocks on the device.
@@ -175,7 +175,7 @@ class Problem:
         return sum(block.size for block in self.blocks)
 
     def computes(self, place: int, main: int | None) -> bool:
-        """Return True if the device computes the blocks that are on it."""
+        """Return True if a device computes its own blocks instead of only storing them."""
         return self.budgets[place].kind == "accelerator" or place == main
 
     def shares(self, placement: Placement) -> list[Share]:

@@ -248,7 +248,7 @@ def torch_dtype(given: str | torch.dtype) -> torch.dtype:
 def _on(
     old: torch.Tensor, value: torch.Tensor | None, device: torch.device, dtype: torch.dtype | None, non_blocking: bool
 ) -> torch.Tensor:
-    """Return a tensor on a device as a replacement of `old`, with its own value or the given one."""
+    """Return a replacement for the parameter or buffer `old` on a device, with the old value or a new one."""
     kind: Any = type(old)
     if _moves_itself(old) and device.type != "meta":
         # Parameter classes of other packages that quantize their value when they are moved.

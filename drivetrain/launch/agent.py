@@ -342,7 +342,7 @@ class Peers:
         return "\n".join(found)
 
     def stacks_wanted(self) -> bool:
-        """Return True if another machine has requested this machine's stack traces and has not received them."""
+        """Return True if another machine waits for the stack traces of this machine's ranks."""
         if self._machines == 1:
             return False
         try:
@@ -355,7 +355,7 @@ class Peers:
         self._write("stacks", own)
 
     def is_time_to_poll(self) -> bool:
-        """Return True once per second, and then publish a sign of life."""
+        """Return True at most once per second, and publish a sign of life each time."""
         now = time.monotonic()
         if self._machines == 1 or now < self._next_poll:
             return False

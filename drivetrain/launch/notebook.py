@@ -337,7 +337,7 @@ class Call:
         self._function, self._args, self._prepare = function, args, prepare
 
     def prepare(self) -> None:
-        """Run the preparation, before the environment variables with the rank are set."""
+        """Run the preparation function, before the process gets its rank."""
         if self._prepare is not None:
             function, args = self._prepare
             function(*args)
@@ -491,7 +491,7 @@ class Processes:
                 self._received[rank] = ("nothing", "", self._last_seen)  # it exited without a report
 
     def _failures(self) -> list[RankFailure]:
-        """Return the failures so far. Call this before any process is terminated."""
+        """Return the failures of the processes so far. Call this before any of them is terminated."""
         failures = []
         self._read_reports()
         for local_rank, (rank, process) in enumerate(self._processes.items()):
