@@ -21,16 +21,10 @@ def batch_command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
         function = click.argument("args", nargs=-1, type=click.UNPROCESSED)(function)
         function = click.argument("script")(function)
         function = click.option(
-            "--launch_flags",
-            "flags",
-            default="",
-            metavar="FLAGS",
-            callback=_split,
-            help="More flags for drivetrain launch.",
+            "--launch_flags", "flags", default="", metavar="FLAGS", callback=_split, help="More flags of launch."
         )(function)
-        function = click.option(
-            "--file", type=click.Path(dir_okay=False, path_type=Path), help="Output file. Default: stdout."
-        )(function)
+        output = click.Path(dir_okay=False, path_type=Path)
+        function = click.option("--file", type=output, help="Output file. Default: stdout.")(function)
         settings = {
             "allow_interspersed_args": False,  # arguments after the script belong to the script
             "token_normalize_func": lambda token: token.replace("-", "_"),

@@ -20,9 +20,7 @@ from drivetrain.runtime.terminal import visible
 ONE, CPUS, GPUS, TPU = "one process", "several processes on the CPU", "several accelerators", "a TPU"
 PLAIN, FSDP, DEEPSPEED, MEGATRON = "DDP", "FSDP", "DeepSpeed", "Megatron"
 _INSTALL = 'pip install "drivetrain[config]"'
-_FILE = click.option(
-    "--config_file", "--config-file", metavar="FILE", help="Configuration file. Default: the user's own."
-)
+_FILE = click.option("--config_file", "--config-file", metavar="FILE", help="Settings file. Default: the user's own.")
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -227,13 +225,11 @@ class Questionnaire:
         else:
             stage = self._choose("zero_stage", "Which ZeRO stage?", "2")
             if stage != "0":
-                device = self._choose(
-                    "offload_optimizer_device", "Where should the optimizer's state be offloaded to?", "none"
-                )
+                device = self._choose("offload_optimizer_device", "Where to offload optimizer state?", "none")
                 if device == "nvme":
                     self._enter("offload_optimizer_nvme_path", "In which folder?", "/local_nvme")
             if stage == "3":
-                device = self._choose("offload_param_device", "Where should parameters be offloaded to?", "none")
+                device = self._choose("offload_param_device", "Where to offload parameters?", "none")
                 if device == "nvme":
                     self._enter("offload_param_nvme_path", "In which folder?", "/local_nvme")
                 self._confirm("zero3_save_16bit_model", "Save full 16-bit weights?")
@@ -251,13 +247,10 @@ class Questionnaire:
             "fsdp_reshard_after_forward", "Free parameters after the forward (less memory)?", "true", ("true", "false")
         )
         self._confirm("fsdp_offload_params", "Keep parameters and gradients on the CPU?")
-        policy = self._choose(
-            "fsdp_auto_wrap_policy", "How is the model split into FSDP units?", "TRANSFORMER_BASED_WRAP"
-        )
+        policy = self._choose("fsdp_auto_wrap_policy", "How to form FSDP units?", "TRANSFORMER_BASED_WRAP")
         if policy == "TRANSFORMER_BASED_WRAP":
             self._enter(
-                "fsdp_transformer_layer_cls_to_wrap",
-                "Class names of layers, separated by commas? Empty: the repeated blocks.",
+                "fsdp_transformer_layer_cls_to_wrap", "Class names of layers, with commas? Empty: repeated blocks."
             )
         elif policy == "SIZE_BASED_WRAP":
             self._enter("fsdp_min_num_params", "Minimum number of parameters in a unit?", "100000000")

@@ -48,7 +48,7 @@ class Finding:
     text: str
 
 
-class CheckFailedError(Exception):
+class CheckFailed(Exception):
     """Raised by a check that fails. The message states the actual and the expected result."""
 
 
@@ -110,9 +110,9 @@ class Trial:
         state = self.accelerator.state
         ranks = sorted(collectives.gather_object([state.process_index]))
         if ranks != list(range(state.num_processes)):
-            raise CheckFailedError(f"the ranks are {ranks}, but must be 0 to {state.num_processes - 1}, each once")
+            raise CheckFailed(f"the ranks are {ranks}, but must be 0 to {state.num_processes - 1}, each once")
         if self.processes is not None and state.num_processes != self.processes:
-            raise CheckFailedError(f"there are {state.num_processes} processes, but {self.processes} were requested")
+            raise CheckFailed(f"there are {state.num_processes} processes, but {self.processes} were requested")
         return f"{state.num_processes}, on {state.kind.name}, strategy {self.accelerator.strategy.name!r}"
 
     def check_devices(self) -> str:
@@ -121,7 +121,7 @@ class Trial:
         shared = sorted({place for place in places if places.count(place) > 1})
         if state.kind.name != "cpu" and shared:
             ranks = [rank for rank, place in enumerate(places) if place in shared]
-            raise CheckFailedError(f"ranks {ranks} share {shared[0][1]}: each needs a device of its own")
+            raise CheckFailed(f"ranks {ranks} share {shared[0][1]}: each needs a device of its own")
         # Fails at once if the device's driver or libraries do not work.
         torch.ones(8, 8, device=state.device).mm(torch.ones(8, 8, device=state.device)).sum().item()
         return ", ".join(sorted({device for _, device in places}))
@@ -143,7 +143,7 @@ class Trial:
         }
         for name, (found, wanted) in expected.items():
             if not torch.equal(found.cpu(), wanted):
-                raise CheckFailedError(f"{name} is {found.tolist()}, but must be {wanted.tolist()}")
+                raise CheckFailed(f"{name} is {found.tolist()}, but must be {wanted.tolist()}")
         return "sum, gather and broadcast are exact"
 
     def check_data(self) -> str:
@@ -156,11 +156,9 @@ class Trial:
             found += self.accelerator.gather_for_metrics(batch).tolist()
         if sorted(found) != sorted(expected):
             missing, twice = set(expected) - set(found), {one for one in found if found.count(one) > 1}
-            raise CheckFailedError(
-                f"of {rows} samples {len(missing)} are missing and {len(twice)} occur more than once"
-            )
+            raise CheckFailed(f"of {rows} samples {len(missing)} are missing and {len(twice)} occur more than once")
         if found != expected:
-            raise CheckFailedError("each sample occurs once, but in another order than in one process")
+            raise CheckFailed("each sample occurs once, but in another order than in one process")
         return f"each of {rows} samples once, in the order of one process"
 
     def check_training(self) -> str:
@@ -170,7 +168,7 @@ class Trial:
         tolerance = TOLERANCES.get(precision, LOW_PRECISION)
         for step, (one, other) in enumerate(zip(found, expected, strict=True)):
             if not abs(one - other) <= tolerance:  # true for NaN, unlike `>`
-                raise CheckFailedError(
+                raise CheckFailed(
                     f"the loss of step {step} is {one:.6f}, but {other:.6f} in one process (allowed difference "
                     f"{tolerance:g} in precision {precision!r})"
                 )
@@ -186,7 +184,7 @@ class Trial:
         everyone = collectives.gather_object([output.tolist()])
         different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
         if different:
-            raise CheckFailedError(f"the model of rank(s) {different} has other outputs than the model of rank 0")
+            raise CheckFailed(f"the model of rank(s) {different} has other outputs than the model of rank 0")
         return "the same outputs on every process"
 
     def check_checkpoint(self) -> str:
@@ -201,9 +199,9 @@ class Trial:
             changed = self._outputs()
             self.accelerator.load_state(folder)
         if torch.equal(before, changed):
-            raise CheckFailedError("another training step did not change the model")
+            raise CheckFailed("another training step did not change the model")
         if not torch.equal(before, self._outputs()):
-            raise CheckFailedError("the loaded model differs from the saved one")
+            raise CheckFailed("the loaded model differs from the saved one")
         return "saved and loaded"
 
     def _outputs(self) -> torch.Tensor:
@@ -288,7 +286,7 @@ def examine(
         text, failure = "", ""
         try:
             text = check()
-        except CheckFailedError as wrong:
+        except CheckFailed as wrong:
             failure = str(wrong)
         except Exception as error:  # any error of the setup is a finding
             failure = f"{type(error).__name__}: {error}"

@@ -112,8 +112,7 @@ def as_dict(
         return dict(device_map.to_dict())
     if device_map not in DEVICE_MAP_NAMES:
         if isinstance(device_map, str) and device_map != DISK and nearest(device_map, DEVICE_MAP_NAMES):
-            hint = nearest(device_map, DEVICE_MAP_NAMES)
-            raise ConfigurationError(f"device_map={device_map!r} is not a device map.{hint}")
+            raise ConfigurationError(f"There is no device map {device_map!r}.{nearest(device_map, DEVICE_MAP_NAMES)}")
         location(device_map)
         return {"": device_map}
     return resolve_device_map(

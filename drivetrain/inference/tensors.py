@@ -239,9 +239,7 @@ def torch_dtype(given: str | torch.dtype) -> torch.dtype:
     found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
         known = [name for name, each in vars(torch).items() if isinstance(each, torch.dtype)]
-        raise ConfigurationError(
-            f"{given!r} is not a dtype. Give a name such as 'bfloat16'.{nearest(str(given), known)}",
-        )
+        raise ConfigurationError(f"{given!r} is not a dtype, such as 'bfloat16'.{nearest(str(given), known)}")
     return found
 
 

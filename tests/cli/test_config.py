@@ -75,7 +75,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             **CPUS,
             "How is the model distributed": "DeepSpeed",
             "Which ZeRO stage": "3",
-            "Where should parameters be offloaded": "nvme",
+            "Where to offload parameters": "nvme",
             "Clip gradients": True,
             "How many micro-batches": "4",
         },

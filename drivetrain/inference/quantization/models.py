@@ -127,11 +127,7 @@ def quantize_model(
     given = None if device_map is None else loading.as_dict(model, device_map, dtype=dtype)
     where = _where(model, given)
     skipped = [*(default_skips(model) if skip_modules is None else skip_modules), *(keep_in_fp32_modules or ())]
-    layers = [
-        name
-        for name, layer in _linear(model, chosen)
-        if not is_within(name, skipped) and _is_on_execution_device(name, where)
-    ]
+    layers = [name for name, _ in _linear(model, chosen) if not is_within(name, skipped) and _is_resident(name, where)]
     if not layers:
         raise ConfigurationError(
             f"No layer of {type(model).__name__} can be quantized: all linear layers are in skip_modules={skipped!r}, "
@@ -161,7 +157,7 @@ def _where(model: nn.Module, given: Map | None) -> dict[str, Any]:
     return {name: first if place.tensor.is_meta else place.tensor.device for name, place in named_places(model).items()}
 
 
-def _is_on_execution_device(name: str, where: Mapping[str, Any]) -> bool:
+def _is_resident(name: str, where: Mapping[str, Any]) -> bool:
     at = where[f"{name}.weight"]
     on_accelerators = any(isinstance(each, torch.device) and each.type != "cpu" for each in where.values())
     return isinstance(at, torch.device) and (at.type != "cpu" or not on_accelerators)

@@ -79,9 +79,8 @@ class TorchAO(Quantizer):
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
         made = linear_like(layer, nn.Linear)
         by_rows = self.scheme in _BY_ROWS and len(weight) >= max(_PROBED)
-        if by_rows and _has_independent_rows(
-            *(self._stored(weight[:rows].to(device, layer.weight.dtype)) for rows in _PROBED)
-        ):
+        probes = (self._stored(weight[:rows].to(device, layer.weight.dtype)) for rows in _PROBED)
+        if by_rows and _has_independent_rows(*probes):
             found = self._quantize_by_rows(layer, weight, device)
         else:
             found = self._stored(weight.to(device, layer.weight.dtype))
