@@ -156,7 +156,7 @@ def test_default_update_and_show(tmp_path: Path) -> None:
 def test_questions_need_a_terminal(tmp_path: Path) -> None:
     ended = run("-m", "drivetrain", "config", cwd=tmp_path)
     assert (ended.code, "Traceback" in ended.err) == (2, False)
-    assert "no terminal" in ended.err
+    assert "needs a terminal" in ended.err
     assert "drivetrain config default" in ended.err
 
 
