@@ -21,7 +21,7 @@ def batch_command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
         function = click.argument("args", nargs=-1, type=click.UNPROCESSED)(function)
         function = click.argument("script")(function)
         function = click.option(
-            "--launch_flags", "flags", default="", metavar="FLAGS", callback=_split, help="More flags of launch."
+            "--launch_flags", "flags", default="", metavar="FLAGS", callback=_split, help="Flags of drivetrain launch."
         )(function)
         output = click.Path(dir_okay=False, path_type=Path)
         function = click.option("--file", type=output, help="Output file. Default: stdout.")(function)

@@ -17,7 +17,7 @@ from drivetrain.cli.batch import batch_command, write_batch
 @click.option("--nodes", type=int, default=1, show_default=True, help="Number of machines, one pod each.")
 @click.option("--gpus_per_node", type=int, default=None, help="Accelerators per machine. Default: none (CPU).")
 @click.option("--gpu_resource", default="nvidia.com/gpu", show_default=True, help="Resource name of the accelerators.")
-@click.option("--processes_per_node", type=int, default=None, help="Processes per machine. Default: its accelerators.")
+@click.option("--processes_per_node", type=int, help="Processes per machine. Default: one per accelerator.")
 @click.option("--cpus_per_node", metavar="16", default=None, help="CPU cores per machine.")
 @click.option("--memory", metavar="64Gi", default=None, help="Memory per machine.")
 @click.option("--max_restarts", type=int, default=3, show_default=True, help="Maximum restarts of all pods.")

@@ -13,7 +13,7 @@ from drivetrain.cli.batch import batch_command, write_batch
 @batch_command("slurm")
 @click.option("--nodes", type=int, default=1, show_default=True, help="Number of machines.")
 @click.option("--gpus_per_node", type=int, default=None, help="Accelerators per machine. Default: none (CPU).")
-@click.option("--processes_per_node", type=int, default=None, help="Processes per machine. Default: its accelerators.")
+@click.option("--processes_per_node", type=int, help="Processes per machine. Default: one per accelerator.")
 @click.option("--cpus_per_node", type=int, default=None, help="CPU cores per machine.")
 @click.option("--memory", metavar="64G", default=None, help="Memory per machine; 0 for all.")
 @click.option("--time", metavar="D-HH:MM:SS", default=None, help="Time limit of the job.")
@@ -21,7 +21,7 @@ from drivetrain.cli.batch import batch_command, write_batch
 @click.option("--account", default=None, help="Account to charge.")
 @click.option("--job_name", default="drivetrain", show_default=True, help="Name of the job.")
 @click.option("--output", default="%x-%j.out", show_default=True, help="File for the job's output.")
-@click.option("--signal_seconds", type=int, default=120, show_default=True, help="Seconds to save at the time limit.")
+@click.option("--signal_seconds", type=int, default=120, show_default=True, help="Seconds before the limit to save.")
 @click.option("--setup", multiple=True, metavar="LINE", help="Shell line to run first. Repeat it for several lines.")
 def slurm(
     script: str, args: tuple[str, ...], flags: tuple[str, ...], file: Path | None, setup: tuple[str, ...], **values: Any
