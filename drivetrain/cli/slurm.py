@@ -21,7 +21,7 @@ from drivetrain.cli.batch import batch_command, write_batch
 @click.option("--account", default=None, help="Account to charge.")
 @click.option("--job_name", default="drivetrain", show_default=True, help="Name of the job.")
 @click.option("--output", default="%x-%j.out", show_default=True, help="File for the job's output.")
-@click.option("--signal_seconds", type=int, default=120, show_default=True, help="Seconds before the limit to save.")
+@click.option("--signal_seconds", type=int, default=120, show_default=True, help="Seconds from saving to the limit.")
 @click.option("--setup", multiple=True, metavar="LINE", help="Shell line to run first. Repeat it for several lines.")
 def slurm(
     script: str, args: tuple[str, ...], flags: tuple[str, ...], file: Path | None, setup: tuple[str, ...], **values: Any
