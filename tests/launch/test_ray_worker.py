@@ -17,7 +17,7 @@ from drivetrain.launch.ray_launcher import (
     RayWorker,
     Report,
     environment_of_rank,
-    in_order,
+    rank_order,
     variables_of_ranks,
     variables_to_pass_on,
 )
@@ -117,7 +117,7 @@ def test_a_rank_gets_the_launchers_variables_but_for_those_of_its_machine() -> N
 
 def test_ranks_of_a_machine_follow_each_other_and_each_sees_its_own_device_at_its_local_rank() -> None:
     places = [Place("a", "1", ("10",)), Place("b", "2", ("0",)), Place("a", "1", ("9",))]
-    order = in_order(places)
+    order = rank_order(places)
     assert order == [2, 0, 1]
     found = list(variables_of_ranks([places[i] for i in order]))
     assert [(each["LOCAL_RANK"], each["LOCAL_WORLD_SIZE"], each["GROUP_RANK"]) for each in found] == [
