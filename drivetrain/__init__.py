@@ -1,7 +1,7 @@
-"""One task class, one `fit`, any hardware.
+"""Training of PyTorch models with a `Trainer`, or with an `Accelerator` in a loop of one's own.
 
-Names are resolved on first use, so importing the package costs next to nothing and the command
-line needs no torch.
+Public names are imported on first use. `import drivetrain` alone does not import torch, which keeps the command line
+fast.
 """
 
 from __future__ import annotations

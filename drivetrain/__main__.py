@@ -1,4 +1,4 @@
-"""`python -m drivetrain`, the same as the `drivetrain` command."""
+"""Entry point of `python -m drivetrain`, which runs the `drivetrain` command."""
 
 from drivetrain.cli.main import main
 

@@ -1,4 +1,4 @@
-"""The names of `drivetrain.compat.accelerate.utils`, so that a script changes the package's name in that import too."""
+"""Alias of `drivetrain.compat.accelerate.utils`, so that ported scripts only change the package's name."""
 
 from __future__ import annotations
 

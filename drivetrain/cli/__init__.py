@@ -1,1 +1,1 @@
-"""The command line: one command a file, and nothing heavy imported before it is needed."""
+"""The `drivetrain` command line, with one module per command."""

@@ -1,4 +1,4 @@
-"""What the commands that write a file for a scheduler have in common."""
+"""Shared parts of the commands that write a scheduler's batch file."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ def _split(context: click.Context, parameter: click.Parameter, value: str) -> tu
 
 
 def batch_command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a command of a function: its script, the script's arguments, and where the file goes."""
+    """Create a click command with the arguments SCRIPT and ARGS and the options `--launch_flags` and `--file`."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         function = click.argument("args", nargs=-1, type=click.UNPROCESSED)(function)
         function = click.argument("script")(function)
         function = click.option(
-            "--launch_flags", "flags", default="", metavar="FLAGS", callback=_split, help="Further flags of launch."
+            "--launch_flags", "flags", default="", metavar="FLAGS", callback=_split, help="Flags of drivetrain launch."
         )(function)
-        function = click.option(
-            "--file", type=click.Path(dir_okay=False, path_type=Path), help="Where to write. Default: stdout."
-        )(function)
+        output = click.Path(dir_okay=False, path_type=Path)
+        function = click.option("--file", type=output, help="Output file. Default: stdout.")(function)
         settings = {
-            "allow_interspersed_args": False,  # everything after the script belongs to the script
+            "allow_interspersed_args": False,  # arguments after the script belong to the script
             "token_normalize_func": lambda token: token.replace("-", "_"),
             "max_content_width": 110,
         }
@@ -37,9 +36,8 @@ def batch_command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
 
 
 def write_batch(text: str, file: Path | None) -> None:
-    """Write a batch file where the user asked for it."""
     if file is None:
         click.echo(text, nl=False)
     else:
         file.write_text(text)
-        click.echo(f"{file} is written.", err=True)
+        click.echo(f"Wrote {file}.", err=True)

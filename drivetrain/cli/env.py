@@ -1,4 +1,4 @@
-"""`drivetrain env`: what to put into a bug report, and where settings come from; secrets are left out."""
+"""The `env` command: versions, devices and settings for a bug report, with secrets hidden."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _PACKAGES = (
 )
 _SETTINGS = {
     "DRIVETRAIN_USE_CPU": "run on the CPU",
-    "DRIVETRAIN_MIXED_PRECISION": "default number format",
-    "DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS": "default micro-batches in a step",
-    "DRIVETRAIN_DEBUG": "processes compare their calls before each collective",
-    "DRIVETRAIN_FULL_TRACEBACK": "tracebacks have all frames",
-    "DRIVETRAIN_HANG_TIMEOUT": "seconds without progress that are a hang",
+    "DRIVETRAIN_MIXED_PRECISION": "default precision",
+    "DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS": "default micro-batches per optimizer step",
+    "DRIVETRAIN_DEBUG": "compare the calls of all processes before each collective",
+    "DRIVETRAIN_FULL_TRACEBACK": "show all frames of tracebacks",
+    "DRIVETRAIN_HANG_TIMEOUT": "seconds without progress that count as a hang",
     "OMP_NUM_THREADS": "threads of each process",
-    "CUDA_VISIBLE_DEVICES": "accelerators that torch may see",
+    "CUDA_VISIBLE_DEVICES": "accelerators that torch may use",
 }
-# Variables of others that change a run.
+# Variables of torch and of other launchers that affect a run.
 _OTHERS = re.compile(
     r"^(DRIVETRAIN|ACCELERATE|FSDP|DEEPSPEED|MEGATRON|PARALLELISM_CONFIG|NCCL|TORCH|GLOO|PYTORCH|SLURM|OMPI|PJRT|XLA)_"
     r"|^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|HF_HOME)$"
@@ -44,11 +44,11 @@ _OTHERS = re.compile(
 
 
 @click.command(context_settings={"token_normalize_func": lambda token: token.replace("-", "_")})
-@click.option("--config_file", type=click.Path(), help="The configuration to show. Default: the user's own.")
+@click.option("--config_file", type=click.Path(), help="Configuration file to show. Default: the user's own.")
 def env(config_file: str | None) -> None:
-    """Show versions, devices and settings, and where each setting came from.
+    """Show versions, devices and settings, and the source of each setting.
 
-    Keys, tokens and passwords are hidden, and the home directory is `~`, so that the report can be shared.
+    Keys, tokens and passwords are hidden, and the home directory is shown as `~`, so that you can share the report.
     """
     from drivetrain.trackers.secrets import Secrets, is_secret_name
 
@@ -63,11 +63,11 @@ def env(config_file: str | None) -> None:
         if len(home) > 1:
             shown = re.sub(rf"{re.escape(home)}(?=/|$|\s|:)", "~", shown)
         click.echo(visible(f"  {name:<40}{shown}"))
-    click.echo("\nAn argument in the script wins over the launcher's flag, and a flag over the environment.")
+    click.echo("\nArguments in the script override flags of the launcher, and flags override the environment.")
 
 
 def _report(config_file: str | None) -> Iterator[tuple[str, str, str]]:
-    """The rows of the report: section, name and value."""
+    """Yield section, name and value of each row of the report."""
     yield from _versions()
     yield from _devices()
     yield from _process()
@@ -76,7 +76,7 @@ def _report(config_file: str | None) -> Iterator[tuple[str, str, str]]:
 
 
 def _versions() -> Iterator[tuple[str, str, str]]:
-    from importlib.metadata import PackageNotFoundError, version  # here: it imports the parser of e-mails
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
 
     import drivetrain
 
@@ -121,7 +121,7 @@ def _settings() -> Iterator[tuple[str, str, str]]:
 
 
 def _configuration(named: str | None) -> Iterator[tuple[str, str, str]]:
-    """The file that is named, else the user's own, if it is there."""
+    """Yield the keys of the named configuration file, or of the user's own if it exists."""
     import yaml
 
     from drivetrain.launch.settings.sources import find_config_file
@@ -141,7 +141,6 @@ def _configuration(named: str | None) -> Iterator[tuple[str, str, str]]:
 
 
 def _flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested settings as rows, `fsdp_config.fsdp_version` and the like."""
     if isinstance(value, Mapping):
         for name, each in value.items():
             yield from _flattened(each, f"{prefix}.{name}" if prefix else str(name))

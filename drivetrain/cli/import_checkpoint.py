@@ -1,4 +1,4 @@
-"""`drivetrain import-checkpoint`: a checkpoint of another tool in this package's form."""
+"""The `import-checkpoint` command: convert another tool's checkpoint."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from drivetrain.runtime.terminal import visible
 @click.argument("source", type=click.Path())
 @click.argument("output", type=click.Path())
 def import_checkpoint(source: str, output: str) -> None:
-    """Convert SOURCE, a folder of another tool's save_state or a .ckpt file, into the new checkpoint OUTPUT.
+    """Convert SOURCE, another tool's save_state folder or .ckpt file, into the new checkpoint OUTPUT.
 
-    Nothing in SOURCE is executed. `Accelerator.load_state` opens the one itself, too, and `Trainer.fit` the other.
+    Nothing in SOURCE is executed. `Accelerator.load_state` and `Trainer.fit` also open such checkpoints directly.
     """
     from drivetrain.checkpoint import import_checkpoint as convert
 

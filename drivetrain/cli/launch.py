@@ -1,4 +1,4 @@
-"""`drivetrain launch`: the launcher's flags."""
+"""The `launch` command and its flags."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ _TYPES = {"int": int, "float": float}
 
 
 class LaunchCommand(click.Command):
-    """The command, with its flags in sections."""
+    """Click command that groups its flags into sections."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the flags by what they are about."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
@@ -31,14 +30,13 @@ class LaunchCommand(click.Command):
 
 
 def section_of(name: str) -> str:
-    """Return the heading that a flag of the launcher stands under."""
     if name in SETTINGS:
         return SETTINGS[name].section
     return "Configuration" if name in ("config_file", "dry_run") else "Other"
 
 
 def add_settings(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the flag of each setting to a command; it is None unless given, so that weaker sources count then."""
+    """Add the flag of every launch setting to a command. Flags that are not given are None."""
     for setting in reversed(SETTINGS.values()):
         names = [setting.name, *(flag for flag in setting.flags if len(flag) == 2)]
         names += [f"--{setting.name}", *(flag for flag in setting.flags if len(flag) > 2)]
@@ -47,7 +45,7 @@ def add_settings(command: Callable[..., Any]) -> Callable[..., Any]:
             continue
         command = click.option(
             *names,
-            # Numbers are checked by click, which explains its own flags; all else by the setting.
+            # Click reports invalid numbers with the flag's name. The setting checks all other values.
             type=str if setting.auto else _TYPES.get(setting.kind, str),
             metavar=setting.metavar or {"bool": "BOOL", "choice": "NAME", "words": "NAMES"}.get(setting.kind),
             multiple=setting.kind == "words",
@@ -60,7 +58,7 @@ def add_settings(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command(
     cls=LaunchCommand,
     context_settings={
-        "allow_interspersed_args": False,  # everything after the script belongs to the script
+        "allow_interspersed_args": False,  # arguments after the script belong to the script
         "token_normalize_func": lambda token: token.replace("-", "_"),
         "help_option_names": ["-h", "--help"],
         "max_content_width": 110,
@@ -70,12 +68,12 @@ def add_settings(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--config_file",
     metavar="FILE",
-    help="YAML that `drivetrain config` or `accelerate config` has written. Default: the user's own, if it is there.",
+    help="YAML file of `drivetrain config` or `accelerate config`. Default: the user's own, if it exists.",
 )
 @click.option(
     "--dry_run",
     is_flag=True,
-    help="Show processes, devices, environment and where each value comes from, and start nothing.",
+    help="Show processes, devices, environment and the source of each value, without starting anything.",
 )
 @add_settings
 @click.argument("script")
@@ -83,8 +81,8 @@ def add_settings(command: Callable[..., Any]) -> Callable[..., Any]:
 def launch(script: str, args: tuple[str, ...], config_file: str | None, dry_run: bool, **flags: Any) -> int:
     """Run SCRIPT with ARGS on several processes.
 
-    Flags go before SCRIPT; everything after it belongs to the script, untouched. The first process that
-    fails stops the others, its traceback is shown once, and its exit code is this command's.
+    Flags go before SCRIPT. Everything after SCRIPT belongs to the script. The first process that fails stops the
+    others. Its traceback is shown once, and its exit code becomes the exit code of this command.
 
     \b
     drivetrain launch train.py --lr 0.1
@@ -100,7 +98,7 @@ def launch(script: str, args: tuple[str, ...], config_file: str | None, dry_run:
         job = slurm_options(flags)
     given = collect(flags, os.environ, config_file, job)
     options = LaunchOptions.from_given(given)
-    options.check_script(script)  # a mistyped name needs no second of importing torch
+    options.check_script(script)  # before torch is imported, so that a mistyped name is reported at once
     if dry_run:
         from drivetrain.launch.launcher import preview
 

@@ -1,4 +1,4 @@
-"""The `drivetrain` command. Commands are imported when they are called, so `--help` answers at once."""
+"""Entry point of the `drivetrain` command. Commands are imported only when they are called."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ import drivetrain
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError, nearest
 from drivetrain.runtime.terminal import visible
 
-# name -> (module and attribute of the command, what it does)
+# name -> (module and attribute of the command, summary)
 _COMMANDS = {
     "launch": (
         "drivetrain.cli.launch:launch",
-        "Run a script on several processes, here or on several machines.",
+        "Run a script on several processes, on one or several machines.",
     ),
     "config": (
         "drivetrain.cli.config:config",
-        "Write the file that launch reads, or show what is in force and from where.",
+        "Create the configuration file of launch, or show all settings and their sources.",
     ),
     "test": (
         "drivetrain.cli.test:test",
-        "Train for a moment on the configured setup, and report what is wrong with it.",
+        "Check the configured setup with a short training run.",
     ),
     "tune": (
         "drivetrain.cli.tune:tune",
-        "Try changes of a script that could make its steps faster, and show what each gains.",
+        "Try settings that could make a script's steps faster, and show the gain of each.",
     ),
     "runs": (
         "drivetrain.cli.runs:runs",
-        "List runs: when, state, metric and command; show one, or resume it.",
+        "List the runs of a folder, show one, or resume one.",
     ),
     "report": (
         "drivetrain.cli.report:report",
-        "Write a page that shows a run, or that compares several.",
+        "Write an HTML page about one run, or a comparison of several.",
     ),
     "estimate-memory": (
         "drivetrain.inference.estimate_memory:estimate_memory",
-        "Estimate the memory that a model takes in training and in inference.",
+        "Estimate the memory that a model needs for training and inference.",
     ),
     "infer-map": (
         "drivetrain.inference.estimate_memory:infer_map",
-        "Place a model's modules on devices with the given memory.",
+        "Compute a device map for a model and the given memory sizes.",
     ),
     "slurm": (
         "drivetrain.cli.slurm:slurm",
@@ -56,7 +56,7 @@ _COMMANDS = {
     ),
     "merge-weights": (
         "drivetrain.cli.merge_weights:merge_weights",
-        "Write the weights in a checkpoint as plain safetensors.",
+        "Export the weights of a checkpoint as safetensors files.",
     ),
     "import-checkpoint": (
         "drivetrain.cli.import_checkpoint:import_checkpoint",
@@ -64,7 +64,7 @@ _COMMANDS = {
     ),
     "to-fsdp2": (
         "drivetrain.cli.to_fsdp2:to_fsdp2",
-        "Rewrite a configuration for FSDP 1 as one for FSDP 2.",
+        "Convert a configuration file from FSDP 1 to FSDP 2.",
     ),
     "tpu-config": (
         "drivetrain.cli.tpu_config:tpu_config",
@@ -72,24 +72,22 @@ _COMMANDS = {
     ),
     "env": (
         "drivetrain.cli.env:env",
-        "Show versions, devices and settings, and where each setting came from.",
+        "Show versions, devices and settings, and the source of each setting.",
     ),
     "explain": (
         "drivetrain.cli.main:explain",
-        "Deprecated: errors have no codes any more, and their messages have what to do.",
+        "Deprecated: errors have no codes any more. Their messages explain what to do.",
     ),
 }
 
 
 class LazyGroup(click.Group):
-    """A group that lists its commands without importing them."""
+    """Click group that lists its commands without importing them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names in the order in which a newcomer needs them."""
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command that was called."""
         if cmd_name not in _COMMANDS:
             return None
         module, attribute = _COMMANDS[cmd_name][0].split(":")
@@ -99,14 +97,12 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, or name the one that is spelled most alike."""
         if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
             hint = nearest(args[0], _COMMANDS)
             ctx.fail(f"There is no command {args[0]!r}.{hint} Commands: {', '.join(_COMMANDS)}.")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands from the table, not from the commands."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
 
@@ -114,18 +110,18 @@ class LazyGroup(click.Group):
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(drivetrain.__version__, prog_name="drivetrain")
 def cli() -> None:
-    """Train PyTorch models: one task class, one fit, any hardware."""
+    """Train PyTorch models on any hardware."""
 
 
 @click.command()
 @click.argument("code", required=False)
 def explain(code: str | None) -> None:
-    """Deprecated: errors have no codes any more, and their messages have what to do."""
-    click.echo("Errors have no codes any more: each message has what was given, what is allowed and what to do.")
+    """Print that errors have no codes any more. Deprecated."""
+    click.echo("Errors have no codes any more. Each message explains what was given, what is allowed and what to do.")
 
 
 def main() -> None:
-    """Run the command line and exit; mistakes are reported without a traceback."""
+    """Run the command line and exit. Errors of drivetrain are printed without a traceback."""
     try:
         code = cli(prog_name="drivetrain", standalone_mode=False)
     except click.exceptions.Abort:
@@ -137,7 +133,7 @@ def main() -> None:
         if os.environ.get("DRIVETRAIN_DEBUG") == "1":
             raise
         click.echo(visible(f"Error: {error}"), err=True)
-        # 2 is what shells and click use for a command line that makes no sense.
+        # Shells and click use exit code 2 for an invalid command line.
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -1,4 +1,4 @@
-"""`drivetrain merge-weights`: plain safetensors out of a checkpoint."""
+"""The `merge-weights` command: export the weights of a checkpoint as safetensors files."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _UNSAFE_NAME = "pytorch_model.bin"
 )
 @click.argument("checkpoint")
 @click.argument("output", type=click.Path(file_okay=False))
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Bytes in a file at most, such as 500MB.")
-@click.option("--dtype", default=None, help="Convert floating-point weights, such as to bfloat16.")
-@click.option("--model", type=click.IntRange(min=0), default=None, help="Which model, where several were saved.")
-@click.option("--module", default=None, help="Write the weights of this module alone, by their names in it.")
-@click.option("--base", default=None, help="The weights that adapters in CHECKPOINT were trained over, to add them to.")
-@click.option("--overwrite", is_flag=True, help="Write into a directory that holds something already.")
-@click.option("--no-verify", is_flag=True, help="Do not check the checkpoint's files against its manifest first.")
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Maximum size of one file, such as 500MB.")
+@click.option("--dtype", default=None, help="Dtype to convert floating-point weights to, such as bfloat16.")
+@click.option("--model", type=click.IntRange(min=0), default=None, help="Index of the model, if several were saved.")
+@click.option("--module", default=None, help="Write only this module's weights, without its name as prefix.")
+@click.option("--base", default=None, help="Base weights to merge the LoRA adapters in CHECKPOINT into.")
+@click.option("--overwrite", is_flag=True, help="Allow an OUTPUT folder that is not empty.")
+@click.option("--no-verify", is_flag=True, help="Do not verify the checkpoint's files against its manifest.")
 @click.option("--unsafe-serialization", is_flag=True, help=f"Write {_UNSAFE_NAME}, a pickle, instead of safetensors.")
-@click.option("--remove-checkpoint-dir", is_flag=True, help="Remove CHECKPOINT once its weights are written.")
+@click.option("--remove-checkpoint-dir", is_flag=True, help="Remove CHECKPOINT after its weights are written.")
 def merge_weights(
     checkpoint: str,
     output: str,
@@ -45,10 +45,10 @@ def merge_weights(
     unsafe_serialization: bool,
     remove_checkpoint_dir: bool,
 ) -> None:
-    """Write the weights in CHECKPOINT, of any strategy and number of processes, as safetensors into OUTPUT.
+    """Export the weights of CHECKPOINT, of any strategy and number of processes, as safetensors files into OUTPUT.
 
-    CHECKPOINT may also be what FSDP has saved in torch's shards (its pytorch_model_fsdp_0, or the folder that
-    this is in), or what DeepSpeed's engine has written itself. Nothing in their files is executed.
+    CHECKPOINT may also be a sharded FSDP checkpoint of torch (a pytorch_model_fsdp_0 folder, or its parent), or a
+    checkpoint of DeepSpeed's engine. Nothing in the files is executed.
     """
     from drivetrain.checkpoint import consolidate
 
@@ -87,23 +87,21 @@ def _with_adapters(
 
 
 def _check_removable(checkpoint: str, output: str) -> None:
-    """Refuse to remove what is no folder of this machine, or what the weights are written into."""
     from drivetrain.runtime.errors import ConfigurationError
 
     source = Path(checkpoint)
     if not source.is_dir():
         raise ConfigurationError(
-            f"--remove-checkpoint-dir removes a directory of this machine, but {checkpoint!r} is none. Leave it out.",
+            f"--remove-checkpoint-dir needs a local folder, but {checkpoint!r} is not one. Leave the flag out.",
         )
     if Path(output).resolve().is_relative_to(source.resolve()):
         raise ConfigurationError(
             f"--remove-checkpoint-dir would remove the weights too: {output!r} is inside {checkpoint!r}. Give another "
-            "output.",
+            "output folder.",
         )
 
 
 def _as_pickle(files: Sequence[str], output: Path) -> str:
-    """Put the weights of safetensors files into one pickle, and remove the files."""
     import torch
     from safetensors import safe_open
 
@@ -112,7 +110,7 @@ def _as_pickle(files: Sequence[str], output: Path) -> str:
         with safe_open(path, "pt") as file:
             weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             described = file.metadata() or {}
-        # Tied weights are written once; the header names the others.
+        # Tied weights are stored once. The file's metadata maps their other names to the stored one.
         weights |= {tied: weights[first] for tied, first in described.items() if first in weights}
     target = output / _UNSAFE_NAME
     torch.save(weights, target)

@@ -1,4 +1,4 @@
-"""`drivetrain report`: a page of one run, or one that compares several."""
+"""The `report` command: an HTML page about one run, or a comparison of several."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from drivetrain.runtime.terminal import visible
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
-@click.option("-o", "--output", default=None, metavar="FILE", help="The page to write.")
-@click.option(
-    "--dir", "directory", default=".", show_default=True, help="Where runs of which only the name is given are."
-)
+@click.option("-o", "--output", default=None, metavar="FILE", help="HTML file to write.")
+@click.option("--dir", "directory", default=".", show_default=True, help="Folder of the runs that are given by name.")
 def report(runs: tuple[str, ...], output: str | None, directory: str) -> None:
-    """Write a page that shows a run, or one that compares several.
+    """Write an HTML page that shows a run, or that compares several.
 
-    RUN is a run's folder, its name in `drivetrain runs`, or a file of values: a CSV table or TensorBoard's events.
-    The page is RUN/report.html, of several runs comparison.html.
+    RUN is a run's folder, its name in `drivetrain runs`, a CSV table of metrics or a TensorBoard event file. The page
+    is written to RUN/report.html, or to comparison.html for several runs.
 
     \b
     drivetrain report drivetrain_logs/version_3

@@ -1,4 +1,4 @@
-"""`drivetrain runs`: the runs of a directory, listed, shown and resumed."""
+"""The `runs` command: list, show and resume the runs of a folder."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import click
 
 from drivetrain.runtime.terminal import visible
 
-_DIRECTORY = click.option("--dir", "directory", default=".", show_default=True, help="The directory of runs.")
+_DIRECTORY = click.option("--dir", "directory", default=".", show_default=True, help="Folder of the runs.")
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 @click.group(invoke_without_command=True, context_settings=_SETTINGS)
 @_DIRECTORY
-@click.option("--json", "as_json", is_flag=True, help="Write JSON, for other programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def runs(context: click.Context, directory: str, as_json: bool) -> None:
-    """List the runs of a directory, newest first: when each began, its state, its metric and its command.
+    """List the runs of a folder, newest first, with start time, state, metric and command.
 
-    The metric is the best value of what its checkpoints are chosen by, or else a loss, marked as the last value.
+    The metric is the best value of the metric that selects checkpoints. Runs without one show their last loss, marked
+    as the last value.
 
     \b
     drivetrain runs --dir experiments
@@ -40,7 +41,7 @@ def runs(context: click.Context, directory: str, as_json: bool) -> None:
         click.echo(json.dumps([{**vars(run), "state": run.state, "metric": run.metric} for run in found], indent=2))
         return
     if not found:
-        click.echo(f"No runs are listed in {directory}/{DIRECTORY}/{NAME}. Give their directory with --dir.")
+        click.echo(f"No runs are listed in {directory}/{DIRECTORY}/{NAME}. Give their folder with --dir.")
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     click.echo("\n".join(as_table(found, width)))
@@ -50,9 +51,9 @@ def runs(context: click.Context, directory: str, as_json: bool) -> None:
 @click.argument("name")
 @click.pass_obj
 def show(directory: str, name: str) -> None:
-    """Show what the run NAME is, how it stands, and where its checkpoints and its page are.
+    """Show the state of the run NAME, and the paths of its checkpoints and its report.
 
-    NAME is its name in `drivetrain runs`, or its folder.
+    NAME is a run's name in `drivetrain runs`, or its folder.
     """
     from drivetrain.callbacks.report.page import find_run
     from drivetrain.callbacks.report.record import read_record, summary_of
@@ -63,12 +64,12 @@ def show(directory: str, name: str) -> None:
 
 @runs.command(context_settings=_SETTINGS)
 @click.argument("name")
-@click.option("--dry-run", is_flag=True, help="Show what would be started, and start nothing.")
+@click.option("--dry-run", is_flag=True, help="Show the command without running it.")
 @click.pass_obj
 def resume(directory: str, name: str, dry_run: bool) -> int:
-    """Start the command of the run NAME again, where it was started, resuming from its newest checkpoint.
+    """Run the command of the run NAME again in its folder, resuming from its newest checkpoint.
 
-    The first `fit` of the script resumes from there, unless the script itself names a checkpoint.
+    The first `fit` of the script resumes from this checkpoint, unless the script passes a checkpoint itself.
     """
     import shlex
     import subprocess

@@ -1,4 +1,4 @@
-"""`drivetrain slurm`: an sbatch file that launches a script."""
+"""The `slurm` command: write an sbatch file that launches a script."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from drivetrain.cli.batch import batch_command, write_batch
 
 
 @batch_command("slurm")
-@click.option("--nodes", type=int, default=1, show_default=True, help="Machines.")
-@click.option("--gpus_per_node", type=int, default=None, help="Accelerators of each. Default: none, on the CPU.")
-@click.option("--processes_per_node", type=int, default=None, help="Default: one per accelerator.")
-@click.option("--cpus_per_node", type=int, default=None, help="Cores of each.")
-@click.option("--memory", metavar="64G", default=None, help="Memory of each; 0 for all.")
-@click.option("--time", metavar="D-HH:MM:SS", default=None, help="Longest run.")
+@click.option("--nodes", type=int, default=1, show_default=True, help="Number of machines.")
+@click.option("--gpus_per_node", type=int, default=None, help="Accelerators per machine. Default: none (CPU).")
+@click.option("--processes_per_node", type=int, help="Processes per machine. Default: one per accelerator.")
+@click.option("--cpus_per_node", type=int, default=None, help="CPU cores per machine.")
+@click.option("--memory", metavar="64G", default=None, help="Memory per machine; 0 for all.")
+@click.option("--time", metavar="D-HH:MM:SS", default=None, help="Time limit of the job.")
 @click.option("--partition", default=None, help="Partition.")
-@click.option("--account", default=None, help="Account that pays.")
+@click.option("--account", default=None, help="Account to charge.")
 @click.option("--job_name", default="drivetrain", show_default=True, help="Name of the job.")
-@click.option("--output", default="%x-%j.out", show_default=True, help="File for what the job prints.")
-@click.option("--signal_seconds", type=int, default=120, show_default=True, help="Ask to save so long before the end.")
-@click.option("--setup", multiple=True, metavar="LINE", help="Shell line that runs before; can be given several times.")
+@click.option("--output", default="%x-%j.out", show_default=True, help="File for the job's output.")
+@click.option("--signal_seconds", type=int, default=120, show_default=True, help="Seconds from saving to the limit.")
+@click.option("--setup", multiple=True, metavar="LINE", help="Shell line to run first. Repeat it for several lines.")
 def slurm(
     script: str, args: tuple[str, ...], flags: tuple[str, ...], file: Path | None, setup: tuple[str, ...], **values: Any
 ) -> None:
     """Write an sbatch file that launches SCRIPT with ARGS.
 
-    Before the job's time is over, the script saves and the job goes back to the queue, and resumes there.
+    Before the job's time limit, the script saves a checkpoint and the job is requeued. It then resumes from the
+    checkpoint.
 
     \b
     drivetrain slurm --nodes 2 --gpus_per_node 8 --time 1-00:00:00 --file train.sbatch train.py --lr 0.1

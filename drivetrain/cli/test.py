@@ -1,4 +1,4 @@
-"""`drivetrain test`: trains for a moment on the configured setup, and reports what is wrong with it."""
+"""The `test` command: check the configured setup with a short training run."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from drivetrain.runtime.errors import ConfigurationError
 _TRIAL = "drivetrain.cli.trial"
 _HANG_SECONDS = "120"
 
-# check -> what to do where it fails
+# check -> advice if it fails
 _ADVICE = {
-    "start": "The processes did not meet, or the options cannot be. The message above is the first one's. "
-    "Between machines, check that the address and port of the first are reachable from the others.",
+    "start": "The processes could not connect, or the options are invalid. The message above is from the first process "
+    "that failed. With several machines, check that the others can reach the address and port of the first.",
     "processes": "Check --num_processes, and that no variables of another launcher (RANK, WORLD_SIZE) are set.",
     "devices": "Start one process for each device, and check --gpu_ids and CUDA_VISIBLE_DEVICES.",
-    "collectives": "The network between the processes is at fault, or the backend's version differs between machines. "
-    "NCCL_DEBUG=INFO or GLOO_SOCKET_IFNAME=<interface> narrows it down.",
+    "collectives": "The network between the processes fails, or the backend's version differs between machines. "
+    "Set NCCL_DEBUG=INFO or GLOO_SOCKET_IFNAME=<interface> to find the cause.",
     "data": "Check that all machines run the same version of drivetrain.",
     "training": "Run with --mixed_precision no to separate the precision from the strategy, and with "
     "--num_processes 1 to separate both from the device.",
     "weights": "Check that all machines run the same versions of torch and of drivetrain (`drivetrain env`).",
-    "checkpoint": "Check that the folder for temporary files (TMPDIR) can be written and has room.",
+    "checkpoint": "Check that the folder for temporary files (TMPDIR) is writable and has free space.",
 }
 
 
@@ -41,11 +41,11 @@ _ADVICE = {
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="")
 def test(flags: tuple[str, ...]) -> int:
-    """Train for a moment on the configured setup, and compare with one process.
+    """Check the configured setup with a short training run, compared with one process.
 
-    FLAGS are those of `drivetrain launch`. Each process checks that it has its rank, device and share of the data,
-    that collectives are exact, that losses are those of one process in plain PyTorch, that all end with the same
-    model, and that a checkpoint brings it back.
+    FLAGS are those of `drivetrain launch`. The checks cover ranks, devices, exact collectives and data sharding. Losses
+    must equal those of one process in plain PyTorch, all processes must end with equal models, and a checkpoint must
+    restore the model.
 
     \b
     drivetrain test
@@ -69,17 +69,17 @@ def test(flags: tuple[str, ...]) -> int:
 
 
 def _settings(flags: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
-    """The settings that are in force with these flags, and whether they are only to be shown."""
+    """Return the settings that result from the flags, and True if they are only to be shown."""
     from drivetrain.cli.launch import launch
     from drivetrain.launch.options import SETTINGS
     from drivetrain.launch.settings.sources import collect
 
-    # A script is what the launcher needs; what it finds before ours is not a flag.
+    # The launcher's parser needs a script. If it finds another one before ours, the user has given a script.
     parsed: dict[str, Any] = launch.make_context("drivetrain test", [*flags, "-m", _TRIAL]).params
     if parsed["script"] != _TRIAL:
         raise ConfigurationError(
-            f"drivetrain test takes the flags of drivetrain launch and no script, but got {parsed['script']!r}. "
-            "It brings a script of its own.",
+            f"drivetrain test runs a script of its own, but got {parsed['script']!r}. Give only flags of drivetrain "
+            "launch.",
         )
     given = {name: value for name, value in parsed.items() if name in SETTINGS and value != ()}
     return collect(given, os.environ, parsed["config_file"]), parsed["dry_run"]
@@ -93,7 +93,6 @@ def _launch(arguments: list[str]) -> int:
 
 
 def _report(lines: list[dict[str, Any]], code: int) -> int:
-    """Print what was found; the command's exit code."""
     began = [line["began"] for line in lines if "began" in line]
     findings = [line["finding"] for line in lines if "finding" in line]
     for finding in findings:
@@ -101,9 +100,9 @@ def _report(lines: list[dict[str, Any]], code: int) -> int:
     wrong = [finding["name"] for finding in findings if not finding["ok"]]
     if not wrong and code:
         wrong = [began[-1] if began else "start"]
-        click.echo(f"  WRONG  {wrong[0]:<12} the processes ended here, with exit code {code}")
+        click.echo(f"  WRONG  {wrong[0]:<12} the processes ended during this check with exit code {code}")
     if wrong:
-        click.echo(f"\nThis setup does not train as it must. {_ADVICE[wrong[0]]}")
+        click.echo(f"\nThis setup does not train correctly. {_ADVICE[wrong[0]]}")
         return code or 1
-    click.echo("\nThis setup trains, and agrees with one process.")
+    click.echo("\nThis setup trains correctly and agrees with a single process.")
     return 0

@@ -1,4 +1,4 @@
-"""`drivetrain to-fsdp2`: a configuration for FSDP 1, as one for FSDP 2."""
+"""The `to-fsdp2` command: convert a configuration file from FSDP 1 to FSDP 2."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "
 _NUMBERED = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _STRATEGY_KEYS = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
 
-# key -> why it is left out
+# key -> reason for its removal
 _WITHOUT_MEANING = {
-    "fsdp_backward_prefetch": "FSDP 2 always gathers the next unit while one computes its backward",
-    "fsdp_use_orig_params": "under FSDP 2 parameters are always the model's own",
+    "fsdp_backward_prefetch": "FSDP 2 always prefetches the next unit during the backward",
+    "fsdp_use_orig_params": "FSDP 2 always uses the model's original parameters",
     "fsdp_sync_module_states": "under FSDP 2 each process builds or loads its own shards",
-    "fsdp_forward_prefetch": "Accelerate's FSDP 2 does not read it; drivetrain's FSDP(forward_prefetch=...) does",
+    "fsdp_forward_prefetch": "Accelerate's FSDP 2 ignores it; use drivetrain's FSDP(forward_prefetch=...)",
 }
 
 
@@ -33,13 +33,13 @@ _WITHOUT_MEANING = {
         "help_option_names": ["-h", "--help"],
     },
 )
-@click.option("--config_file", required=True, type=click.Path(dir_okay=False), help="The YAML to convert.")
-@click.option("--output_file", type=click.Path(dir_okay=False), help="Where to write. Default: back, with --overwrite.")
-@click.option("--overwrite", is_flag=True, help="Replace a file that is there already.")
+@click.option("--config_file", required=True, type=click.Path(dir_okay=False), help="YAML file to convert.")
+@click.option("--output_file", type=click.Path(dir_okay=False), help="Output file. Default: the input file.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 def to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None:
-    """Rewrite a YAML for FSDP 1 as one for FSDP 2.
+    """Convert a YAML configuration file from FSDP 1 to FSDP 2.
 
-    Each key that is changed or left out is listed. Comments are not kept.
+    Lists each key that is changed or removed. Comments in the file are lost.
     """
     import yaml
 
@@ -50,13 +50,13 @@ def to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None
         raise ConfigurationError("Give --output_file, or --overwrite to replace the configuration file itself.")
     target = Path(output_file or config_file)
     if target.exists() and not overwrite:
-        raise ConfigurationError(f"{str(target)!r} is there already. Give another --output_file, or --overwrite.")
+        raise ConfigurationError(f"{str(target)!r} already exists. Give another --output_file, or --overwrite.")
     try:
         config = load_yaml(source.read_text())
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"{config_file!r} is no YAML: {error}") from error
+        raise ConfigurationError(f"{config_file!r} is not YAML: {error}") from error
     if not isinstance(config, dict):
-        raise ConfigurationError(f"{config_file!r} holds no settings. Give a YAML of `drivetrain config`.")
+        raise ConfigurationError(f"{config_file!r} contains no settings. Give a YAML file of `drivetrain config`.")
     converted, changes = convert(config)
     target.write_text(yaml.safe_dump(converted))
     for change in changes:
@@ -65,12 +65,12 @@ def to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None
 
 
 def convert(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The same settings for FSDP 2, and what was changed, in words."""
+    """Return the configuration for FSDP 2, and a description of each change."""
     old = config.get("fsdp_config")
     if not old:
         raise ConfigurationError("The file has no fsdp_config: there is nothing to convert.")
     if str(old.get("fsdp_version", 1)) == "2":
-        raise ConfigurationError("fsdp_version is 2 already. If its keys are those of version 1, set it to 1 first.")
+        raise ConfigurationError("fsdp_version is 2 already. If the file has keys of version 1, set it to 1 first.")
     strategy, resharding = _strategy_of(old)
     if strategy == "NO_SHARD":
         return _unsharded(config)
@@ -93,7 +93,6 @@ def convert(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _strategy_of(old: Mapping[str, Any]) -> tuple[str | None, bool | None]:
-    """How version 1 shards, under either key, by name or number; and what that is in version 2."""
     key = next((each for each in _STRATEGY_KEYS if old.get(each) is not None), None)
     if key is None:
         return None, None
@@ -111,22 +110,21 @@ def _strategy_of(old: Mapping[str, Any]) -> tuple[str | None, bool | None]:
 
 
 def _unsharded(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """NO_SHARD shards nothing: plain data parallelism is the same, and FSDP 2 has no such mode."""
     kind = "MULTI_CPU" if config.get("use_cpu") else "MULTI_GPU"
     result = {key: value for key, value in config.items() if key != "fsdp_config"}
     return {**result, "distributed_type": kind}, [
-        f"distributed_type: {config.get('distributed_type')} -> {kind}; NO_SHARD shards nothing, which is what DDP "
-        "does, and FSDP 2 has no such mode",
+        f"distributed_type: {config.get('distributed_type')} -> {kind}; NO_SHARD is equivalent to DDP, and FSDP 2 has "
+        "no such mode",
         "fsdp_config: left out",
     ]
 
 
 def _hybrid(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """HYBRID_SHARD shards within a machine and copies between machines, which FSDP 2 takes from a mesh."""
+    """Convert HYBRID_SHARD to mesh sizes: sharding within a machine, replication between machines."""
     machines, processes = int(config.get("num_machines") or 1), int(config.get("num_processes") or 1)
     if processes % machines:
         raise ConfigurationError(
-            f"num_processes is {processes}, which {machines} machines cannot share equally. Take a multiple.",
+            f"num_processes is {processes}, which is not divisible by {machines} machines. Give a multiple.",
         )
     prefix = "parallelism_config_"
     sizes = {
@@ -136,5 +134,5 @@ def _hybrid(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     }
     return sizes, (
         f"{prefix}dp_replicate_size: {machines} and {prefix}dp_shard_size: {processes // machines}; "
-        "shards within a machine, copies between machines"
+        "shards within a machine, replicates between machines"
     )

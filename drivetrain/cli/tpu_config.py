@@ -1,4 +1,4 @@
-"""`drivetrain tpu-config`: runs commands on all workers of a TPU pod, by gcloud."""
+"""The `tpu-config` command: run commands on all workers of a TPU pod with gcloud."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from drivetrain.runtime.terminal import visible
         "max_content_width": 110,
     },
 )
-@click.option("--config_file", type=click.Path(), help="A YAML that names the TPU and the commands.")
-@click.option("--tpu_name", help="The TPU. Default: the file's.")
-@click.option("--tpu_zone", help="Its zone. Default: the file's.")
+@click.option("--config_file", type=click.Path(), help="YAML file with the TPU's name and the commands.")
+@click.option("--tpu_name", help="Name of the TPU. Default: from the file.")
+@click.option("--tpu_zone", help="Zone of the TPU. Default: from the file.")
 @click.option("--use_alpha", is_flag=True, help="Run `gcloud alpha`.")
-@click.option("--command_file", type=click.Path(), help="A file with a command on each line.")
-@click.option("--command", multiple=True, help="A command; can be given several times.")
+@click.option("--command_file", type=click.Path(), help="File with one command per line.")
+@click.option("--command", multiple=True, help="Command to run. Repeat it for several commands.")
 @click.option("--install_drivetrain", is_flag=True, help="Install drivetrain first.")
-@click.option("--drivetrain_version", default="latest", show_default=True, help="Which one, such as 0.1.0.")
+@click.option("--drivetrain_version", default="latest", show_default=True, help="Version of drivetrain, such as 0.1.0.")
 @click.option("--install_accelerate", is_flag=True, help="Install Accelerate first.")
-@click.option("--accelerate_version", default="latest", show_default=True, help="Which one, such as 1.15.0, or dev.")
+@click.option("--accelerate_version", default="latest", show_default=True, help="Version of Accelerate, or dev.")
 @click.option("--debug", is_flag=True, help="Print the command instead of running it.")
 def tpu_config(
     config_file: str | None,
@@ -48,7 +48,7 @@ def tpu_config(
     accelerate_version: str,
     debug: bool,
 ) -> int:
-    """Run commands on all workers of a TPU pod, in /usr/share, to set it up before a launch.
+    """Run commands in /usr/share on all workers of a TPU pod, to set it up before a launch.
 
     \b
     drivetrain tpu-config --tpu_name pod --tpu_zone us-central1-a --command "pip install -r requirements.txt"
@@ -73,7 +73,7 @@ def tpu_config(
         return 0
     if shutil.which(gcloud[0]) is None:
         raise ConfigurationError(
-            "There is no gcloud on PATH. Install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install), or "
+            "gcloud is not on PATH. Install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install), or "
             "give --debug to print the command.",
         )
     code = subprocess.run(gcloud, check=False).returncode
@@ -82,7 +82,6 @@ def tpu_config(
 
 
 def _commands(given: Sequence[str], file: str | None, defaults: Mapping[str, Any]) -> list[str]:
-    """The lines to run: those of the flags, else those of the file of settings."""
     if not given and file is None:
         file = defaults.get("command_file")
         given = defaults.get("commands") or ()
@@ -99,7 +98,7 @@ def _commands(given: Sequence[str], file: str | None, defaults: Mapping[str, Any
 
 def _needed(name: str, value: str | None) -> str:
     if not value:
-        raise ConfigurationError(f"{name} is not given. Give --{name}, or a --config_file that has it.")
+        raise ConfigurationError(f"{name} is missing. Give --{name}, or a --config_file that contains it.")
     return value
 
 
@@ -114,7 +113,6 @@ def _requirement(package: str, version: str) -> str:
 
 
 def _read(named: str | None) -> Mapping[str, Any]:
-    """The keys of the file that is named, else of the user's own, if it is there."""
     import yaml
 
     from drivetrain.launch.settings.sources import find_config_file
@@ -128,5 +126,5 @@ def _read(named: str | None) -> Mapping[str, Any]:
     try:
         config = load_yaml(path.read_text())
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"{str(path)!r} is no YAML: {error}") from error
+        raise ConfigurationError(f"{str(path)!r} is not YAML: {error}") from error
     return config if isinstance(config, dict) else {}

@@ -1,4 +1,4 @@
-"""What `drivetrain test` runs in each process: checks of a setup, each with its result in words."""
+"""Checks that `drivetrain test` runs in each process."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from drivetrain.runtime.state import PartialState
 ROWS, WIDTH, CLASSES = 4, 16, 4
 STEPS = 4
 TOLERANCES = {"no": 5e-6, "32": 5e-6, "64": 5e-6, "fp8": 2e-2}
-"""How far losses may be from those of one process in 32 bits."""
+"""Allowed difference of losses from a float32 run on one process, by precision."""
 LOW_PRECISION = 1e-2
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """Result of one check of the training setup.
 
     Attributes:
-        name: The check.
-        ok: Whether it found what must be.
-        text: What was found.
+        name: Name of the check.
+        ok: True if the check passed.
+        text: Result in words.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Finding:
     text: str
 
 
-class Wrong(Exception):
-    """A check found something else than what must be; the message states both."""
+class CheckFailed(Exception):
+    """Raised by a check that fails. The message states the actual and the expected result."""
 
 
 class Block(nn.Module):
-    """A residual block, which sharding strategies take as a unit."""
+    """Residual block, which sharding strategies treat as one unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,8 +66,6 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """A small classifier."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
@@ -81,7 +79,7 @@ class Network(nn.Module):
 
 
 class Trial:
-    """The checks, in the order in which one relies on another."""
+    """Checks of a setup, in an order in which each may rely on the previous ones."""
 
     def __init__(self, accelerator: Accelerator, processes: int | None) -> None:
         self.accelerator, self.processes = accelerator, processes
@@ -98,7 +96,6 @@ class Trial:
         self.optimizer: Any = None
 
     def checks(self) -> dict[str, Callable[[], str]]:
-        """The checks by name."""
         return {
             "processes": self.check_processes,
             "devices": self.check_devices,
@@ -110,28 +107,26 @@ class Trial:
         }
 
     def check_processes(self) -> str:
-        """All that were asked for are there, each under a rank of its own."""
         state = self.accelerator.state
         ranks = sorted(collectives.gather_object([state.process_index]))
         if ranks != list(range(state.num_processes)):
-            raise Wrong(f"the ranks are {ranks}, but must be 0 to {state.num_processes - 1}, each once")
+            raise CheckFailed(f"the ranks are {ranks}, but must be 0 to {state.num_processes - 1}, each once")
         if self.processes is not None and state.num_processes != self.processes:
-            raise Wrong(f"{state.num_processes} take part, but {self.processes} were asked for")
+            raise CheckFailed(f"there are {state.num_processes} processes, but {self.processes} were requested")
         return f"{state.num_processes}, on {state.kind.name}, strategy {self.accelerator.strategy.name!r}"
 
     def check_devices(self) -> str:
-        """No two processes share an accelerator."""
         state = self.accelerator.state
         places = collectives.gather_object([(socket.gethostname(), str(state.device))])
         shared = sorted({place for place in places if places.count(place) > 1})
         if state.kind.name != "cpu" and shared:
             ranks = [rank for rank, place in enumerate(places) if place in shared]
-            raise Wrong(f"ranks {ranks} share {shared[0][1]}: each needs a device of its own")
+            raise CheckFailed(f"ranks {ranks} share {shared[0][1]}: each needs a device of its own")
+        # Fails at once if the device's driver or libraries do not work.
         torch.ones(8, 8, device=state.device).mm(torch.ones(8, 8, device=state.device)).sum().item()
         return ", ".join(sorted({device for _, device in places}))
 
     def check_collectives(self) -> str:
-        """Sums, gathers and broadcasts have the values that they must have."""
         state = self.accelerator.state
         rank, count = state.process_index, state.num_processes
         mine = torch.full((3,), float(rank + 1), device=state.device)
@@ -148,12 +143,11 @@ class Trial:
         }
         for name, (found, wanted) in expected.items():
             if not torch.equal(found.cpu(), wanted):
-                raise Wrong(f"{name} is {found.tolist()}, but must be {wanted.tolist()}")
+                raise CheckFailed(f"{name} is {found.tolist()}, but must be {wanted.tolist()}")
         return "sum, gather and broadcast are exact"
 
     def check_data(self) -> str:
-        """Together the processes see each sample once, in the order of one process."""
-        rows = 3 * ROWS * self.shards + 1  # so that the last batch is short
+        rows = 3 * ROWS * self.shards + 1  # makes the last batch shorter
         plain = DataLoader(TensorDataset(torch.arange(rows)), ROWS, shuffle=True, generator=_generator())
         expected = [int(value) for (batch,) in plain for value in batch]
         mine = DataLoader(TensorDataset(torch.arange(rows)), ROWS, shuffle=True, generator=_generator())
@@ -162,20 +156,19 @@ class Trial:
             found += self.accelerator.gather_for_metrics(batch).tolist()
         if sorted(found) != sorted(expected):
             missing, twice = set(expected) - set(found), {one for one in found if found.count(one) > 1}
-            raise Wrong(f"of {rows} samples {len(missing)} were not seen and {len(twice)} were seen more than once")
+            raise CheckFailed(f"of {rows} samples {len(missing)} are missing and {len(twice)} occur more than once")
         if found != expected:
-            raise Wrong("each sample was seen once, but in another order than in one process")
+            raise CheckFailed("each sample occurs once, but in another order than in one process")
         return f"each of {rows} samples once, in the order of one process"
 
     def check_training(self) -> str:
-        """Losses are those of one process on the same global batches."""
         expected = list(self.plain_losses())
         found = list(self.losses())
         precision = str(self.accelerator.mixed_precision)
         tolerance = TOLERANCES.get(precision, LOW_PRECISION)
         for step, (one, other) in enumerate(zip(found, expected, strict=True)):
-            if not abs(one - other) <= tolerance:  # also where a loss is no number
-                raise Wrong(
+            if not abs(one - other) <= tolerance:  # true for NaN, unlike `>`
+                raise CheckFailed(
                     f"the loss of step {step} is {one:.6f}, but {other:.6f} in one process (allowed difference "
                     f"{tolerance:g} in precision {precision!r})"
                 )
@@ -183,7 +176,6 @@ class Trial:
         return f"{len(found)} steps in precision {precision!r}, losses within {largest:.1g} of one process"
 
     def check_weights(self) -> str:
-        """After training all processes hold the same model."""
         assert self.model is not None
         self.model.eval()
         probe = torch.linspace(-1, 1, WIDTH, device=self.accelerator.device).expand(ROWS, WIDTH)
@@ -192,14 +184,13 @@ class Trial:
         everyone = collectives.gather_object([output.tolist()])
         different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
         if different:
-            raise Wrong(f"the model of rank(s) {different} gives other outputs than that of rank 0")
+            raise CheckFailed(f"the model of rank(s) {different} has other outputs than the model of rank 0")
         return "the same outputs on every process"
 
     def check_checkpoint(self) -> str:
-        """A saved state brings the model back."""
         state = self.accelerator.state
         if state.num_processes != state.environment.local_world_size:
-            return "left out: it needs a folder that all machines share"
+            return "skipped: needs a folder that all machines share"
         before = self._outputs()
         with _shared_folder(state) as folder:
             self.accelerator.save_state(folder)
@@ -208,9 +199,9 @@ class Trial:
             changed = self._outputs()
             self.accelerator.load_state(folder)
         if torch.equal(before, changed):
-            raise Wrong("a further step did not change the model")
+            raise CheckFailed("another training step did not change the model")
         if not torch.equal(before, self._outputs()):
-            raise Wrong("the model is not what was saved")
+            raise CheckFailed("the loaded model differs from the saved one")
         return "saved and loaded"
 
     def _outputs(self) -> torch.Tensor:
@@ -221,7 +212,7 @@ class Trial:
         return outputs.float()
 
     def losses(self, steps: int = STEPS) -> Iterator[float]:
-        """Train under the setup; the mean loss of each step over its micro-batches and all processes."""
+        """Train on this setup. Yields each step's mean loss over its micro-batches and all processes."""
         accelerator = self.accelerator
         loader = DataLoader(self.data, ROWS)
         if self.model is None:
@@ -247,7 +238,7 @@ class Trial:
                     return
 
     def plain_losses(self) -> Iterator[float]:
-        """The same in plain PyTorch, in this process alone, in 32 bits."""
+        """Train in plain PyTorch and float32 in this process alone. Yields the mean loss of each step."""
         device = self.accelerator.device
         network = copy.deepcopy(self.network).to(device)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
@@ -270,7 +261,7 @@ def _generator() -> torch.Generator:
 
 @contextmanager
 def _shared_folder(state: PartialState) -> Iterator[str]:
-    """A temporary folder of one machine's processes, made and removed by the main one."""
+    """Create a temporary folder that the processes of one machine share, and remove it at the end."""
     made = tempfile.mkdtemp(prefix="drivetrain_test_") if state.is_main_process else ""
     name: str = collectives.broadcast_object_list([made])[0]
     try:
@@ -286,7 +277,7 @@ def examine(
     make: Callable[[], Accelerator] = Accelerator,
     begin: Callable[[str], None] = lambda name: None,
 ) -> list[Finding]:
-    """Check the setup that this process is a part of; all processes call it."""
+    """Run all checks until one fails, and return the findings. All processes must call this."""
     begin("start")
     trial = Trial(make(), processes)
     findings = []
@@ -295,9 +286,9 @@ def examine(
         text, failure = "", ""
         try:
             text = check()
-        except Wrong as wrong:
+        except CheckFailed as wrong:
             failure = str(wrong)
-        except Exception as error:  # whatever a setup raises is what is wrong with it
+        except Exception as error:  # any error of the setup is a finding
             failure = f"{type(error).__name__}: {error}"
         failures = collectives.gather_object([failure])
         failed = [f"rank {rank}: {each}" for rank, each in enumerate(failures) if each]
@@ -310,7 +301,7 @@ def examine(
 
 
 def main() -> None:
-    """Examine the setup, and write what is found, line by line, into a file of this machine's first process."""
+    """Run all checks, and append each result to a JSON-lines file on the first process of this machine."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--results", required=True)
     parser.add_argument("--processes", type=int)

@@ -1,4 +1,4 @@
-"""`drivetrain tune`: runs a script for a few steps with varied settings, and shows which of them make steps faster."""
+"""The `tune` command: time a script's steps under several settings, and show which are faster."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from drivetrain.runtime.errors import ConfigurationError
 
 STEPS = 20
 WARM_UP = 5
-"""Steps before those that are timed."""
+"""Number of steps before the timed ones."""
 PAYS = 1.1
-"""The least ratio of two step times that a change must reach to be recommended; below that a machine is noisy."""
+"""Minimum speed-up of a recommended change. Smaller differences are within the noise of a machine."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a script.
+    """One change of a script's settings that `drivetrain tune` tries.
 
     Attributes:
-        text: The change, as it is written in a script.
-        note: What it means for the numbers.
+        text: The change as Python code.
+        note: Effect on the results.
         options: Arguments of the Trainer.
-        loader: Attributes of the training loaders.
-        lays_out: Whether the task is laid out with its channels last.
+        loader: Attributes of the training data loaders.
+        lays_out: Convert the task to the channels-last memory format.
     """
 
     text: str = "as it is"
@@ -47,10 +47,10 @@ _PASSING_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False,
 @click.command(context_settings=_PASSING_ON, options_metavar="[FLAGS]")
 @click.argument("given", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def tune(given: tuple[str, ...]) -> int:
-    """Try changes of SCRIPT that could make its steps faster, and show what each of them gains.
+    """Try settings that could make the steps of SCRIPT faster, and show the gain of each.
 
-    Each trial runs the script up to the first steps of its `Trainer.fit`, in a process of its own. It has no callbacks,
-    trackers and checkpoints. FLAGS are those of `drivetrain launch`, for a script that needs a launcher.
+    Each trial runs the script in its own process, up to the first steps of `Trainer.fit`, without callbacks, trackers
+    and checkpoints. FLAGS are those of `drivetrain launch`, for scripts that need a launcher.
 
     \b
     drivetrain tune train.py --lr 0.1
@@ -60,21 +60,21 @@ def tune(given: tuple[str, ...]) -> int:
     with tempfile.TemporaryDirectory(prefix="drivetrain_tune_", ignore_cleanup_errors=True) as folder:
         found = _run(command, Change(), folder)
         if "problem" in found:
-            click.echo(f"Nothing could be tried, since the script as it is failed: {found['problem']}", err=True)
+            click.echo(f"Nothing could be tried, because the unchanged script failed: {found['problem']}", err=True)
             return 1
         changes = [Change(**each) for each in found["changes"]]
         results = []
         with click.progressbar([*changes, Change()], label="Trying changes", file=sys.stderr) as bar:
             for change in bar:
                 results.append(_run(command, change, folder))
-    again = results.pop()  # a machine that had more to do at first would make everything seem to pay
+    again = results.pop()  # a second baseline: other load during the first one would make every change look faster
     base = min(found["seconds"], again.get("seconds", found["seconds"]))
     click.echo(_table(base, list(zip(changes, results, strict=True))))
     return 0
 
 
 def _command(given: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return the words before and after the name of a trial's file in the command line of a trial."""
+    """Return a trial's command line, as the arguments before and after the path of the trial's JSON file."""
     from drivetrain.cli.launch import launch
     from drivetrain.launch.options import LaunchOptions
 
@@ -101,13 +101,12 @@ def _run(command: tuple[list[str], list[str]], change: Change, folder: str) -> d
         found: dict[str, Any] = json.loads(result.read_text())
         return found
     if ended.returncode == 0:
-        return {"problem": f"it trained fewer than {WARM_UP + STEPS} steps with Trainer.fit"}
+        return {"problem": f"Trainer.fit ran fewer than {WARM_UP + STEPS} steps"}
     lines = [line for line in ended.stderr.splitlines() if line.strip()]
     return {"problem": lines[-1] if lines else f"exit code {ended.returncode}"}
 
 
 def _table(base: float, tried: list[tuple[Change, dict[str, Any]]]) -> str:
-    """Return what each change has gained over a step of `base` seconds, the best first, and which of them pays most."""
     measured = [(base / result["seconds"], change, result) for change, result in tried if "seconds" in result]
     rows = [("change", "a step", "speed", ""), (Change().text, _time(base), "1.00x", "")]
     for gain, change, result in sorted(measured, key=lambda each: -each[0]):
@@ -120,8 +119,8 @@ def _table(base: float, tried: list[tuple[Change, dict[str, Any]]]) -> str:
     ]
     best = max(measured, key=lambda each: each[0], default=None)
     if best is None or best[0] < PAYS:
-        return "\n".join([*lines, "Nothing that was tried pays." if tried else "There is nothing to try."])
-    return "\n".join([*lines, f"{best[1].text} pays most: steps are {best[0]:.1f} times as fast."])
+        return "\n".join([*lines, "No change makes steps faster." if tried else "There is nothing to try."])
+    return "\n".join([*lines, f"{best[1].text} helps most: steps are {best[0]:.1f} times as fast."])
 
 
 def _time(seconds: float) -> str:

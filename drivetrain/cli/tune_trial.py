@@ -1,4 +1,4 @@
-"""What `drivetrain tune` runs in each process of a trial: a script up to the first steps of its `Trainer.fit`."""
+"""Program that `drivetrain tune` runs in each process of a trial."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from drivetrain.runtime.host import cores_of_process
 from drivetrain.trackers.base import first_line
 
 _NOTICEABLE = 0.1
-"""The share of the time from which what takes it is worth a trial."""
+"""Minimum share of the step time for which a change is worth a trial."""
 _LAYS_OUT = ("cpu", "cuda", "xpu")
-"""The devices that compute convolutions of images with the channels of each pixel side by side."""
-# The Trainer's arguments that a step depends on. A trial leaves out all others.
+"""Devices with channels-last kernels for convolutions."""
+# Arguments of the Trainer that affect a step. A trial leaves out all others.
 _KEPT = (
     *("accelerator", "strategy", "devices", "num_nodes", "precision", "compile", "sync_batchnorm"),
     *("limit_train_batches", "overfit_batches", "use_distributed_sampler", "accumulate_grad_batches"),
@@ -39,7 +39,7 @@ _KEPT = (
 
 
 class Pace(Callback):
-    """Lets a Trainer run a trial: times the steps after the first ones, writes what they show, and ends the process."""
+    """Callback that times the steps after a warm-up, writes the result to a file, and ends the process."""
 
     saves_within_steps = False
 
@@ -67,6 +67,7 @@ class Pace(Callback):
         self._batches += bool(self._begun)
         if self._begun and done < WARM_UP + STEPS:
             return
+        # Kernels run asynchronously: without this, the clock would not include them.
         topology.kind.synchronize(topology.device)
         if not self._begun:
             self._begun = perf_counter()
@@ -80,7 +81,6 @@ class Pace(Callback):
         raise SystemExit(0)
 
     def adapt(self, loader: Any) -> None:
-        """Change a training loader."""
         if isinstance(loader, DataLoader):
             self.loaders.append(loader)
             for name, value in self._change.loader.items():
@@ -89,8 +89,7 @@ class Pace(Callback):
                 loader.prefetch_factor = 2
 
     def _changes(self, trainer: Trainer, task: Task, shares: dict[str, float], cores: int) -> Iterator[Change]:
-        """Yield what is worth a trial after these shares of the time."""
-        kind, same = trainer.strategy.topology.kind, "The same numbers."
+        kind, same = trainer.strategy.topology.kind, "Same results."
         if shares["data"] >= _NOTICEABLE and self.loaders:
             count = max(2, 2 * max(each.num_workers for each in self.loaders))
             while count <= max(2, cores):
@@ -100,9 +99,9 @@ class Pace(Callback):
                 yield Change("DataLoader(pin_memory=True)", same, loader={"pin_memory": True})
         if shares["forward"] + shares["backward"] + shares["optimizer"] < _NOTICEABLE:
             return
-        rounded = "The same numbers but for rounding."
+        rounded = "Same results except for rounding."
         if trainer.precision == "32" and kind.supports_bf16():
-            note = "It changes the numbers: forwards and backwards compute with 8 bits of each number's digits."
+            note = "Changes results: forward and backward compute with 8 significant bits."
             yield Change("Trainer(precision='bf16-mixed')", note, {"precision": "bf16-mixed"})
         if trainer.accelerator.preparation.compilation is None and self._compiles is None:
             yield Change("Trainer(compile=True)", f"{rounded} The first steps take longer.", {"compile": True})
@@ -114,8 +113,8 @@ class Pace(Callback):
             yield Change("Trainer(benchmark=True)", rounded, {"benchmark": True})
 
 
-def _try(change: Change, result: Path) -> None:
-    """Let every Trainer that is made in this process run a trial."""
+def _patch_trainer(change: Change, result: Path) -> None:
+    """Patch `Trainer` in this process so that every trainer runs a trial with the change."""
     make, adapt = Trainer.__init__, Trainer.adapt_loader
 
     @functools.wraps(make)
@@ -126,8 +125,8 @@ def _try(change: Change, result: Path) -> None:
         make(made, **kept, **change.options, **quiet, default_root_dir=result.parent, callbacks=[pace])
         if made.spawning is not None:
             raise ConfigurationError(
-                f"drivetrain tune cannot see into the processes that strategy={made.strategy.name!r} starts. Give "
-                "strategy='ddp', and the number of processes as a flag: drivetrain tune --num_processes 2 script.py.",
+                f"drivetrain tune does not support strategy={made.strategy.name!r}, which starts its own processes. "
+                "Use strategy='ddp' and a flag: drivetrain tune --num_processes 2 script.py.",
             )
 
     def adapt_for_trial(trainer: Trainer, loader: Any, stage: Stage) -> Any:
@@ -142,10 +141,9 @@ def _try(change: Change, result: Path) -> None:
 
 
 def _main(trial: str, script: str) -> None:
-    """Run a script as a trial, and write the problem if it raises."""
     asked = json.loads(Path(trial).read_text())
     result = Path(asked["result"])
-    _try(Change(**asked["change"]), result)
+    _patch_trainer(Change(**asked["change"]), result)
     sys.argv = sys.argv[2:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     try:

@@ -1,4 +1,4 @@
-"""Models that are larger than a device: built without memory, sized, and placed over what there is."""
+"""Run models that exceed one device's memory: empty initialization, device maps, offloading, quantization, adapters."""
 
 from __future__ import annotations
 

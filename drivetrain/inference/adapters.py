@@ -1,4 +1,4 @@
-"""Low-rank adapters over a frozen model whose weights are quantised: what is trained, saved and merged is small."""
+"""LoRA adapters on frozen, optionally quantized linear layers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,13 @@ from drivetrain.inference.quantization.models import is_within, quantize_model
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, PackageMissingError, nearest
 from drivetrain.runtime.memory import parameter_size
 
-# Linear layers that are not trained, and whose packed weights strategies leave whole or shard
-
-
-_ALIGNED = 16  # bytes at whose multiples the parts of a packed weight begin
+_ALIGNED = 16  # the parts of a packed weight start at multiples of this many bytes
 
 Bind = Callable[[nn.Module, Mapping[str, Tensor]], None]
 
 
 class _Part(NamedTuple):
-    """Where a tensor is among the bytes of a packed weight."""
+    """Offset, dtype and shape of one tensor inside the packed bytes of a weight."""
 
     start: int
     dtype: torch.dtype
@@ -41,20 +38,20 @@ class _Part(NamedTuple):
 
 
 class FrozenLinear(nn.Module):
-    """A layer that is not trained, quantised or not. It follows the inputs to their device.
+    """Frozen linear layer, optionally quantized, that moves itself to the device of its inputs.
 
-    The layer is no submodule: a state dict does not hold it, and changes of dtype leave what is packed in it alone.
+    The wrapped layer is not a submodule. State dicts do not contain it, and `half()` and the like do not cast it.
 
     Args:
         base: The layer, with `in_features` and `out_features`.
-        quantizer: What has quantised the layer; None for one that is not quantised.
-        sharded: Whether strategies may shard the weight. Its bytes are then the parameter `packed`, which no precision
-            converts; without, every process holds the layer whole.
+        quantizer: The quantizer that has quantized the layer, or None.
+        sharded: Allow strategies to shard the weight. Its bytes then become the parameter `packed`, which mixed
+            precision does not cast. If False, every process holds the full layer.
 
     Attributes:
         base: The frozen layer.
-        packed: The bytes of the weight, shape `(bytes,)`, where strategies may shard them.
-        frozen_size: Elements of the frozen layer's parameters before it was quantised, and the bytes that they take.
+        packed: The bytes of the weight, shape `(bytes,)`, or None if `sharded` is False.
+        frozen_size: Number of elements of the layer's parameters before quantization, and the bytes that they occupy.
     """
 
     base: nn.Module
@@ -63,6 +60,7 @@ class FrozenLinear(nn.Module):
 
     def __init__(self, base: Any, quantizer: Quantizer | None = None, sharded: bool = False) -> None:
         nn.Module.__init__(self)
+        # nn.Module.__setattr__ would register the layer as a submodule.
         self.__dict__["base"] = base
         self.in_features, self.out_features = base.in_features, base.out_features
         self._base_device = next(iter(_tensors(base))).device
@@ -77,10 +75,10 @@ class FrozenLinear(nn.Module):
             self._pack(weight_parts(base) if quantizer is None else quantizer.parts(base))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the layer.
+        """Return the output of the frozen layer.
 
         Args:
-            x: Shape `(..., in_features)`.
+            x: Input of shape `(..., in_features)`.
         """
         if x.device != self._base_device:
             self.base.to(x.device)
@@ -88,8 +86,8 @@ class FrozenLinear(nn.Module):
         if self.packed is None:
             output: Tensor = self.base(x)
             return output
-        # Gathered for this forward, and freed after it. What autograd keeps are views of the same memory, which is
-        # filled again before backward.
+        # FSDP gathers `packed` for this forward and frees it afterwards. Autograd saves views of the same memory,
+        # which FSDP fills again before backward.
         self._bind(self.base, {name: _view(self.packed, part) for name, part in self._parts.items()})
         try:
             output = self.base(x)
@@ -98,7 +96,6 @@ class FrozenLinear(nn.Module):
         return output
 
     def train(self, mode: bool = True) -> FrozenLinear:
-        """Switch to training or evaluation, the frozen layer too."""
         self.base.train(mode)
         super().train(mode)
         return self
@@ -110,6 +107,7 @@ class FrozenLinear(nn.Module):
         end = 0
         for name, tensor in parts.items():
             self._parts[name] = _Part(end, tensor.dtype, tensor.shape)
+            # `view(dtype)` needs offsets that are multiples of the element size.
             end = math.ceil(self._parts[name].end / _ALIGNED) * _ALIGNED
         packed = torch.zeros(end, dtype=torch.uint8, device=self._base_device)
         for name, tensor in parts.items():
@@ -118,7 +116,7 @@ class FrozenLinear(nn.Module):
         self._unbind()
 
     def _unbind(self) -> None:
-        """Let the layer hold one element in the place of each part, of the same shape."""
+        """Replace each part of the wrapped layer's weight by a one-element tensor expanded to the part's shape."""
         empty = {
             name: torch.empty(1, dtype=part.dtype, device=self._base_device).expand(part.shape)
             for name, part in self._parts.items()
@@ -135,20 +133,20 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-# LoRA layers of peft over frozen ones of ours
+# LoRA layers of peft
 
 
 _OURS = ("r", "lora_alpha", "lora_dropout", "target_modules")
-# What begins without looking at the weight of the layer below.
+# Values of `init_lora_weights` that do not read the base layer's weight, which is packed here.
 _BEGINNINGS = (True, False, "gaussian")
 _NAME = "default"
 
 
 class FrozenForPeft(FrozenLinear, nn.Linear):
-    """A frozen layer that peft takes for a linear one. It has no weight that peft could change.
+    """Frozen layer that passes as `nn.Linear` for peft and exposes no weight that peft could change.
 
     Attributes:
-        scaling: What the product of the adapter's matrices is multiplied by; 0 without an adapter.
+        scaling: Factor of the adapter's product. 0 without an adapter.
     """
 
     scaling: Tensor
@@ -160,12 +158,12 @@ class FrozenForPeft(FrozenLinear, nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """Nothing, on the layer's device: peft places adapters where this is."""
+        """Empty tensor on the layer's device. peft places its adapters on the device of this attribute."""
         return torch.empty(0, dtype=torch.uint8, device=self.scaling.device)
 
 
 class PeftLayers:
-    """Puts peft's LoRA layers into models."""
+    """Options of peft's LoRA layers, checked on construction, and their injection into a model."""
 
     def __init__(self, rank: int, alpha: float | None, dropout: float, options: Mapping[str, Any] | None) -> None:
         self._options = dict(options or {})
@@ -179,13 +177,12 @@ class PeftLayers:
         reads = reads or ("" if beginning in _BEGINNINGS else f"init_lora_weights={beginning!r}")
         if reads:
             raise ConfigurationError(
-                f"QLoRA(backend='peft'): {reads} reads the weights below the adapters, which are packed. Use peft's "
-                "get_peft_model over quantize_model for it.",
+                f"QLoRA(backend='peft'): {reads} reads the weights of the base layers, which are packed. For this "
+                "option, call quantize_model and then peft's get_peft_model.",
             )
         self._options |= {"r": rank, "lora_alpha": 2 * rank if alpha is None else alpha, "lora_dropout": dropout}
 
     def check(self) -> None:
-        """See that peft is installed and has the options."""
         if find_spec("peft") is None:
             raise PackageMissingError(
                 "QLoRA(backend='peft') needs peft, which is not installed: pip install peft. Without it, "
@@ -201,10 +198,10 @@ class PeftLayers:
                 )
 
     def add(self, model: nn.Module, layers: Sequence[str]) -> None:
-        """Put an adapter around each of some frozen layers, and leave these alone to be trained."""
+        """Wrap the named frozen layers of a model in peft adapters. Training modes stay as they were."""
         import peft
 
-        pattern = "|".join(re.escape(name) for name in layers)  # peft takes names in a list for ends of others
+        pattern = "|".join(re.escape(name) for name in layers)  # peft matches the names of a list as suffixes
         config = peft.LoraConfig(target_modules=f"(?:{pattern})", **self._options)
         training = {name: module.training for name, module in model.named_modules()}
         with _has_parameter(model, model.get_submodule(layers[0]).scaling.device):
@@ -212,13 +209,13 @@ class PeftLayers:
         for name in layers:
             adapter: Any = model.get_submodule(name)
             frozen: Any = adapter.get_base_layer()
-            frozen.scaling.fill_(adapter.scaling[_NAME])  # which a checkpoint of peft's does not hold
+            frozen.scaling.fill_(adapter.scaling[_NAME])  # a checkpoint of peft does not contain the scale
             adapter.train(training[name])
 
 
 @contextmanager
 def _has_parameter(model: nn.Module, device: Any) -> Iterator[None]:
-    """Let a model have a parameter: peft reads the device from the first one (0.21), and frozen layers have none."""
+    """Register a dummy parameter on a model that has none. peft 0.21 reads the device from the first parameter."""
     if any(True for _ in model.parameters()):
         yield
         return
@@ -232,21 +229,21 @@ def _has_parameter(model: nn.Module, device: Any) -> Iterator[None]:
 
 _BASES, _BACKENDS = ("replicated", "sharded"), ("drivetrain", "peft")
 HASH = "base_sha256"
-"""The name, in the state of a model with adapters, of the digest of all that is frozen in it."""
+"""Name of the buffer that holds the SHA-256 digest of a model's frozen parameters."""
 
 
 class LoRALinear(FrozenLinear):
-    """A frozen layer, and two small matrices whose product is added to what it computes.
+    """Frozen linear layer with a trainable low-rank update.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 
     Args:
         base: The layer, with `in_features` and `out_features`.
-        rank: Rows of the first matrix; 0 for none of both.
-        alpha: The product is scaled by `alpha / rank`.
-        dropout: Share of the inputs that the matrices do not see in training.
-        quantizer: What has quantised the layer; None for one that is not quantised.
-        sharded: Whether strategies may shard the frozen layer's weight.
+        rank: Rank of the update. 0 adds no matrices.
+        alpha: The update is scaled by `alpha / rank`.
+        dropout: Dropout probability on the input of the update, in training.
+        quantizer: The quantizer that has quantized the layer, or None.
+        sharded: Allow strategies to shard the frozen layer's weight.
 
     Attributes:
         base: The frozen layer.
@@ -273,10 +270,10 @@ class LoRALinear(FrozenLinear):
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the layer, and add the product.
+        """Return the output of the frozen layer plus the low-rank update.
 
         Args:
-            x: Shape `(..., in_features)`.
+            x: Input of shape `(..., in_features)`.
         """
         output = super().forward(x)
         if self.rank:
@@ -285,7 +282,7 @@ class LoRALinear(FrozenLinear):
         return output
 
     def update(self) -> Tensor:
-        """What the matrices add to the layer's weight; shape `(out_features, in_features)`."""
+        """Return the scaled low-rank update `B @ A` of the layer's weight, shape `(out_features, in_features)`."""
         if not self.rank:
             return torch.zeros((), device=self.scaling.device)
         return self.scaling * (self.lora_B.detach() @ self.lora_A.detach())
@@ -295,26 +292,27 @@ class LoRALinear(FrozenLinear):
 
 
 class QLoRA:
-    """Adapters over a quantised model. The model is trained as any other, under any strategy that keeps layers whole.
+    """Fine-tuning with LoRA adapters on a frozen, quantized model.
 
-    A checkpoint holds the adapters, and a digest of what they were trained over; it is refused over anything else.
+    Train the model like any other, under a strategy that does not split layers. A checkpoint contains the adapters and
+    a SHA-256 digest of the frozen weights. Loading it on other frozen weights raises a `CheckpointError`.
 
     Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023).
 
     Args:
-        rank: Rows of the first matrix of each adapter.
-        alpha: What an adapter adds is scaled by `alpha / rank`; `2 * rank` if None.
-        targets: Names of modules whose layers get adapters, such as `["q_proj", "v_proj"]`; all quantised layers if
-            None.
-        dropout: Share of the inputs that adapters do not see in training.
-        quantizer: How the frozen layers are stored: a quantizer or the name of one; None leaves them as they are.
-        base: `"replicated"`, where every process holds the frozen layers whole, or `"sharded"`, where FSDP shards their
-            packed weights among the processes as it does parameters. The numbers and the checkpoints are the same.
-        backend: `"drivetrain"`, or `"peft"` for peft's LoRA layers over the same frozen ones.
+        rank: Rank of each adapter.
+        alpha: An adapter's output is scaled by `alpha / rank`. None means `2 * rank`.
+        targets: Names of modules whose linear layers get adapters, such as `["q_proj", "v_proj"]`. None selects all
+            quantized layers.
+        dropout: Dropout probability on the adapters' inputs, in training.
+        quantizer: Quantizer of the frozen layers, or its registered name. None leaves the layers unquantized.
+        base: `"replicated"` keeps the full frozen layers in every process. With `"sharded"`, FSDP shards their packed
+            weights like parameters. Results and checkpoints are identical.
+        backend: `"drivetrain"`, or `"peft"` for peft's LoRA layers on the same frozen layers.
         peft_options: Further arguments of `peft.LoraConfig`, such as `{"use_rslora": True}`.
 
     Raises:
-        ConfigurationError: An option cannot be.
+        ConfigurationError: An option is invalid.
 
     Example:
         ```python
@@ -344,7 +342,7 @@ class QLoRA:
         if rank < 1:
             raise ConfigurationError(f"QLoRA(rank={rank}): give 1 or more.")
         if not 0.0 <= dropout < 1.0:
-            raise ConfigurationError(f"QLoRA(dropout={dropout}): give a share from 0 to below 1.")
+            raise ConfigurationError(f"QLoRA(dropout={dropout}): give a probability of at least 0 and below 1.")
         for name, given, allowed in (("base", base, _BASES), ("backend", backend, _BACKENDS)):
             if given not in allowed:
                 raise ConfigurationError(
@@ -353,7 +351,7 @@ class QLoRA:
         self.base, self.backend = base, backend
         self._peft = PeftLayers(rank, alpha, dropout, peft_options) if backend == "peft" else None
         if peft_options is not None and self._peft is None:
-            raise ConfigurationError("QLoRA(peft_options=...) are those of backend='peft'. Ask for it, or drop them.")
+            raise ConfigurationError("QLoRA(peft_options=...) needs backend='peft'. Set it, or leave the options out.")
         self.rank, self.alpha = rank, 2.0 * rank if alpha is None else float(alpha)
         self.targets = None if targets is None else tuple(targets)
         self.dropout = dropout
@@ -366,19 +364,21 @@ class QLoRA:
         device_map: Any = None,
         **options: Any,
     ) -> nn.Module:
-        """Quantise and freeze a model, and give its layers adapters. Call it alike on all processes, with one seed.
+        """Quantize and freeze a model in place, and add adapters to its linear layers.
+
+        All processes must call this method with the same arguments and the same random seed.
 
         Args:
-            model: The model, which is changed; with weights, or built by `init_empty_weights`.
-            weights: As for `quantize_model`.
-            device_map: As for `quantize_model`.
+            model: The model to change. It may be on the meta device if `weights` are given.
+            weights: Checkpoint to load, as for `quantize_model`.
+            device_map: Devices of the modules, as for `quantize_model`.
             **options: Further arguments of `quantize_model`.
 
         Returns:
             The model.
 
         Raises:
-            ConfigurationError: A target is not in the model, or no layer is.
+            ConfigurationError: The model has no linear layer, or none with the name of a target.
         """
         if self._peft is not None:
             self._peft.check()
@@ -390,18 +390,18 @@ class QLoRA:
         adapted = self._adapted(model, stored)
         if not adapted:
             raise ConfigurationError(
-                f"QLoRA finds no linear layer within {type(model).__name__} to give an adapter. Put the layer into a "
-                "module, such as nn.Sequential(layer).",
+                f"QLoRA finds no linear layer inside {type(model).__name__}. Wrap a single layer in a module, such as "
+                "nn.Sequential(layer).",
             )
         model.requires_grad_(False)
-        digest = digest_of(model)
+        digest = digest_of(model)  # before layers are replaced, since their parameters then have other names
         for name in dict.fromkeys((*stored, *adapted)):
             parent, _, last = name.rpartition(".")
             layer = self._frozen(model.get_submodule(name), self.quantizer if name in stored else None, name in adapted)
             setattr(model.get_submodule(parent), last, layer.train(model.training))
         if self._peft is not None:
             self._peft.add(model, adapted)
-        _save_adapters_alone(model, digest)
+        _exclude_frozen_from_state(model, digest)
         return model
 
     def _frozen(self, layer: nn.Module, quantizer: Quantizer | None, adapted: bool) -> FrozenLinear:
@@ -418,14 +418,14 @@ class QLoRA:
             if not any(is_within(name, [target]) for name in known):
                 parts = {part for name in known for part in name.split(".")}
                 raise ConfigurationError(
-                    f"QLoRA(targets=...) names {target!r}, and no linear layer of {type(model).__name__} is called so."
+                    f"QLoRA(targets=...) names {target!r}, but {type(model).__name__} has no linear layer of this name."
                     f"{nearest(target, parts)}",
                 )
         return [name for name in known if is_within(name, self.targets)]
 
 
 def digest_of(model: nn.Module) -> str:
-    """SHA-256 of the values of all parameters of a model, by name, quantised ones as they are stored."""
+    """Return the SHA-256 hex digest of all parameters of a model, by name. Quantized parameters enter as stored."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(remove_duplicate=False)):
         for part in _plain(parameter.detach()):
@@ -443,16 +443,16 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
             yield from _plain(getattr(tensor, name))
 
 
-def _save_adapters_alone(model: nn.Module, digest: str) -> None:
-    """Let a state dict of the model hold what is trained, its buffers, and the digest."""
+def _exclude_frozen_from_state(model: nn.Module, digest: str) -> None:
+    """Add a digest buffer to a model and exclude frozen parameters from its state dict."""
     model.register_buffer(HASH, torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8))
     frozen = [name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad]
-    model.register_state_dict_post_hook(_WithoutFrozen(frozen))  # type: ignore[no-untyped-call]
-    model.register_load_state_dict_pre_hook(_WithFrozen(frozen, digest))  # type: ignore[no-untyped-call]
+    model.register_state_dict_post_hook(_DropFrozen(frozen))  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_pre_hook(_RestoreFrozen(frozen, digest))  # type: ignore[no-untyped-call]
 
 
-class _WithoutFrozen:
-    """Takes frozen parameters out of a state dict, but for those that are trained after all."""
+class _DropFrozen:
+    """State dict hook that removes frozen parameters, unless they have been unfrozen since."""
 
     def __init__(self, frozen: Sequence[str]) -> None:
         self._frozen = frozen
@@ -460,12 +460,13 @@ class _WithoutFrozen:
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         held = dict(module.named_parameters(remove_duplicate=False))
         for name in self._frozen:
+            # The user may have unfrozen a parameter since. Its trained values are in no other file.
             if name not in held or not held[name].requires_grad:
                 state.pop(prefix + name, None)
 
 
-class _WithFrozen:
-    """Puts the frozen parameters that a module has into a state that it is to load, once it is known to be of them."""
+class _RestoreFrozen:
+    """Load hook that checks the digest of the frozen weights and fills in the frozen parameters."""
 
     def __init__(self, frozen: Sequence[str], digest: str) -> None:
         self._frozen, self._digest = frozen, digest
@@ -477,8 +478,8 @@ class _WithFrozen:
         digest = bytes(found.detach().cpu().tolist()).hex()
         if digest != self._digest:
             raise CheckpointError(
-                f"These adapters were trained over other weights (SHA-256 {digest[:12]}…) than {type(module).__name__} "
-                f"has ({self._digest[:12]}…). Load the same weights, quantised in the same way, before apply()."
+                f"These adapters were trained on other weights (SHA-256 {digest[:12]}…) than {type(module).__name__} "
+                f"has ({self._digest[:12]}…). Load the same weights, quantized in the same way, before apply()."
             )
         held = dict(module.named_parameters(remove_duplicate=False))
         for name in self._frozen:

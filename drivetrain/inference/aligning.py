@@ -1,4 +1,4 @@
-"""Hooks that bring a module's weights and inputs to one device, and take the weights away again."""
+"""Hooks that move a module's weights and inputs to one device for the forward, and offload the weights afterwards."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ _STATE_HANDLES = "_hf_hook_state_handles"
 
 
 class AlignDevicesHook(ModelHook):
-    """Has a module run on one device: its inputs are moved there, and its weights are there or come for the forward.
+    """Hook that moves a module's inputs to one device, and keeps its weights there or loads them for the forward only.
 
     Args:
-        execution_device: The device that the module runs on; inputs and weights stay where they are if None.
-        offload: Keep the weights elsewhere, and bring each to the device for the forward only.
-        io_same_device: Return the output to the device that the input came from.
-        weights_map: The weights by their names in the module, where they are offloaded; they may be read as they are
-            asked for. If None, they are kept in the CPU's memory.
-        offload_buffers: Whether buffers are offloaded too; otherwise they stay on the device.
-        place_submodules: Whether the tensors of modules within it are included.
-        skip_keys: Keys of keyword arguments and outputs whose values stay where they are.
-        tied_params_map: Where weights that several modules share are already; see `set_module_tensor_to_device`.
+        execution_device: Device of the forward. If None, inputs and weights are not moved.
+        offload: Keep the weights off the device, and copy each to the device for the forward only.
+        io_same_device: Return the output to the device of the input.
+        weights_map: Offloaded weights by their names in the module. Values may be read on access. None keeps the
+            offloaded weights in CPU memory.
+        offload_buffers: Offload buffers too. If False, buffers stay on the device.
+        place_submodules: Include the tensors of submodules.
+        skip_keys: Keys of keyword arguments and outputs whose values are not moved.
+        tied_params_map: Copies of tied weights by address and device. See `set_module_tensor_to_device`.
 
     Attributes:
-        original_devices: Where each tensor was before it was offloaded, by name.
-        input_device: Where the last input came from, with `io_same_device`.
+        original_devices: Device of each tensor before offloading, by name.
+        input_device: Device of the last input, if `io_same_device` is True.
     """
 
     _device: torch.device | None
@@ -102,21 +102,20 @@ class AlignDevicesHook(ModelHook):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # The weights of a copy are at other addresses.
+        # These tables use memory addresses as keys, which are wrong in a copy.
         return {**vars(self), "tied_params_map": None, "_tied": {}, "_shared": set(), "_borrowed": []}
 
     def needs(self) -> tuple[bool | Registered, bool, bool]:
-        """Whether there is something to do before the forward, after it, and after an error in it."""
         if type(self) is not AlignDevicesHook:
             return super().needs()
         after = self.offload or self.io_same_device
         before: bool | Registered = after or self.execution_device is not None
         if before and not after and not self.no_grad:
-            before = self._move_inputs  # most modules of a model that is placed have no more to do
+            before = self._move_inputs  # faster than pre_forward: most placed modules only move their inputs
         return before, after, self.offload or self.no_grad
 
     def init_hook(self, module: ModuleT) -> ModuleT:
-        """Put the weights on the device, or take them away where they are offloaded."""
+        """Move the module's tensors to the execution device, or offload them if `offload` is True."""
         tensors = _tensors(module, self.place_submodules)
         given = self.tied_params_map
         tied = self._tied = tied_tensors(module, self.place_submodules) if given is None else given
@@ -125,60 +124,60 @@ class AlignDevicesHook(ModelHook):
                 for name in tensors:
                     self._put(module, name, self._device, tied_params_map=tied)
             return module
-        kept = _unsaved(module) if self.offload_buffers else _buffer_names(module, self.place_submodules)
+        # Weights maps lack non-persistent buffers, so these stay on the device even with `offload_buffers`.
+        kept = _non_persistent_buffers(module) if self.offload_buffers else _buffer_names(module, self.place_submodules)
         going = {name: tensor for name, tensor in tensors.items() if name not in kept}
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         self._offloaded = list(going)
         self._keeps = self.weights_map is None
         if self.weights_map is None:
-            self.weights_map = _kept_in_memory(module, going, tied)
+            self.weights_map = _copy_to_cpu(module, going, tied)
         _check_complete(module, going, self.weights_map)
-        self._shared = {name for name, each in going.items() if tied_address(each, tied) and self._share(name)}
+        self._shared = {name for name, each in going.items() if tied_address(each, tied) and self._register_tied(name)}
         for name in tensors:
             if name in going:
                 self._put(module, name, _META)
             elif self._device is not None:
                 self._put(module, name, self._device, tied_params_map=tied)
+        # Without these hooks, state dicts would contain meta tensors, and loading one would change only those.
         saves: Any = module.register_state_dict_post_hook
         loads: Any = module.register_load_state_dict_pre_hook
-        vars(module)[_STATE_HANDLES] = [saves(_fill_in), loads(_load_elsewhere)]
-        self._refuse_moves(module, tensors)
+        vars(module)[_STATE_HANDLES] = [saves(_save_offloaded), loads(_load_offloaded)]
+        self._forbid_moves(module, tensors)
         return module
 
-    def _refuse_moves(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        """Have `to`, `half` and the like refuse to move or cast what is kept elsewhere."""
+    def _forbid_moves(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         devices = {_CPU if self._device is None else self._device}
         if self._keeps:
             devices |= {kept.device for kept in self._weights.values()}
         kinds = {(tensor.dtype, device) for tensor in tensors.values() for device in devices}
-        self._guard = MoveGuard(module.modules() if self.place_submodules else [module], kinds, self._applied)
+        self._guard = MoveGuard(module.modules() if self.place_submodules else [module], kinds, self._apply_in_place)
 
-    def _applied(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
-        """Apply what changes nothing, such as `share_memory`, to weights wherever they are."""
+    def _apply_in_place(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
+        """Apply a function that neither moves nor casts, such as `share_memory`, to resident and offloaded weights."""
         for child in module.children() if recurse else ():
             child._apply(function)  # type: ignore[no-untyped-call]
         for tensor in _tensors(module, False).values():
             if not tensor.is_meta:
                 function(tensor)
-        if self._keeps and _offloading(hook_of(module)) is self:
+        if self._keeps and _offloading_hook(hook_of(module)) is self:
             for kept in self._weights.values():
                 function(kept)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring the weights and the inputs to the device."""
         device = self._device
         if self.io_same_device:
             first = args[0] if args else None
             found = first.device if isinstance(first, Tensor) else find_device((args, kwargs))
-            vars(self)["input_device"] = found
+            vars(self)["input_device"] = found  # `__setattr__` of hooks is slow, and this runs in every forward
         if self.offload:
             for name in self._offloaded:
-                self._bring(module, name, _CPU if device is None else device)
+                self._load_tensor(module, name, _CPU if device is None else device)
         return (args, kwargs) if device is None else self._move_inputs(module, args, kwargs) or (args, kwargs)
 
     def _move_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The inputs on the device, or None if they are there."""
+        """Return the inputs moved to the execution device, or None if they are on that device already."""
         device: Any = self._device
         for value in (*args, *kwargs.values()) if kwargs else args:
             if (not isinstance(value, Tensor) or value.device != device) and value is not None:
@@ -186,20 +185,18 @@ class AlignDevicesHook(ModelHook):
         return None
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Take the weights away, and return the output to where the input came from."""
         if self.offload:
-            self._take_away()
+            self._unload()
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
 
     def on_error(self, module: nn.Module) -> None:
-        """Take the weights away."""
         if self.offload:
-            self._take_away()
+            self._unload()
 
     def detach_hook(self, module: ModuleT) -> ModuleT:
-        """Return offloaded weights to where they were."""
+        """Move offloaded weights back to their original devices."""
         if self.offload:
             if self._guard is not None:
                 self._guard.remove()
@@ -214,16 +211,15 @@ class AlignDevicesHook(ModelHook):
     def _put(self, module: nn.Module, name: str, device: torch.device, **options: Any) -> None:
         set_module_tensor_to_device(module, name, device, clear_cache=False, **options)
 
-    def _share(self, name: str) -> bool:
-        """List a tied weight under the address of what the map has for it, if the map has it in memory."""
+    def _register_tied(self, name: str) -> bool:
+        """Register a tied weight by its address. Returns False if the weights map reads it on each access."""
         first, again = self._weights[name], self._weights[name]
         if first.data_ptr() == again.data_ptr():
             self._tied.setdefault(first.data_ptr(), {})
             return True
-        return False  # it is read each time, and another tensor may be at the same address next
+        return False  # the map reads a new tensor at each access, and its address may be reused by another
 
-    def _bring(self, module: nn.Module, name: str, device: torch.device) -> None:
-        """Put one offloaded tensor on a device for the forward."""
+    def _load_tensor(self, module: nn.Module, name: str, device: torch.device) -> None:
         value = self._weights[name]
         table, last = locate(module, name)
         self._placeholders.append((table, last, table[last]))
@@ -231,15 +227,16 @@ class AlignDevicesHook(ModelHook):
         address = tied_address(value, tied)
         if address is not None and device not in tied[address]:  # type: ignore[index]
             self._borrowed.append((address, device))
+        # bitsandbytes stores the scales of an int8 weight as `SCB` next to it.
         scales = None
         if value.dtype == torch.int8 and "weight" in name:
             scales = self._weights.get(name.replace("weight", "SCB"))
         self._put(module, name, device, value=value, fp16_statistics=scales, tied_params_map=tied)
         if torch.is_grad_enabled() and table[last].requires_grad:
-            _refuse_gradient(table[last], f"{name!r} of {type(module).__name__}")
+            _forbid_gradient(table[last], f"{name!r} of {type(module).__name__}")
 
-    def _take_away(self) -> None:
-        """Leave no offloaded tensor on a device."""
+    def _unload(self) -> None:
+        """Replace the weights on the device by their placeholders, and drop the copies of tied weights."""
         while self._placeholders:
             table, name, placeholder = self._placeholders.pop()
             table[name] = placeholder
@@ -253,17 +250,16 @@ class AlignDevicesHook(ModelHook):
 
 
 def _check_complete(module: nn.Module, names: Iterable[str], weights: Mapping[str, Tensor]) -> None:
-    held = set(weights)  # `in` may read a tensor
+    held = set(weights)  # `name in weights` may read a tensor from disk
     for name in names:
         if name not in held:
             raise CheckpointError(
-                f"{type(module).__name__} is to be offloaded, but weights_map has no {name!r} for it."
-                f"{nearest(name, held)} Give one with all of its parameters, and its buffers with offload_buffers."
+                f"{type(module).__name__} cannot be offloaded: weights_map has no {name!r}."
+                f"{nearest(name, held)} Give a map with all of its parameters, and its buffers with offload_buffers."
             )
 
 
 def _tensors(module: nn.Module, recurse: bool) -> dict[str, Tensor]:
-    """The parameters and buffers of a module under all of their names."""
     named = [*module.named_parameters(recurse=recurse, remove_duplicate=False)]
     return dict([*named, *module.named_buffers(recurse=recurse, remove_duplicate=False)])
 
@@ -272,8 +268,7 @@ def _buffer_names(module: nn.Module, recurse: bool) -> set[str]:
     return {name for name, _ in module.named_buffers(recurse=recurse, remove_duplicate=False)}
 
 
-def _unsaved(module: nn.Module) -> set[str]:
-    """Names of the buffers within a module that no state dict holds."""
+def _non_persistent_buffers(module: nn.Module) -> set[str]:
     return {
         f"{path}.{name}" if path else name
         for path, inner in module.named_modules(remove_duplicate=False)
@@ -281,13 +276,12 @@ def _unsaved(module: nn.Module) -> set[str]:
     }
 
 
-def _kept_in_memory(module: nn.Module, tensors: Mapping[str, Tensor], tied: TiedTensors | None) -> dict[str, Tensor]:
-    """Tensors in the CPU's memory, tied ones once."""
+def _copy_to_cpu(module: nn.Module, tensors: Mapping[str, Tensor], tied: TiedTensors | None) -> dict[str, Tensor]:
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
         raise ConfigurationError(
-            f"{empty[0]!r} of {type(module).__name__} is on the meta device, so there is no value to offload; "
-            "give weights_map=, or load the model first.",
+            f"{empty[0]!r} of {type(module).__name__} is on the meta device and has no value to offload. "
+            "Give weights_map=, or load the model first.",
         )
     kept = {}
     for name, tensor in tensors.items():
@@ -299,69 +293,65 @@ def _kept_in_memory(module: nn.Module, tensors: Mapping[str, Tensor], tied: Tied
     return kept
 
 
-def _fill_in(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Have a state dict hold the weights that are kept elsewhere."""
-    hook: Any = _offloading(hook_of(module))
+def _save_offloaded(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    hook: Any = _offloading_hook(hook_of(module))
     for name in getattr(hook, "_offloaded", ()):
         if prefix + name in state and state[prefix + name].is_meta:
             state[prefix + name] = hook.weights_map[name]
 
 
-def _refuse_gradient(parameter: Tensor, what: str) -> None:
-    """Have a backward that reaches an offloaded parameter raise: its gradient would be lost with it."""
-
+def _forbid_gradient(parameter: Tensor, what: str) -> None:
     def refuse(_gradient: Tensor) -> None:
         raise ConfigurationError(
-            f"{what} is offloaded, so its gradient would be lost. Freeze it with requires_grad_(False) and train "
-            "other parameters beside it, or keep the module on its device.",
+            f"{what} is offloaded, so its gradient would be lost. Freeze it with requires_grad_(False), or keep the "
+            "module on its device.",
         )
 
     watch: Any = parameter.register_hook
     watch(refuse)
 
 
-def _load_elsewhere(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Have a state dict that is loaded reach the weights that are kept elsewhere."""
-    hook: Any = _offloading(hook_of(module))
+def _load_offloaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    hook: Any = _offloading_hook(hook_of(module))
     for name in getattr(hook, "_offloaded", ()):
         value = state.get(prefix + name)
         if value is None or value.is_meta:
             continue
         if not hook._keeps:
             raise ConfigurationError(
-                f"{prefix + name!r} is offloaded to a weights_map that was given, so it cannot be loaded in place. "
-                "Remove the hooks first, or load the model before it is offloaded.",
+                f"{prefix + name!r} is offloaded to a user-provided weights_map and cannot be loaded in place. "
+                "Remove the hooks first, or load the model before offloading it.",
             )
         held = hook.weights_map[name]
-        if held.shape == value.shape:  # torch refuses it otherwise
+        if held.shape == value.shape:  # load_state_dict itself raises for other shapes
             held.copy_(value)
             state[prefix + name] = torch.empty_like(value, device=_META)
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether the weights of a module are kept elsewhere between forwards.
+    """Return True if a module's weights are offloaded between forwards.
 
     Args:
-        module: The module.
+        module: The module. Submodules are not checked.
     """
-    return _offloading(hook_of(module)) is not None
+    return _offloading_hook(hook_of(module)) is not None
 
 
-def _offloading(hook: Any) -> Any:
-    """What of a hook keeps weights elsewhere, or None."""
+def _offloading_hook(hook: Any) -> Any:
     hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
     return next((each for each in hooks if getattr(each, "offload", False)), None)
 
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Context in which the tensors that a module holds itself are on a device.
+    """Context manager that holds a module's own parameters on one device.
 
     Args:
-        module: The module. Where its weights are offloaded, they are brought for the time of the context.
-        execution_device: The device. If None, the one that an offloaded module runs on; others stay as they are.
+        module: The module, without its submodules. Offloaded weights are loaded for the duration of the context.
+        execution_device: The device. If None, offloaded modules use the device of their hook, and other modules are not
+            moved.
     """
-    hook = _offloading(hook_of(module))
+    hook = _offloading_hook(hook_of(module))
     if isinstance(hook, AlignDevicesHook):
         before = hook.execution_device
         if execution_device is not None:
@@ -382,31 +372,31 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
     finally:
         for table, name, parameter in held if device is not None else ():
             if hook is not None:
-                table[name] = parameter  # what is kept elsewhere is there still
+                table[name] = parameter  # the offloaded value has not changed
             else:
                 set_module_tensor_to_device(module, name, parameter.device, clear_cache=False)
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model whose weights are offloaded, in part or in full, with all of their values.
+    """Return the full state dict of a model whose weights are partly or fully offloaded.
 
     Args:
         model: The model.
 
     Raises:
-        CheckpointError: A weight is neither in the model nor in what its hooks keep.
+        CheckpointError: A tensor is on the meta device and no hook offloads it.
     """
     state: dict[str, Any] = model.state_dict()
     empty = [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]
     if empty:
         raise CheckpointError(
-            f"{len(empty)} tensors of the model have no value, the first of them {empty[0]!r}: they are on the meta "
-            "device, and no hook keeps them. Load the model's weights first."
+            f"{len(empty)} tensors of the model have no value, the first is {empty[0]!r}. They are on the meta device "
+            "and no hook offloads them. Load the model's weights first."
         )
     return state
 
 
-# Adds hooks to the modules of a model that is placed over devices, or offloaded
+# Hooks for whole models
 
 
 def attach_execution_device_hook(
@@ -416,14 +406,14 @@ def attach_execution_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Have a module and all modules within it that hold tensors run on a device.
+    """Add an `AlignDevicesHook` for one device to a module and to all submodules that contain tensors.
 
     Args:
-        module: The module. Modules that have a hook keep it.
-        execution_device: The device.
-        skip_keys: Keys of keyword arguments whose values stay where they are.
-        preload_module_classes: Names of classes whose modules are not entered.
-        tied_params_map: See `set_module_tensor_to_device`.
+        module: The module. Modules that already have a hook are skipped.
+        execution_device: Device of the forward.
+        skip_keys: Keys of keyword arguments whose values are not moved.
+        preload_module_classes: Class names of modules whose submodules get no hook.
+        tied_params_map: Copies of tied weights by address and device. See `set_module_tensor_to_device`.
     """
     if tied_params_map is None:
         tied_params_map = tied_tensors(module)
@@ -447,25 +437,25 @@ def attach_align_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Add an `AlignDevicesHook` to each module within a module that holds tensors itself, in addition to its hooks.
+    """Append an `AlignDevicesHook` to every submodule that holds parameters or buffers of its own.
 
     Args:
         module: The module.
-        execution_device: The device that the modules run on.
-        offload: Keep their weights elsewhere, and bring them for the forward of each only.
-        weights_map: The weights by their names in the model.
-        offload_buffers: Whether buffers are offloaded too.
-        module_name: The name of the module in the model.
-        skip_keys: Keys of keyword arguments and outputs whose values stay where they are.
-        preload_module_classes: Names of classes whose modules bring all weights within them at once, since they use
-            the weights of a module within them without calling it.
-        tied_params_map: See `set_module_tensor_to_device`.
+        execution_device: Device of the forward.
+        offload: Keep the weights off the device, and copy them to the device for each submodule's forward only.
+        weights_map: Offloaded weights by their names in the model.
+        offload_buffers: Offload buffers too.
+        module_name: Name of `module` in the model.
+        skip_keys: Keys of keyword arguments and outputs whose values are not moved.
+        preload_module_classes: Class names of modules that load all their weights at once, because they use a
+            submodule's weights without calling it.
+        tied_params_map: Copies of tied weights by address and device. See `set_module_tensor_to_device`.
     """
     if tied_params_map is None:
         tied_params_map = tied_tensors(module)
     whole = offload and type(module).__name__ in (preload_module_classes or ())
     holds = whole or any(True for _ in named_module_tensors(module))
-    if holds and not (offload and has_offloaded_params(module)):  # a module that is used in two places is met twice
+    if holds and not (offload and has_offloaded_params(module)):  # a shared module is visited more than once
         of_module = weights_map
         if weights_map is not None and module_name:
             of_module = PrefixedDataset(weights_map, f"{module_name}.")
@@ -506,18 +496,18 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Add an `AlignDevicesHook` to each of the blocks that a model is placed by.
+    """Append an `AlignDevicesHook` to each block of a model that a device map names.
 
     Args:
         module: The model.
-        execution_device: The device that it runs on, or that of each block by name.
-        offload: Whether weights are kept elsewhere, or for each block by name.
-        weights_map: The weights of offloaded blocks by their names in the model.
-        offload_buffers: Whether buffers are offloaded too.
-        module_name: The name of the module in the model.
-        skip_keys: Keys of keyword arguments and outputs whose values stay where they are.
-        preload_module_classes: See `attach_align_device_hook`.
-        tied_params_map: See `set_module_tensor_to_device`.
+        execution_device: Device of the forward, or a dict from block name to device.
+        offload: Offload the weights between forwards, or a dict from block name to bool.
+        weights_map: Offloaded weights by their names in the model.
+        offload_buffers: Offload buffers too.
+        module_name: Prefix of the module's name in the model.
+        skip_keys: Keys of keyword arguments and outputs whose values are not moved.
+        preload_module_classes: Class names of modules that load all weights at once. See `attach_align_device_hook`.
+        tied_params_map: Copies of tied weights by address and device. See `set_module_tensor_to_device`.
     """
     devices: Mapping[str, Any]
     if isinstance(execution_device, Mapping):
@@ -559,19 +549,19 @@ def attach_align_device_hook_on_blocks(
             attach_execution_device_hook(block, device, skip_keys, preload_module_classes, tied_params_map)
 
 
-# Models that take turns on a device: each is there while it is used, and in the CPU's memory before and after
+# Models that take turns on one device
 
 
 _ON_CPU = torch.device("cpu")
 
 
 class CpuOffload(ModelHook):
-    """Keeps a model in the CPU's memory until its forward; it stays on the device after that.
+    """Hook that keeps a model in CPU memory until its forward, and leaves it on the device afterwards.
 
     Args:
-        execution_device: The device that it runs on; this machine's first accelerator if None, or else the CPU.
-        prev_module_hook: What `cpu_offload_with_hook` returned for the model that runs before this one, which leaves
-            the device when this one comes.
+        execution_device: Device of the forward. None means the first accelerator, or the CPU if there is none.
+        prev_module_hook: Handle of the model that runs before this one. That model is moved to the CPU when this one
+            runs. See `cpu_offload_with_hook`.
     """
 
     def __init__(
@@ -585,10 +575,10 @@ class CpuOffload(ModelHook):
         return module.to(_ON_CPU)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move the model before it away, and this one and its inputs to the device."""
         device = torch.device(self.execution_device)
         previous = self.prev_module_hook
         if previous is not None and previous.model is not module and not _is_on(previous.model, _ON_CPU):
+            # Free the memory before this model is moved: both may not fit on the device at the same time.
             previous.offload()
             release_memory(device)
         if not _is_on(module, device):
@@ -597,7 +587,6 @@ class CpuOffload(ModelHook):
 
 
 def _is_on(module: nn.Module, device: torch.device) -> bool:
-    """Whether all that a module holds is on a device."""
     index = device.index
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device.type != device.type or (index is not None and tensor.device.index not in (None, index)):
@@ -606,11 +595,11 @@ def _is_on(module: nn.Module, device: torch.device) -> bool:
 
 
 class UserCpuOffloadHook:
-    """What `cpu_offload_with_hook` returns beside a model, to move the model away by hand.
+    """Handle from `cpu_offload_with_hook` that moves a model back to the CPU on request.
 
     Args:
         model: The model.
-        hook: Its hook.
+        hook: The `CpuOffload` hook of the model.
     """
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
@@ -621,25 +610,25 @@ class UserCpuOffloadHook:
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Remove the hook; the model stays where it is."""
+        """Remove the hook from the model. The model stays on its current device."""
         remove_hook_from_module(self.model)
 
 
 def cpu_offload_with_hook(
     model: ModuleT, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[ModuleT, UserCpuOffloadHook]:
-    """Keep a model in the CPU's memory until its forward, and on the device from then until it is moved away.
+    """Keep a model in CPU memory until its forward, then leave it on the device until the next model runs.
 
-    For pipelines of several models, one of which may run many times in a row: a model leaves the device when the one
-    after it comes, or by `offload` of what is returned.
+    This serves pipelines of several models in which one model may run many times in a row. A model leaves the device
+    when its successor runs, or when `offload()` of its handle is called.
 
     Args:
         model: The model.
-        execution_device: The device that it runs on; this machine's first accelerator if None, or else the CPU.
-        prev_module_hook: What this function returned for the model before.
+        execution_device: Device of the forward. None means the first accelerator, or the CPU if there is none.
+        prev_module_hook: Handle that this function returned for the previous model.
 
     Returns:
-        The model, and what moves it away.
+        The model, and a handle with `offload()` and `remove()`.
 
     Example:
         ```python
@@ -652,7 +641,7 @@ def cpu_offload_with_hook(
         decoder, second = cpu_offload_with_hook(nn.Linear(8, 4), prev_module_hook=first)
         hidden = encoder(torch.ones(4))
         for _ in range(3):
-            output = decoder(hidden)  # the encoder leaves the device when the decoder comes
+            output = decoder(hidden)  # moves the encoder to the CPU on the first call
         second.offload()
         ```
     """

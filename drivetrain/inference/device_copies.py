@@ -1,4 +1,4 @@
-"""Weights that are copied to the device that computes, a group at a time, while it computes with those before."""
+"""Group-wise copies of a model's weights to the compute device, prefetched while earlier groups compute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain.inference.offloaded import Place, places_in
 from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
-# Which weights of a model come and go together
+# Groups of weights
 
 
 KINDS = ("block", "leaf")
@@ -22,13 +22,13 @@ KINDS = ("block", "leaf")
 
 @dataclass(eq=False)
 class Group:
-    """Weights that are there from when the first of some modules is called until the last of them has returned.
+    """Group of weights that are copied to the device together and stay there until all their modules have returned.
 
     Attributes:
-        name: The name of the first module.
-        modules: The modules, in the order of the model.
-        places: Where in them the weights are.
-        rest: The weights themselves, as they are between calls; one for each place.
+        name: Name of the first module.
+        modules: The modules, in model order.
+        places: Module and attribute name of each weight.
+        rest: The offloaded weights, one for each place.
     """
 
     name: str
@@ -41,7 +41,6 @@ class Group:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights, what is shared counted once."""
         each = {id(tensor): tensor for tensor in self.rest}
         return sum(tensor.numel() * tensor.element_size() for tensor in each.values())
 
@@ -53,13 +52,13 @@ def groups_of(
     num_blocks_per_group: int = 1,
     preload_module_classes: Collection[str] | None = None,
 ) -> list[Group]:
-    """Cut a model into groups."""
+    """Split a model's weights into groups. `wanted` holds the ids of the tensors to include."""
     if kind not in KINDS:
         raise ConfigurationError(
             f"groups={kind!r}: give one of {', '.join(map(repr, KINDS))}.{nearest(str(kind), KINDS)}"
         )
     if num_blocks_per_group < 1:
-        raise ConfigurationError(f"num_blocks_per_group={num_blocks_per_group}: a group has at least one block.")
+        raise ConfigurationError(f"num_blocks_per_group={num_blocks_per_group}: give 1 or more.")
     preloaded = set(preload_module_classes or ())
     whole = {id(module) for module in model.modules() if type(module).__name__ in preloaded}
     blocks = set() if kind == "leaf" else {id(module) for module in _blocks(model)}
@@ -82,7 +81,7 @@ def groups_of(
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    # Importing the strategies takes a second that most of what this package does needs not.
+    # Importing the strategies takes a second, which most uses of this package do not need.
     from drivetrain.strategies.wrapping import units_of
 
     return units_of(model, "auto")
@@ -93,7 +92,7 @@ def _parent(name: str) -> str:
 
 
 def _outermost(model: nn.Module, whole: Collection[int]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Modules in order: those taken whole, without what is in them, and those of which the rest consists."""
+    """Yield name, module and True if the module is taken with all its submodules, in model order."""
     inside: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in inside:
@@ -105,7 +104,6 @@ def _outermost(model: nn.Module, whole: Collection[int]) -> Iterator[tuple[str, 
 
 
 def _group(modules: Sequence[tuple[str, nn.Module]], wanted: Collection[int], is_whole: bool) -> Iterator[Group]:
-    """The group of modules, unless there is nothing in them that comes and goes."""
     places: list[Place] = []
     for _, module in modules:
         for each in module.modules() if is_whole else (module,):
@@ -116,12 +114,12 @@ def _group(modules: Sequence[tuple[str, nn.Module]], wanted: Collection[int], is
 
 @dataclass
 class _Arrived:
-    """A group's copies on the device.
+    """Copies of a group's weights on the device.
 
     Attributes:
-        tensors: One for each of its places.
-        ready: Recorded after the last copy; None where copies are made at once.
-        was: For each place how often its copy had been changed in place when it was made.
+        tensors: One tensor for each place of the group.
+        ready: Event recorded after the last copy, or None for synchronous copies.
+        was: Version counter of each copy right after it was made.
     """
 
     tensors: list[Tensor]
@@ -130,13 +128,14 @@ class _Arrived:
 
 
 class DeviceCopies:
-    """Copies groups of weights to a device, on a stream of their own where it has streams."""
+    """Copies of weight groups on a device, made on a side stream if the device supports streams."""
 
     def __init__(
         self, groups: Sequence[Group], device: torch.device, budget: int, slots: int = 2, pin: bool = False
     ) -> None:
         self._groups, self._device = groups, device
         self._kind = get_device_kind(device.type)
+        # With one slot nothing is prefetched, so a side stream would only add synchronization.
         self._side = self._kind.make_stream(device) if slots > 1 else None
         self._stays: list[bool] = []
         self._arrived: dict[int, _Arrived] = {}
@@ -149,20 +148,21 @@ class DeviceCopies:
                 for tensor in group.rest:
                     if mapped_range(tensor) is None:
                         tensor.data = tensor.data.pin_memory()
-        # Not buffers, nor what is changed in place: that is in no file. Each with how often it was changed by now.
+        # A weight that has been changed in place since must not be dropped from memory: its file has the old value.
+        # Buffers are excluded, since batch norms change theirs without a new tensor version.
         self._in_files = [
             [(rest, times_changed(rest)) for rest in group.rest if isinstance(rest, nn.Parameter)] for group in groups
         ]
         self._ring = _Ring(slots if pins and not pin else 0)
 
     def enter(self, number: int, ahead: Sequence[int]) -> None:
-        """Put a group's copies in the places of its weights, and start copying others."""
+        """Install a group's copies as the modules' weights, and start to copy the groups in `ahead`."""
         if number not in self._used:
             self._use(number)
         self._prefetch(ahead)
 
     def _prefetch(self, numbers: Sequence[int]) -> None:
-        """Start copying groups, and free those that were copied ahead and are not among them."""
+        """Start to copy the given groups, and free earlier prefetched groups that are not among them."""
         for number in self._arrived.keys() - self._used - set(numbers):
             if not self._stays[number]:
                 del self._arrived[number]
@@ -180,6 +180,7 @@ class DeviceCopies:
             current = self._kind.current_stream()
             assert current is not None
             current.wait_event(arrived.ready)
+            # Otherwise the allocator could reuse the memory for a copy on the side stream while kernels still read it.
             for tensor in arrived.tensors:
                 tensor.record_stream(current)
         for place, tensor in zip(group.places, arrived.tensors, strict=True):
@@ -188,14 +189,13 @@ class DeviceCopies:
         self._used.add(number)
 
     def leave(self, number: int) -> None:
-        """Put a group's weights back, and free their copies unless they stay."""
+        """Restore a group's offloaded weights, and free their copies unless they fit the budget."""
         if number in self._used:
             self._put_back(number)
             if not self._stays[number]:
                 del self._arrived[number]
 
     def remove(self) -> None:
-        """Put all weights back, and free all copies."""
         for number in list(self._used):
             self._put_back(number)
         self._arrived.clear()
@@ -205,14 +205,14 @@ class DeviceCopies:
         self._used.discard(number)
         for place, rest, tensor, was in zip(group.places, group.rest, arrived.tensors, arrived.was, strict=True):
             place.put(rest)
-            # Batch norms change their buffers without torch counting it.
+            # Batch norms change their buffers without a new tensor version.
             is_written = not place.is_parameter and place.module.training
             if is_written or times_changed(tensor) != was:
                 with torch.no_grad():
                     rest.copy_(tensor)
 
     def _on_device(self, group: Group) -> dict[int, Tensor]:
-        """Copies of its weights that other groups have there already."""
+        """Return the copies of a group's weights that other groups already have on the device, by tensor id."""
         wanted = {id(rest) for rest in group.rest}
         return {
             id(rest): tensor
@@ -227,6 +227,7 @@ class DeviceCopies:
         if not there.keys() >= {id(rest) for rest in group.rest}:
             for file in dict.fromkeys(found.file for found in map(mapped_range, group.rest) if found is not None):
                 file.check_unchanged()
+        # Copies may outlive an `inference_mode` block, and inference tensors cannot be used outside of it.
         with torch.no_grad(), torch.inference_mode(False), self._kind.stream_context(self._side):
             slot = self._ring.take(group.nbytes)
             for rest in group.rest:
@@ -243,20 +244,19 @@ class DeviceCopies:
         return _Arrived([there[id(rest)] for rest in group.rest], ready)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Streams and page-locked memory are this process's own.
+        # Streams and pinned memory cannot be pickled.
         self.remove()
         return {**self.__dict__, "_side": None, "_ring": _Ring(0)}
 
 
 class _Slot:
-    """Page-locked memory that a group goes through; without any, its weights go from where they are."""
+    """Pinned staging memory for the weights of one group. Without memory, weights pass through unchanged."""
 
     def __init__(self, memory: Tensor | None = None) -> None:
         self._memory, self._used = memory, 0
         self.busy: Any | None = None
 
     def staged(self, weight: Tensor) -> Tensor:
-        """The weight in this memory."""
         if self._memory is None:
             return weight
         size = weight.numel() * weight.element_size()
@@ -266,21 +266,21 @@ class _Slot:
 
 
 class _Ring:
-    """Slots that are used again in turn, once what was last in them has arrived."""
+    """Pinned memory slots that are reused in turn, each after its last copy has finished."""
 
     def __init__(self, slots: int) -> None:
         self._slots: list[_Slot] = [_Slot() for _ in range(slots)]
         self._next = 0
 
     def take(self, size: int) -> _Slot:
-        """The next slot, for a group of so many bytes."""
+        """Return the next free slot with room for `size` bytes, and wait for its previous copy to finish."""
         if not self._slots:
             return _Slot()
         before = self._slots[self._next]
         if before.busy is not None:
             before.busy.synchronize()
         memory = before._memory
-        needed = size + 64 * 1024  # each weight begins at a multiple of 64
+        needed = size + 64 * 1024  # each weight starts at a multiple of 64 bytes
         if memory is None or memory.numel() < needed:
             memory = torch.empty(needed, dtype=torch.uint8, pin_memory=True)
         slot = self._slots[self._next] = _Slot(memory)
@@ -288,11 +288,11 @@ class _Ring:
         return slot
 
 
-# Weights that a model on the CPU uses straight from their files
+# Memory-mapped weights on the CPU
 
 
 class MappedPages:
-    """Reads files ahead of a model's forward, and takes out of memory what it has used."""
+    """Read-ahead and eviction of the memory-mapped weight files of a model on the CPU."""
 
     def __init__(self, groups: Sequence[Group], budget: int, cache: bool) -> None:
         self._cache = cache
@@ -303,7 +303,7 @@ class MappedPages:
         self._rest = [group.rest for group in groups]
         self._changes = [[*map(times_changed, rest)] for rest in self._rest]
         for group in groups:
-            # Not buffers: batch norms change theirs without torch counting it, and what was changed is in no file.
+            # Buffers stay in memory: batch norms change theirs in place, and no file has the new value.
             weights = [tensor for tensor in group.rest if isinstance(tensor, nn.Parameter)]
             self._ranges.append(merged(found for found in map(mapped_range, weights) if found is not None))
             held = (found.file for found in map(mapped_range, group.rest) if found is not None)
@@ -312,7 +312,7 @@ class MappedPages:
             self._stays.append(budget >= 0)
 
     def enter(self, number: int, ahead: Sequence[int]) -> None:
-        """Check that a group's files are as they were, and let the system read it and those that come next."""
+        """Check that a group's files are unchanged, and start to read its weights and those of the `ahead` groups."""
         for file in self._files[number]:
             file.check_unchanged()
         for each in (number, *ahead):
@@ -322,7 +322,7 @@ class MappedPages:
                     part.file.will_need(part.start, part.end)
 
     def leave(self, number: int) -> None:
-        """Take a group out of memory, unless it stays, or was changed in place and is in no file."""
+        """Drop a group's pages from memory, unless they fit the budget or a weight was changed in place."""
         if self._stays[number]:
             return
         self._asked.discard(number)
@@ -331,5 +331,4 @@ class MappedPages:
         for each in self._ranges[number]:
             each.file.drop(each.start, each.end, cache=not self._cache)
 
-    def remove(self) -> None:
-        """Nothing: weights are where they always are."""
+    def remove(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Device maps: where each module of a model goes, found so that everything fits, shown, and checked."""
+"""Device maps: dicts from module name to device, computed from memory budgets, and their checks."""
 
 from __future__ import annotations
 
@@ -30,41 +30,38 @@ from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableErro
 from drivetrain.runtime.host import as_bytes, parse_bytes
 from drivetrain.runtime.logging import get_logger
 
-# How much memory there is for a model on each device
-
-
 logger = get_logger(__name__)
 
 STORES = ("cpu", "disk")
 
 
 class BalancedMemory(dict[Device, int]):
-    """What `get_balanced_memory` returns: shares that need no room beside them, unlike the memory of a device."""
+    """Memory limits from `get_balanced_memory`, for which `infer_auto_device_map` reserves no further room."""
 
 
 def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[Device, int]:
-    """Bytes of memory that there are for a model on each device, accelerators first, then the host.
+    """Return the bytes that a model may use on each device, accelerators first, then CPU and disk.
 
     Args:
-        max_memory: Bytes, or text such as `"20GiB"`, by device: a number or a name for an accelerator, `"cpu"`,
-            `"disk"`. None for what is free on all devices of this machine.
+        max_memory: Limits by device, in bytes or as text such as `"20GiB"`. Keys are an accelerator's number or name,
+            `"cpu"` and `"disk"`. None means the free memory of every device of this machine.
 
     Returns:
-        Bytes by device.
+        A dict from device to bytes.
 
     Raises:
-        ConfigurationError: It names something that is no device, or a size that is none.
+        ConfigurationError: A key is not a device, or a value is not a size.
     """
     if max_memory is None:
         return _free_memory()
     parsed = {as_device(device): parse_bytes(size) for device, size in max_memory.items()}
     negative = [device for device, size in parsed.items() if size < 0]
     if negative:
-        raise ConfigurationError(f"max_memory gives {negative[0]!r} {parsed[negative[0]]} bytes; give 0 or more.")
-    absent = [device for device in parsed if device not in STORES and not is_there(device)]
+        raise ConfigurationError(f"max_memory[{negative[0]!r}] is {parsed[negative[0]]} bytes. Give 0 or more.")
+    absent = [device for device in parsed if device not in STORES and not device_exists(device)]
     if absent:
         logger.info(f"max_memory names devices that this machine does not have: {', '.join(map(str, absent))}.")
-    return BalancedMemory(parsed) if isinstance(max_memory, BalancedMemory) else _in_order(parsed)
+    return BalancedMemory(parsed) if isinstance(max_memory, BalancedMemory) else _sorted_devices(parsed)
 
 
 def _free_memory() -> dict[Device, int]:
@@ -82,9 +79,7 @@ def _free_memory() -> dict[Device, int]:
     return {**found, "cpu": memory[0] if memory is not None else 0}
 
 
-def _in_order(given: Mapping[Device, int]) -> dict[Device, int]:
-    """Accelerators by number, those with names as given, then the host and the disk."""
-
+def _sorted_devices(given: Mapping[Device, int]) -> dict[Device, int]:
     def rank(device: Device) -> tuple[int, int]:
         if isinstance(device, int):
             return 0, device
@@ -94,12 +89,12 @@ def _in_order(given: Mapping[Device, int]) -> dict[Device, int]:
 
 
 def as_device(given: Any) -> Device:
-    """A device as maps name it: a number for an accelerator, or its name; `"cpu"` or `"disk"`."""
+    """Return a device in the form that device maps use: an accelerator's number or name, `"cpu"` or `"disk"`."""
     if isinstance(given, bool) or not isinstance(given, (int, str, torch.device)):
-        raise ConfigurationError(f"{given!r} is no device. Give a number, a name, or a torch.device.")
+        raise ConfigurationError(f"{given!r} is not a device. Give a number, a name, or a torch.device.")
     if isinstance(given, int):
         if given < 0:
-            raise ConfigurationError(f"{given} is no device; accelerators are counted from 0.")
+            raise ConfigurationError(f"{given} is not a device. Accelerators are numbered from 0.")
         return given
     name = str(given)
     if name in STORES:
@@ -111,14 +106,13 @@ def as_device(given: Any) -> Device:
     except RuntimeError:
         known = ["cpu", "disk", *(kind.name for kind in available_device_kinds())]
         raise ConfigurationError(
-            f"{name!r} is no device.{nearest(name, known)} Give a number for an accelerator, its name such as "
+            f"{name!r} is not a device.{nearest(name, known)} Give an accelerator's number, its name such as "
             '"cuda:0", "cpu" or "disk".',
         ) from None
     return name
 
 
-def is_there(device: Device) -> bool:
-    """Whether this machine has a device that a map names."""
+def device_exists(device: Device) -> bool:
     if device in STORES or device == "meta":
         return True
     kinds = {kind.name: kind for kind in available_device_kinds()}
@@ -130,7 +124,7 @@ def is_there(device: Device) -> bool:
 
 
 def budgets_of(max_memory: Mapping[Device, int]) -> list[Budget]:
-    """Budgets from bytes by device; the disk has room for everything unless it is given a limit."""
+    """Convert memory limits to budgets. The disk is unlimited unless it has a limit."""
     kinds: dict[Any, Any] = {"cpu": "host", "disk": "disk"}
     found = [Budget(device, limit, kinds.get(device, "accelerator")) for device, limit in max_memory.items()]
     found.sort(key=lambda budget: ("accelerator", "host", "disk").index(budget.kind))
@@ -147,25 +141,26 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
     low_zero: bool = False,
 ) -> dict[Device, int]:
-    """Bytes for each device with which `infer_auto_device_map` gives each accelerator as even a share as can be.
+    """Return memory limits with which `infer_auto_device_map` spreads a model evenly over the accelerators.
 
     Args:
-        model: The model; it may have no memory.
-        max_memory: What may be used of each device. See `get_max_memory`.
-        no_split_module_classes: Names of classes whose modules stay whole. See `infer_auto_device_map`.
-        dtype: Count floats as if they were of this dtype, where that is smaller.
-        special_dtypes: The same for single tensors, by name.
-        low_zero: Leave as much of the first accelerator free as the others can do without.
+        model: The model. It may be on the meta device.
+        max_memory: Upper limits by device. See `get_max_memory`.
+        no_split_module_classes: Class names of modules that stay on one device. See `infer_auto_device_map`.
+        dtype: Count floating-point weights in this dtype if it is smaller than their own.
+        special_dtypes: Dtypes of single tensors, by name.
+        low_zero: Leave as much memory of the first accelerator free as possible.
 
     Returns:
-        Bytes by device. The last accelerator keeps all that it has; all do where the model does not fit on them.
+        A dict from device to bytes. The last accelerator keeps its full limit. All devices do if the model does not
+        fit.
     """
     memory = get_max_memory(max_memory)
     blocks = blocks_of(model, no_split_module_classes, Loading(dtype, special_dtypes))
     shares = balanced_shares(Problem(blocks, budgets_of(memory)), "balanced_low_0" if low_zero else "balanced")
     if shares is None:
         return memory
-    *_, last = shares
+    *_, last = shares  # keeps its full limit, since later placement may need a few bytes more than the even shares
     return BalancedMemory({**memory, **{device: share for device, share in shares.items() if device != last}})
 
 
@@ -173,12 +168,12 @@ DEVICE_MAP_NAMES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 class DeviceMap(dict[str, Any]):
-    """Where each module of a model goes: a dict of devices by the names of modules, which can also be printed.
+    """Dict from module name to device that can be printed, explained and drawn.
 
     Args:
         devices: The dict.
-        problem: The blocks and budgets that it was found for.
-        placement: What was found for them.
+        problem: Blocks and memory budgets that the map was computed for.
+        placement: Device index of each block.
 
     Example:
         ```python
@@ -202,15 +197,15 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def main_device(self) -> Device | None:
-        """The device that computes what is kept on the CPU or the disk; None where nothing is."""
+        """The device that computes offloaded blocks, or None if no block is offloaded."""
         main = self._placement.main
         return None if main is None else self._problem.budgets[main].device
 
     @property
     def prefetch(self) -> int:
-        """How many blocks that are kept elsewhere are fetched ahead of the one that the main device computes.
+        """Number of offloaded blocks to copy ahead of the block that the main device computes.
 
-        As many as the map has proven room for; one where it was asked for none, and memory is left.
+        The number that was proven to fit. At least one if memory for one more block is left.
         """
         main, problem = self._placement.main, self._problem
         kept = [
@@ -225,24 +220,24 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def shares(self) -> dict[Device, Share]:
-        """What each device takes: the proof that the map fits, in which no share has less than 0 bytes free."""
+        """Memory use of each device. The map fits, since no device has less than 0 bytes free."""
         shares = self._problem.shares(self._placement)
         return {budget.device: share for budget, share in zip(self._problem.budgets, shares, strict=True)}
 
     @property
     def boundaries(self) -> int:
-        """How often the order of execution goes from one device to another."""
+        """Number of transitions from one device to another during a forward."""
         return self._problem.boundaries(self._placement)
 
     def to_dict(self) -> dict[str, int | str]:
-        """The plain dict, of numbers and names alone."""
+        """Return the map as a plain dict with numbers and strings as devices."""
         return {name: device if isinstance(device, int) else str(device) for name, device in self.items()}
 
     def explain(self, name: str) -> str:
-        """Why a module is where it is.
+        """Return the reason for a module's device, in one or two sentences.
 
         Args:
-            name: Its name.
+            name: Name of the module.
 
         Raises:
             ConfigurationError: The map has no such module.
@@ -250,20 +245,19 @@ class DeviceMap(dict[str, Any]):
         found = [block for block in self._problem.blocks for unit in block.names if _is_within(name, unit)]
         found = found or [block for block in self._problem.blocks for unit in block.names if _is_within(unit, name)]
         if not found:
-            names = {unit[:end] for block in self._problem.blocks for unit in block.names for end in _ends(unit)}
+            names = {unit[:end] for block in self._problem.blocks for unit in block.names for end in _prefix_ends(unit)}
             raise ConfigurationError(f"The model has no module {name!r}.{nearest(name, names)}")
         return "\n".join(explain(self._problem, self._placement, block) for block in dict.fromkeys(found))
 
     def html(self) -> str:
-        """A page that draws the devices as bars."""
+        """Return an HTML page that draws the devices as bars."""
         return as_page(self._problem, self._placement)
 
     def __str__(self) -> str:
         return as_table(self._problem, self._placement)
 
 
-def _ends(name: str) -> list[int]:
-    """Where the names of the modules that a name is within end, and its own."""
+def _prefix_ends(name: str) -> list[int]:
     return [*(index for index, letter in enumerate(name) if letter == "."), len(name)]
 
 
@@ -287,39 +281,37 @@ def infer_auto_device_map(
     example_args: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> DeviceMap:
-    """Find where the modules of a model go: on accelerators as far as they fit, then on the CPU, then on the disk.
+    """Compute a device for each module: accelerators as long as memory lasts, then the CPU, then the disk.
 
-    The map is proven: on each device, the weights on it, room for the largest block that is computed there and kept
-    elsewhere, and activations where an example is given, are at most what it has. Each device has one run of the order
-    of execution, where that is possible; weights that are tied are on one device and counted once.
+    The result is checked to fit. On each device, weights, room for the largest offloaded block and activations (if an
+    example is given) stay within the limit. Modules are placed in execution order. Tied weights share a device and
+    count once.
 
     Args:
-        model: The model; it may have no memory.
-        max_memory: What may be used of each device. See `get_max_memory`. The disk has room for everything, unless
-            `"disk"` is given a limit.
-        no_split_module_classes: Names of classes whose modules stay on one device, such as those with residual
-            connections. None keeps what the model names in `_no_split_modules` whole, else the blocks that it repeats;
-            an empty list lets all modules be split.
-        dtype: Count floats as if they were of this dtype, where that is smaller.
-        special_dtypes: The same for single tensors, by name.
-        verbose: Log where each block goes, and why.
-        clean_result: Name a module in place of all modules inside that go to one device.
-        offload_buffers: Keep the buffers of modules on the CPU or the disk there too, rather than on the device that
-            computes them.
-        fallback_allocation: Fill what is left of accelerators with single modules, out of order.
-        reserve_max_layer: Leave room for the largest block on the first accelerator where it can be spared. None
-            does, unless `max_memory` comes from `get_balanced_memory`.
-        prefetch: Leave room to fetch so many blocks that are kept elsewhere ahead of the one that is computed, or as
-            many as leave a map.
-        policy: `"sequential"`, or another name of a map. See `resolve_device_map`.
-        example_args: Positional arguments of a forward, by whose shapes activations are measured.
-        example_kwargs: Keyword arguments of it.
+        model: The model. It may be on the meta device.
+        max_memory: Upper limits by device. See `get_max_memory`. The disk is unlimited unless `"disk"` has a limit.
+        no_split_module_classes: Class names of modules that stay on one device, such as blocks with residual
+            connections. None uses the model's `_no_split_modules`, or else its repeated blocks. An empty list allows
+            any split.
+        dtype: Count floating-point weights in this dtype if it is smaller than their own.
+        special_dtypes: Dtypes of single tensors, by name.
+        verbose: Log the device of each block and the reason.
+        clean_result: Replace entries of submodules on the same device by one entry of their parent.
+        offload_buffers: Offload the buffers of offloaded modules too, instead of keeping them on the execution device.
+        fallback_allocation: Fill the remaining accelerator memory with single modules, out of order.
+        reserve_max_layer: Reserve room for the largest block on the first accelerator if possible. None does so unless
+            `max_memory` comes from `get_balanced_memory`.
+        prefetch: Number of offloaded blocks to reserve room for, besides the block that is computed. Lowered until a
+            map exists.
+        policy: `"sequential"`, `"auto"`, `"balanced"` or `"balanced_low_0"`. See `resolve_device_map`.
+        example_args: Positional arguments of a forward, whose shapes determine the activations' size.
+        example_kwargs: Keyword arguments of that forward.
 
     Returns:
-        The map: a dict of devices by the names of modules.
+        The map, a dict from module name to device.
 
     Raises:
-        ConfigurationError: There is no such map; what is short and what would do is in the message.
+        ConfigurationError: No map fits. The message names what is missing and what would suffice.
     """
     memory = get_max_memory(max_memory)
     reserve = not isinstance(memory, BalancedMemory) if reserve_max_layer is None else reserve_max_layer
@@ -338,14 +330,15 @@ def infer_auto_device_map(
                 break
         return problem, placement
 
+    # Compute offloaded blocks on the CPU, and offload buffers, only if no other map fits.
     for on_host, buffers_too in product((False, True), dict.fromkeys((offload_buffers, True))):
         problem, placement = attempt(buffers_too, on_host, no_split_module_classes)
         if placement is not None:
             if buffers_too and not offload_buffers:
                 _warn_of_buffers(model)
             break
-    if fallback_allocation and no_split_module_classes is None and _only_streams(problem, placement):
-        # One device computes all of it, so that blocks can be split between what stays there and what does not.
+    if fallback_allocation and no_split_module_classes is None and _all_offloaded(problem, placement):
+        # With one accelerator, splitting a block between it and the CPU costs no transfer between accelerators.
         finer = attempt(offload_buffers, False, [])
         problem, placement = (problem, placement) if finer[1] is None else finer
     if placement is None:
@@ -358,8 +351,7 @@ def infer_auto_device_map(
     return DeviceMap(clean_device_map(dict(found)), problem, placement) if clean_result else found
 
 
-def _only_streams(problem: Problem, placement: Placement | None) -> bool:
-    """Whether there is one accelerator, and nothing stays on it."""
+def _all_offloaded(problem: Problem, placement: Placement | None) -> bool:
     rooms = problem.accelerators
     return len(rooms) == 1 and (placement is None or rooms[0] not in placement.places)
 
@@ -367,8 +359,8 @@ def _only_streams(problem: Problem, placement: Placement | None) -> bool:
 def _warn_of_buffers(model: nn.Module) -> None:
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     warnings.warn(
-        f"The buffers of offloaded modules (of {as_bytes(buffers)} in all) have no room on the device that computes "
-        "them. The map holds with offload_buffers=True; pass it here and where the model is dispatched.",
+        f"The buffers of offloaded modules ({as_bytes(buffers)} in total) do not fit on the execution device. The map "
+        "is valid with offload_buffers=True: pass it here and to dispatch_model.",
         stacklevel=3,
     )
 
@@ -376,7 +368,7 @@ def _warn_of_buffers(model: nn.Module) -> None:
 def _policy(name: str) -> Policy:
     if name not in DEVICE_MAP_NAMES:
         raise ConfigurationError(
-            f"{name!r} is no device map.{nearest(name, DEVICE_MAP_NAMES)} Names: {', '.join(DEVICE_MAP_NAMES)}.",
+            f"{name!r} is not a device map.{nearest(name, DEVICE_MAP_NAMES)} Names: {', '.join(DEVICE_MAP_NAMES)}.",
         )
     policy: Any = "balanced" if name == "auto" else name
     assert policy in get_args(Policy)
@@ -397,26 +389,26 @@ def _warn_of_unused(problem: Problem, placement: Placement) -> None:
         return
     if placement.main is not None and problem.accelerators and problem.budgets[placement.main].kind == "host":
         logger.warning(
-            "insufficient memory: no accelerator has room for the largest block that is kept on the CPU or the disk, "
-            'so those are computed on the CPU. Pass main_device="cpu" where the model is dispatched.'
+            "insufficient memory: no accelerator has room for the largest offloaded block, so offloaded blocks are "
+            'computed on the CPU. Pass main_device="cpu" to dispatch_model.'
         )
     unused = [str(problem.budgets[room].device) for room in problem.accelerators if room not in placement.places]
     if unused:
         logger.warning(
-            f"insufficient memory: no weights stay on {', '.join(unused)}, since the first block that does not fit "
-            "ends what is placed in order. Pass fallback_allocation=True to fill what is left with others."
+            f"insufficient memory: no weights stay on {', '.join(unused)}, since placement in order stops at the first "
+            "block that does not fit. Pass fallback_allocation=True to fill the remaining memory with other modules."
         )
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Name a module in place of all modules inside of it, where they go to one device.
+    """Replace entries of submodules on the same device by one entry of their parent, in place.
 
     Args:
-        device_map: The map, which is changed.
-        module_name: Do so within this module alone.
+        device_map: The map to change.
+        module_name: Only change entries inside this module.
 
     Returns:
-        The same map.
+        The map that was passed.
     """
     below: dict[str, list[str]] = {}
     for name in device_map:
@@ -436,16 +428,16 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Check that a map names a device for each parameter and buffer of a model, once, and one for those that are tied.
+    """Check that a device map assigns every parameter and buffer one device, and tied weights a common one.
 
-    Names of the map that are nothing in the model are warned of.
+    Keys that match no module or tensor of the model produce a warning.
 
     Args:
         model: The model.
         device_map: The map.
 
     Raises:
-        ConfigurationError: Something has no device, or two.
+        ConfigurationError: A tensor has no device, or two.
     """
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     tensors = all_tensors(model)
@@ -462,17 +454,16 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         hint = nearest(missing[0].rpartition(".")[0] or missing[0], unknown)
         raise ConfigurationError(
-            f"The device map gives no device to {', '.join(missing[:3])}{more}.{hint} Add them, a module that they are "
-            'in, or "" for all that is not named.',
+            f"The device map gives no device to {', '.join(missing[:3])}{more}.{hint} Add them, a module that contains "
+            'them, or "" as the default.',
         )
-    refuse_two_devices(model, device_map)
+    check_single_device(model, device_map)
 
 
-def refuse_two_devices(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Refuse a map that gives a module, or a weight that is tied, two devices."""
-    where = {name: _one_spelling(device) for name, device in device_map.items()}
+def check_single_device(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    where = {name: _indexed_name(device) for name, device in device_map.items()}
     for inside in where:
-        name = next((inside[:end] for end in reversed(_ends(inside)[:-1]) if inside[:end] in where), None)
+        name = next((inside[:end] for end in reversed(_prefix_ends(inside)[:-1]) if inside[:end] in where), None)
         if name is not None and where[inside] != where[name]:
             raise ConfigurationError(
                 f"The device map names {inside!r} twice: {device_map[inside]!r} by its own name, and "
@@ -490,21 +481,21 @@ def refuse_two_devices(model: nn.Module, device_map: Mapping[str, Any]) -> None:
             )
 
 
-def _one_spelling(device: Any) -> str:
-    """A device as torch spells it, so that `0` and `"cuda:0"` are the same where they are."""
+def _indexed_name(device: Any) -> str:
+    """Return the device's name with its index, so that `0` and `"cuda:0"` compare equal."""
     named = as_device(device)
     kind = detect_device_kind()
     if isinstance(named, int):
-        return str(named) if kind.name == "cpu" else _one_spelling(str(kind.device(named)))
+        return str(named) if kind.name == "cpu" else _indexed_name(str(kind.device(named)))
     kept = (*STORES, "meta")
     return next((each for each in kept if named.split(":")[0] == each), named if ":" in named else f"{named}:0")
 
 
 def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Any]) -> None:
-    """Warn of weights that are tied, and that a map puts on several devices.
+    """Log a warning for tied weights that a device map assigns to several devices.
 
     Args:
-        tied_params: Groups of names, as `find_tied_parameters` returns them.
+        tied_params: Groups of names, as from `find_tied_parameters`.
         device_map: The map.
     """
     for group in tied_params:
@@ -514,7 +505,6 @@ def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], d
 
 
 def _device_of(name: str, device_map: Mapping[str, Any]) -> Any | None:
-    """The device of a tensor: that of the longest name that it is within."""
     while name not in device_map and name:
         name = name.rpartition(".")[0]
     return device_map.get(name)
@@ -526,19 +516,19 @@ def resolve_device_map(
     max_memory: Mapping[Any, int | str] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """The map that a name, a device or a dict stands for, checked against the model and this machine.
+    """Turn the name of a map, one device or a dict into a device map, checked against the model and this machine.
 
     Args:
-        model: The model; it may have no memory.
-        device_map: `"auto"` and `"balanced"` let each accelerator have as even a share as can be, `"balanced_low_0"`
-            all but the first, `"sequential"` fills one after the other; where blocks are streamed, there is room to
-            fetch one ahead, if possible. Or one device for all, or a map.
-        max_memory: What may be used of each device, where a map is to be found. See `get_max_memory`.
-        **options: Other arguments of `infer_auto_device_map`.
+        model: The model. It may be on the meta device.
+        device_map: One device for the whole model, a dict, or a name. `"auto"` and `"balanced"` spread the model evenly
+            over the accelerators. `"balanced_low_0"` leaves the first one as empty as possible. `"sequential"` fills
+            one after the other. Named maps reserve room to prefetch one offloaded block if possible.
+        max_memory: Upper limits by device for named maps. See `get_max_memory`.
+        **options: Further arguments of `infer_auto_device_map`.
 
     Raises:
         ConfigurationError: The map does not fit the model. See `check_device_map`.
-        DeviceNotAvailableError: It names a device that this machine does not have.
+        DeviceNotAvailableError: The map names a device that this machine does not have.
     """
     if isinstance(device_map, str) and device_map in DEVICE_MAP_NAMES:
         device_map = infer_auto_device_map(model, max_memory, policy=device_map, **{"prefetch": 1, **options})
@@ -550,7 +540,7 @@ def resolve_device_map(
             raise ConfigurationError(f"{error.message}{hint} Names of maps: {', '.join(DEVICE_MAP_NAMES)}.") from None
     check_device_map(model, device_map)
     for name, device in device_map.items():
-        if not is_there(as_device(device)):
+        if not device_exists(as_device(device)):
             raise DeviceNotAvailableError(
                 f"The device map puts {name or 'the model'!r} on {device!r}, which this machine does not have. Devices "
                 f"here: {', '.join(map(repr, (*get_max_memory(), 'disk')))}."

@@ -1,4 +1,4 @@
-"""`drivetrain estimate-memory`: what a model takes in training and in inference, before any of it is there."""
+"""The `estimate-memory` and `infer-map` commands: memory of a model that need not fit on this machine."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ _STRATEGIES = ("ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspe
 
 
 class EstimateCommand(click.Command):
-    """The command, whose `--dtypes` takes several values after it."""
+    """Click command whose `--dtypes` option accepts several values."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Give each value of `--dtypes` a flag of its own."""
         spread: list[str] = []
         follows = False
         for arg in args:
@@ -52,25 +51,25 @@ class EstimateCommand(click.Command):
     },
 )
 @click.argument("model")
-@click.option("--kwargs", metavar="JSON", default="{}", help="Arguments of the class, where MODEL names one.")
-@click.option("--num_processes", type=click.IntRange(min=1), default=8, show_default=True, help="That share the work.")
-@click.option("--strategy", multiple=True, metavar="NAME", help=f"Default: {', '.join(_STRATEGIES)}.")
-@click.option("--precision", multiple=True, metavar="NAME", help="Default: 32, bf16, bf16-true.")
+@click.option("--kwargs", metavar="JSON", default="{}", help="Arguments of the class, if MODEL is a class.")
+@click.option("--num_processes", type=click.IntRange(min=1), default=8, show_default=True, help="World size.")
+@click.option("--strategy", multiple=True, metavar="NAME", help=f"Strategies. Default: {', '.join(_STRATEGIES)}.")
+@click.option("--precision", multiple=True, metavar="NAME", help="Precisions. Default: 32, bf16, bf16-true.")
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw, adam, sgd, sgd_momentum, ...")
 @click.option(
     "--input",
     "inputs",
     multiple=True,
     metavar="[NAME=]SHAPE[:DTYPE]",
-    help="A tensor of one process's batch, such as 8x128:int64. With it, activations are estimated too.",
+    help="Shape of an input of one process, such as 8x128:int64. Needed to estimate activations.",
 )
-@click.option("--dtypes", multiple=True, type=click.Choice(_DTYPES), help="Of inference. Default: all.")
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences of a KV cache.")
-@click.option("--seq", type=click.IntRange(min=1), help="Positions of a KV cache; MODEL is then a config.json.")
-@click.option("--device", "devices", multiple=True, metavar="SIZE", help="An accelerator to place the model on: 24GB.")
-@click.option("--cpu", metavar="SIZE", default="0GB", help="Memory of the CPU, where the model is placed on devices.")
-@click.option("--trust_remote_code", is_flag=True, help="Run code that a config.json names. Only where you trust it.")
-@click.option("--library_name", type=click.Choice(["transformers", "timm"]), help="Accepted; files say what they are.")
+@click.option("--dtypes", multiple=True, type=click.Choice(_DTYPES), help="Weight dtypes of inference. Default: all.")
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Batch size of the KV cache.")
+@click.option("--seq", type=click.IntRange(min=1), help="Sequence length of the KV cache. MODEL must be a config.json.")
+@click.option("--device", "devices", multiple=True, metavar="SIZE", help="Memory of an accelerator, such as 24GB.")
+@click.option("--cpu", metavar="SIZE", default="0GB", help="CPU memory for the device map.")
+@click.option("--trust_remote_code", is_flag=True, help="Run code that the config.json names. Only for trusted files.")
+@click.option("--library_name", type=click.Choice(["transformers", "timm"]), help="Accepted and ignored.")
 @click.option("--json", "as_json", is_flag=True, help="Print bytes as JSON.")
 def estimate_memory(
     model: str,
@@ -145,7 +144,7 @@ def _print_inference(inference: Mapping[str, Mapping[str, float]], batch: int, s
         ["dtype", "largest unit", "streamed", "whole"] + (["KV cache", "whole with it"] if seq else []),
         [[name, *(as_bytes(row[column]) for column in columns)] for name, row in inference.items()],
     )
-    click.echo("  streamed: two of the largest units, one computed while the other arrives")
+    click.echo("  streamed: two of the largest units, one in use while the next is copied")
 
 
 def _cached_values(model: str, batch: int, seq: int | None) -> int:
@@ -159,7 +158,6 @@ def _cached_values(model: str, batch: int, seq: int | None) -> int:
 def _maps(
     source: str, model: nn.Module | ModelSize, devices: Sequence[str], cpu: str, dtypes: Sequence[str]
 ) -> dict[str, DeviceMap]:
-    """For each dtype the map of the model over devices of such sizes."""
     if not devices:
         return {}
     from drivetrain.inference import infer_auto_device_map
@@ -170,18 +168,17 @@ def _maps(
     found = {}
     for name in dtypes:
         four_bits = name.startswith("nf4")
-        special = dict.fromkeys(matrices_of(placed), "int5") if four_bits else None  # room for the scales too
+        special = dict.fromkeys(matrices_of(placed), "int5") if four_bits else None  # 4 bits and the scales
         dtype = "bfloat16" if four_bits else name
         found[name] = infer_auto_device_map(placed, memory, dtype=dtype, special_dtypes=special)
     return found
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a class, from JSON."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"--kwargs {text!r} is no JSON: {error}. Give an object, such as '{{}}'.") from error
+        raise ConfigurationError(f"--kwargs {text!r} is not JSON: {error}. Give an object such as '{{}}'.") from error
     if not isinstance(value, dict):
         raise ConfigurationError(f"--kwargs {text!r} must be a JSON object, such as '{{\"width\": 64}}'.")
     return value
@@ -190,14 +187,14 @@ def parse_arguments(text: str) -> dict[str, Any]:
 def _measured(
     model: nn.Module | ModelSize, size: ModelSize, inputs: Sequence[str], precisions: Sequence[str], optimizer: str
 ) -> dict[str, dict[str, float]]:
-    """What the peaks of a step on one process are above weights, gradients and optimizer state, by precision."""
+    """Return the bytes of activations and of the optimizer step's temporary tensors, by precision."""
     from drivetrain.inference.model_size import ModelSize, estimate_training, parse_inputs, peak_of_training
 
     parsed = parse_inputs(inputs)
     if not inputs:
         return {}
     if isinstance(model, ModelSize):
-        raise ConfigurationError("--input needs a model that can run, but safetensors files hold weights alone.")
+        raise ConfigurationError("--input needs a model with code. Safetensors files contain weights only.")
     found = {}
     for each in precisions:
         kept = estimate_training(size, "single", each, 1, optimizer).total
@@ -219,7 +216,7 @@ def _optimizer(name: str) -> Any:
         "sgd": partial(torch.optim.SGD, lr=0.1),
         "sgd_momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     }
-    return known.get(name, torch.optim.AdamW)  # an unknown name is refused by the estimate
+    return known.get(name, torch.optim.AdamW)  # estimate_training raises for unknown names
 
 
 def _inference(size: ModelSize, dtypes: Sequence[str], cached: int) -> dict[str, dict[str, float]]:
@@ -245,7 +242,7 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         click.echo(visible("  " + "   ".join(cells)))
 
 
-# `drivetrain infer-map`: a place for each module of a model, on devices that need not be there
+# The infer-map command
 
 
 _POLICIES = ("sequential", "auto", "balanced", "balanced_low_0")
@@ -254,15 +251,15 @@ _POLICIES = ("sequential", "auto", "balanced", "balanced_low_0")
 @click.command(name="infer-map", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.argument("model")
 @click.option("--device", "devices", multiple=True, metavar="SIZE", help="An accelerator's memory, such as 24GB.")
-@click.option("--cpu", metavar="SIZE", default="0GB", help="Memory of the CPU. Default: none is used.")
-@click.option("--disk", metavar="SIZE", help="Room on the disk. Default: as much as is needed.")
+@click.option("--cpu", metavar="SIZE", default="0GB", help="CPU memory. Default: none.")
+@click.option("--disk", metavar="SIZE", help="Disk space. Default: unlimited.")
 @click.option("--map", "policy", type=click.Choice(_POLICIES), default="sequential", show_default=True)
-@click.option("--dtype", help="Of the weights as they are loaded, such as bfloat16 or int4.")
-@click.option("--no-split", multiple=True, metavar="CLASS", help="Classes kept whole. Default: blocks that repeat.")
-@click.option("--offload-buffers", is_flag=True, help="Keep buffers of offloaded modules off the device too.")
-@click.option("--kwargs", metavar="JSON", default="{}", help="Arguments of the class, where MODEL names one.")
-@click.option("--trust-remote-code", is_flag=True, help="Run code that a config.json names. Only where you trust it.")
-@click.option("--html", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Draw the map on a page.")
+@click.option("--dtype", help="Dtype of the loaded weights, such as bfloat16 or int4.")
+@click.option("--no-split", multiple=True, metavar="CLASS", help="Classes to keep whole. Default: repeated blocks.")
+@click.option("--offload-buffers", is_flag=True, help="Offload the buffers of offloaded modules too.")
+@click.option("--kwargs", metavar="JSON", default="{}", help="Arguments of the class, if MODEL is a class.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that the config.json names. Only for trusted files.")
+@click.option("--html", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write an HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print the map as JSON.")
 def infer_map(
     model: str,

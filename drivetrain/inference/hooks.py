@@ -1,4 +1,4 @@
-"""Hooks that run before and after the forward of a module, and can be added and removed."""
+"""Hooks that run before and after a module's forward."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _untraced: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 class ModelHook:
-    """What runs around the forward of a module: subclass it and override what is needed.
+    """Base class of hooks that run around the forward of a module.
 
-    A method that is not overridden costs nothing: only those that are get registered with the module.
+    Override the methods that the hook needs. Only overridden methods are registered with the module, so the others cost
+    nothing.
 
     Attributes:
-        no_grad: Whether the forward runs without recording gradients. The methods of the hook run outside of that.
-        stays: Whether it stays beside a hook that would replace it, and goes only when it is removed: for what belongs
-            to a whole model, and not to one module of it.
+        no_grad: Run the forward without recording gradients. The hook's own methods run outside of `torch.no_grad()`.
+        stays: Keep this hook when `add_hook_to_module` replaces a module's hooks. For hooks that belong to the whole
+            model.
 
     Example:
         ```python
@@ -53,11 +54,11 @@ class ModelHook:
 
     no_grad: bool = False
     stays: bool = False
-    # What decides which of a module's hooks are registered, and may be assigned at any time.
+    # Assigning one of these attributes can change which PyTorch hooks must be registered.
     _decisive: tuple[str, ...] = ("no_grad", "pre_forward", "post_forward", "on_error")
 
     def init_hook(self, module: ModuleT) -> ModuleT:
-        """Called when the hook is added to a module.
+        """Prepare a module when the hook is added to it.
 
         Args:
             module: The module.
@@ -68,12 +69,12 @@ class ModelHook:
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Called before the forward.
+        """Return the arguments for the module's forward, which runs next.
 
         Args:
             module: The module.
-            *args: The positional arguments of the forward.
-            **kwargs: Its keyword arguments.
+            *args: The positional arguments of the call.
+            **kwargs: The keyword arguments of the call.
 
         Returns:
             The positional and the keyword arguments to use.
@@ -81,26 +82,26 @@ class ModelHook:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Called after a forward that ended well.
+        """Return the module's output after a forward without errors.
 
         Args:
             module: The module.
-            output: What the forward returned.
+            output: The output of the forward.
 
         Returns:
-            What the module returns.
+            The output to return to the caller.
         """
         return output
 
     def on_error(self, module: nn.Module) -> None:
-        """Called in the place of `post_forward` after a forward that raised.
+        """Clean up after a forward that raised an exception. Runs instead of `post_forward`.
 
         Args:
             module: The module.
         """
 
     def detach_hook(self, module: ModuleT) -> ModuleT:
-        """Called when the hook is removed from a module.
+        """Restore a module when the hook is removed from it.
 
         Args:
             module: The module.
@@ -111,19 +112,19 @@ class ModelHook:
         return module
 
     def needs(self) -> tuple[bool | Registered, bool, bool]:
-        """Whether there is something to do before the forward, after it, and after an error in it.
+        """Return if the hook must run before the forward, after the forward, and after an error in the forward.
 
-        For the first there may be a function instead, to be registered with the module in the place of `pre_forward`.
+        The first value may be a function that is registered with the module instead of `pre_forward`.
         """
         before = overrides(self, "pre_forward")
         return before, overrides(self, "post_forward"), self.no_grad or overrides(self, "on_error")
 
     def attached_to(self, module: nn.Module, attached: bool) -> None:
-        """Remember that a module has this hook, or that it no longer has.
+        """Record that the hook was added to a module or removed from it.
 
         Args:
             module: The module.
-            attached: Whether it has.
+            attached: True if the hook was added.
         """
         links: list[_Link] = vars(self).setdefault("_links", [])
         links[:] = [link for link in links if link.module not in (None, module)]
@@ -143,22 +144,17 @@ class ModelHook:
 
 
 def overrides(hook: ModelHook, method: str) -> bool:
-    """Whether a hook has its own method of this name."""
     return method in vars(hook) or getattr(type(hook), method) is not getattr(ModelHook, method)
 
 
 class _Link:
-    """The way from a hook to a module that has it, which does not keep the module alive.
-
-    A copy of the module has a copy of the hook, and that leads to the copy.
-    """
+    """Weak reference from a hook to its module. A deep copy refers to the copied module."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self._module = None if module is None else weakref.ref(module)
 
     @property
     def module(self) -> nn.Module | None:
-        """The module, as long as something else uses it."""
         return None if self._module is None else self._module()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Link:
@@ -169,10 +165,10 @@ class _Link:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one, each of which gets what the one before it returned.
+    """Hook that runs several hooks in order, each with the result of the previous one.
 
     Args:
-        *hooks: The hooks, in this order at each event.
+        *hooks: The hooks. All events run them in this order.
     """
 
     def __init__(self, *hooks: ModelHook) -> None:
@@ -180,7 +176,7 @@ class SequentialHook(ModelHook):
 
     @property
     def no_grad(self) -> bool:
-        """Whether one of them has the forward run without recording gradients."""
+        """True if one of the hooks runs the forward without recording gradients."""
         return any(hook.no_grad for hook in self.hooks)
 
     @no_grad.setter
@@ -189,62 +185,54 @@ class SequentialHook(ModelHook):
             hook.no_grad = value
 
     def init_hook(self, module: ModuleT) -> ModuleT:
-        """Called when the hook is added to a module."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Called before the forward."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Called after a forward that ended well."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
 
     def on_error(self, module: nn.Module) -> None:
-        """Called in the place of `post_forward` after a forward that raised."""
         for hook in self.hooks:
             hook.on_error(module)
 
     def detach_hook(self, module: ModuleT) -> ModuleT:
-        """Called when the hook is removed from a module."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
 
     def needs(self) -> tuple[bool | Registered, bool, bool]:
-        """Whether one of the hooks has something to do before the forward, after it, and after an error in it."""
         needed = [hook.needs() for hook in self.hooks]
         return any(bool(each[0]) for each in needed), any(each[1] for each in needed), any(each[2] for each in needed)
 
     def attached_to(self, module: nn.Module, attached: bool) -> None:
-        """Remember that a module has these hooks, or that it no longer has."""
         for hook in self.hooks:
             hook.attached_to(module, attached)
 
 
 def hook_of(module: nn.Module) -> ModelHook | None:
-    """The hook that was added to a module itself, if there is one."""
     found: ModelHook | None = vars(module).get(_HOOK)
     return found
 
 
 def add_hook_to_module(module: ModuleT, hook: ModelHook, append: bool = False) -> ModuleT:
-    """Add a hook to a module, in the place of the one that it has.
+    """Add a hook to a module, replacing the module's present hook unless `append` is True.
 
-    The module's `forward` stays as it is: the hook runs through `register_forward_pre_hook` and
-    `register_forward_hook`, next to the forward, so within the module's other hooks. It is readable as
+    The module's `forward` method does not change. The hook uses `register_forward_pre_hook` and
+    `register_forward_hook`, and runs closer to the forward than the module's other hooks. It is available as
     `module._hf_hook`.
 
     Args:
         module: The module.
         hook: The hook.
-        append: Keep the present hook and run the new one after it, both in one `SequentialHook`.
+        append: Run the hook after the present one. Both are then combined in a `SequentialHook`.
 
     Returns:
         The module.
@@ -268,18 +256,17 @@ def add_hook_to_module(module: ModuleT, hook: ModelHook, append: bool = False) -
 
 
 def _parts(hook: ModelHook | None) -> list[ModelHook]:
-    """The hooks that one stands for."""
     if isinstance(hook, SequentialHook):
         return [part for each in hook.hooks for part in _parts(each)]
     return [] if hook is None else [hook]
 
 
 def remove_hook_from_module(module: ModuleT, recurse: bool = False) -> ModuleT:
-    """Remove the hook of a module; weights that it keeps elsewhere come back.
+    """Remove the hook of a module. Weights that the hook has offloaded return to their original devices.
 
     Args:
         module: The module.
-        recurse: Whether also from the modules within it.
+        recurse: Also remove the hooks of all submodules.
 
     Returns:
         The module.
@@ -298,7 +285,7 @@ def remove_hook_from_module(module: ModuleT, recurse: bool = False) -> ModuleT:
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Remove the hooks of a module and of all modules within it.
+    """Remove the hooks of a module and of all its submodules.
 
     Args:
         module: The module.
@@ -307,7 +294,6 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 
 def _register(module: nn.Module, hook: ModelHook) -> None:
-    """Register with a module what its hook has to do."""
     for handle in vars(module).pop(_HANDLES, ()):
         handle.remove()
     before, after, guarded = hook.needs()
@@ -316,12 +302,12 @@ def _register(module: nn.Module, hook: ModelHook) -> None:
         first: Registered = _enter if guarded else before if callable(before) else _before
         handles.append(module.register_forward_pre_hook(first, with_kwargs=True))
     if after or guarded:
-        # First of all: the hooks of others get what this one returns.
+        # Prepended, so that all other forward hooks receive the output that this hook returns.
         handles.append(module.register_forward_hook(_leave if guarded else _after, prepend=True, always_call=guarded))
     vars(module)[_HANDLES] = handles
 
 
-# What is registered is the same for all modules: it has to be found again when a module is copied or unpickled.
+# Module-level functions that find the hook through the module, so that copied and unpickled modules use their own hook.
 
 
 def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -333,15 +319,15 @@ def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _outside_graphs(_entered)(module, args, kwargs)
+    return _untraced_function(_run_pre_forward)(module, args, kwargs)
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return _outside_graphs(_left)(module, args, output)
+    return _untraced_function(_run_post_forward)(module, args, output)
 
 
-def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that `torch.compile` calls as it is: what moves weights is no part of a graph."""
+def _untraced_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Exclude a function from `torch.compile`, so that moving weights does not become part of a graph."""
     if "torch._dynamo" not in sys.modules:  # importing it takes a second
         return function
     if function not in _untraced:
@@ -350,8 +336,8 @@ def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     return _untraced[function]
 
 
-def _entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run what comes before, and note what `_left` has to restore."""
+def _run_pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `pre_forward`, and save the gradient mode and the handled exception for `_run_post_forward`."""
     hook: Any = module._hf_hook
     open_calls: list[tuple[int, bool, BaseException | None]] = vars(_calls).setdefault("open", [])
     open_calls.append((id(module), torch.is_grad_enabled(), sys.exc_info()[1]))
@@ -361,11 +347,12 @@ def _entered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return changed
 
 
-def _left(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Restore, and run what comes after; called after an error too."""
+def _run_post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Restore the gradient mode, and run `post_forward`, or `on_error` if the forward raised."""
     open_calls = vars(_calls).get("open", [])
     if not any(call[0] == id(module) for call in open_calls):
-        return None  # an error came before `_entered`
+        return None  # an error was raised before `_run_pre_forward` ran
+    # Entries of inner calls remain if their forward hooks did not run.
     while open_calls:
         called, recorded, handled = open_calls.pop()
         if called == id(module):
@@ -379,15 +366,15 @@ def _left(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return hook.post_forward(module, output)
 
 
-# Refuses `to`, `half` and the like of models whose weights are not one thing in one place
+# Guard against moving and casting
 
 
 class StreamedModelError(ConfigurationError, RuntimeError):
-    """Something was asked of a model over devices, memory and disk that only one in one place can do."""
+    """Raised for operations that an offloaded or multi-device model does not support."""
 
 
 class MoveGuard:
-    """Stands before what moves or casts modules, and lets pass what changes nothing."""
+    """Guard that raises if modules are moved or cast, and allows operations that change no tensor."""
 
     def __init__(
         self,
@@ -400,21 +387,21 @@ class MoveGuard:
             module.__dict__["_apply"] = partial(self._guarded, module)
 
     def _guarded(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Called in the place of the module's own method, which `to`, `half` and the like use."""
+        """Replace `nn.Module._apply`, which `to`, `half` and the like call."""
         for dtype, device in self._kinds:
             probe = torch.empty(0, dtype=dtype, device=device)
+            # Functions that change neither dtype nor device, such as `share_memory_`, return the tensor itself.
             if function(probe) is not probe:
                 where = ", ".join(sorted({str(device) for _, device in self._kinds}))
                 raise StreamedModelError(
-                    f"{type(module).__name__} has weights that come and go, or are on several devices ({where}): `to`, "
-                    "`half` and the like cannot move or cast it. Load it with another device_map or dtype, or call "
+                    f"{type(module).__name__} is offloaded or on several devices ({where}), so `to`, `half` and the "
+                    "like cannot move or cast it. Load it with another device_map or dtype, or call "
                     "remove_hook_from_submodules(model) first."
                 )
         plain: Any = type(module)._apply if self._pass_on is None else self._pass_on
         return plain(module, function, recurse)  # type: ignore[no-any-return]
 
     def remove(self) -> None:
-        """Let the modules be moved again."""
         for module in self._modules:
             module.__dict__.pop("_apply", None)
         self._modules = []

@@ -1,4 +1,4 @@
-"""Weights from files into a model: each read once, cast on the way, and put where it is to be."""
+"""Loading of checkpoint files into a model, each weight read once, cast, and placed on its device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from drivetrain import checkpoint as files
 from drivetrain.checkpoint.export import JoinedWeights, Weights, parse_dtype
 from drivetrain.checkpoint.safetensors_file import Entry, dtype_name, mapped_range, mark_mapped
-from drivetrain.inference.device_map import DEVICE_MAP_NAMES, DeviceMap, refuse_two_devices, resolve_device_map
+from drivetrain.inference.device_map import DEVICE_MAP_NAMES, DeviceMap, check_single_device, resolve_device_map
 from drivetrain.inference.meta import meta_leftovers
 from drivetrain.inference.offloaded import Place, like, named_places, persistent, write_offloaded
 from drivetrain.inference.tensors import find_tied_parameters
@@ -22,20 +22,16 @@ from drivetrain.runtime.errors import CheckpointError, ConfigurationError, neare
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.memory import wraps_others
 
-# Which devices a map names, and which one computes
-
-
 logger = get_logger(__name__)
 
 DISK = "disk"
 CPU = torch.device("cpu")
 
 Location = torch.device | str
-"""A device, or `"disk"`."""
+"""A `torch.device`, or the string `"disk"`."""
 
 
 def location(given: torch.device | str | int) -> Location:
-    """What a map's value stands for."""
     if isinstance(given, str) and given == DISK:
         return DISK
     if isinstance(given, int):
@@ -43,14 +39,14 @@ def location(given: torch.device | str | int) -> Location:
         count = 0 if kind.name == "cpu" else kind.count()
         if not 0 <= given < count:
             raise ConfigurationError(
-                f"Device {given} was named, and there are {count} accelerators here. Available: "
+                f"Device {given} does not exist: this machine has {count} accelerators. Available: "
                 f"{', '.join(each.name for each in available_device_kinds())}, disk.",
             )
         return kind.device(given)
     try:
         device = torch.device(given)
     except RuntimeError as error:
-        raise ConfigurationError(f"{given!r} names no device. Give such as 0, 'cuda:1', 'cpu' or 'disk'.") from error
+        raise ConfigurationError(f"{given!r} is not a device. Give 0, 'cuda:1', 'cpu', 'disk' or the like.") from error
     if device.type == "meta":
         return device
     kind = get_device_kind(device.type)
@@ -60,11 +56,11 @@ def location(given: torch.device | str | int) -> Location:
 
 
 def execution_device(given: torch.device | str | int | None, others: Collection[Location] = ()) -> torch.device:
-    """Where weights that come and go are computed with."""
+    """Return the device that computes offloaded modules: the given one, or the first accelerator, or the CPU."""
     if given is not None:
         found = location(given)
         if not isinstance(found, torch.device):
-            raise ConfigurationError("Nothing can be computed on disk. Give a device, such as 0 or 'cpu'.")
+            raise ConfigurationError("The disk cannot compute. Give a device, such as 0 or 'cpu'.")
         return found
     there = next((each for each in others if isinstance(each, torch.device) and each != CPU), None)
     if there is not None:
@@ -76,7 +72,6 @@ def execution_device(given: torch.device | str | int | None, others: Collection[
 
 
 def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | int]) -> dict[str, Location]:
-    """Where each parameter and buffer is to be."""
     places = named_places(model)
     known = {*(name for name, _ in model.named_modules(remove_duplicate=False)), *places}
     for name in device_map:
@@ -88,13 +83,13 @@ def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | in
     if missed:
         near = nearest(missed[0].rpartition(".")[0], device_map)
         raise ConfigurationError(f"device_map has no entry for {', '.join(missed[:8])}.{near}")
-    refuse_two_devices(model, device_map)
-    rest = next(iter(parsed.values()), CPU)  # buffers of the model itself, which maps leave out
+    check_single_device(model, device_map)
+    rest = next(iter(parsed.values()), CPU)  # device maps may leave out buffers of the root module
     return {name: rest if where is None else where for name, where in found.items()}
 
 
 def longest(name: str, device_map: Mapping[str, Location]) -> Location | None:
-    """The value of the longest name in a map that is a tensor's, or of a module around it; None where there is none."""
+    """Return the location of the longest prefix of a tensor's name in a device map, or None if no prefix is in it."""
     prefix = name
     while prefix not in device_map:
         if not prefix:
@@ -111,14 +106,13 @@ def as_dict(
     dtype: torch.dtype | str | None = None,
     offload_buffers: bool = False,
 ) -> dict[str, torch.device | str | int]:
-    """A map as a dict, whatever it was given as."""
     if isinstance(device_map, Mapping):
         return device_map if isinstance(device_map, DeviceMap) else dict(device_map)
     if hasattr(device_map, "to_dict"):
         return dict(device_map.to_dict())
     if device_map not in DEVICE_MAP_NAMES:
         if isinstance(device_map, str) and device_map != DISK and nearest(device_map, DEVICE_MAP_NAMES):
-            raise ConfigurationError(f"device_map={device_map!r} is no map.{nearest(device_map, DEVICE_MAP_NAMES)}")
+            raise ConfigurationError(f"There is no device map {device_map!r}.{nearest(device_map, DEVICE_MAP_NAMES)}")
         location(device_map)
         return {"": device_map}
     return resolve_device_map(
@@ -151,38 +145,39 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load weights into a model, each onto the device that a map names, or that of what it replaces.
+    """Load a checkpoint into a model, each weight onto the device that a map assigns.
 
-    Weights that are tied in the model need be in the checkpoint under one of their names only. Those that are to stay
-    on disk are used from the checkpoint's own files where these are safetensors of the right dtype.
+    Tied weights need only one of their names in the checkpoint. Weights on disk are memory-mapped from the checkpoint's
+    own files if these are safetensors of the right dtype.
 
     Args:
-        model: The model; it may be without memory, as `init_empty_weights` builds it.
-        checkpoint: A `.safetensors` file, one that `torch.save` wrote, an index of several, a directory with one of
-            these, a checkpoint of drivetrain's, a URL of any of them on a file system of fsspec, or tensors by name.
-        device_map: Devices or `"disk"` by the names of modules, one of them for the whole model, or the name of a map;
-            None leaves parameters where they are, and puts those without memory on the CPU.
-        offload_folder: Where weights are written that are to stay on disk and cannot be used from their own files.
-        dtype: Convert floating-point weights to it; they get the dtype that they have in the model if None.
-        offload_state_dict: Accepted: no more than one weight that is converted is in memory beside the model.
-        offload_buffers: Whether buffers of modules on disk stay there too.
-        keep_in_fp32_modules: Weights with one of these in their names become float32 whatever `dtype` is.
-        offload_8bit_bnb: Accepted: weights are put where the map has them, whatever they are.
-        strict: Whether names that are missing or left over are an error.
-        full_state_dict: Whether the checkpoint has whole tensors, where the model's are sharded; False for tensors by
-            name that are sharded as the model's are.
-        broadcast_from_rank0: Read on process 0 alone, which sends each weight to the others; without a map.
+        model: The model. It may be on the meta device, as `init_empty_weights` builds it.
+        checkpoint: A safetensors file, a `torch.save` file, an index of several files, a folder with one of these, a
+            drivetrain checkpoint, an fsspec URL of any of them, or a dict from name to tensor.
+        device_map: A dict from module name to device or `"disk"`, one of these for the whole model, or the name of a
+            map. None keeps the devices of the parameters, and uses the CPU for parameters on the meta device.
+        offload_folder: Folder for weights on disk that cannot be memory-mapped from their own files.
+        dtype: Dtype of the loaded floating-point weights. None keeps the model's dtypes.
+        offload_state_dict: Accepted and ignored. Loading never needs more than one additional weight in memory.
+        offload_buffers: Keep the buffers of modules on disk on the disk too.
+        keep_in_fp32_modules: Parts of names. Weights whose name contains one become float32 even if `dtype` is given.
+        offload_8bit_bnb: Accepted and ignored. Weights of any dtype follow the map.
+        strict: Raise an error for missing and unexpected names.
+        full_state_dict: The checkpoint contains full tensors for a sharded model. False if it is a dict with the same
+            shards as the model.
+        broadcast_from_rank0: Read the files on rank 0 only, and broadcast each weight. Not possible with a map.
 
     Raises:
-        CheckpointError: The weights cannot be read, are not those of the model, or leave one of it without values.
+        CheckpointError: The files cannot be read, do not match the model, or leave a tensor of the model without
+            values.
         ConfigurationError: The map does not fit the model.
     """
     wanted = parse_dtype(dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype)
     if broadcast_from_rank0 or any(wraps_others(each) and files.is_sharded(each) for each in model.parameters()):
         if device_map is not None:
             raise ConfigurationError(
-                f"device_map={device_map!r}: weights that process 0 sends, or that are sharded, go where the model's "
-                "parameters are. Leave it out, or broadcast_from_rank0.",
+                f"device_map={device_map!r}: sharded weights, and weights that rank 0 broadcasts, stay on the devices "
+                "of the model's parameters. Leave out device_map or broadcast_from_rank0.",
             )
         keep = keep_in_fp32_modules or ()
         files.load_over_processes(model, checkpoint, wanted, strict, full_state_dict, broadcast_from_rank0, keep)
@@ -197,7 +192,7 @@ def load_checkpoint_in_model(
 
 
 def fill_empty(model: nn.Module, weights: Weights, where: Mapping[str, Location]) -> None:
-    """Give what has no values in a model those of weights that have them."""
+    """Load values for the model's tensors on the meta device, as far as the weights contain them."""
     empty = {name for name, place in named_places(model).items() if place.tensor.is_meta}
     found = {name: weights for name in (*empty, *weights.same.values()) if name in weights}
     if empty and found:
@@ -216,7 +211,7 @@ def load_some(
     keep_in_fp32: Collection[str],
     folder: str | os.PathLike[str] | None,
 ) -> None:
-    """Load a part of a model, the rest of which has its weights already."""
+    """Load the named tensors of a model from weights that other layers have not used yet."""
     left = {name: weights for name in weights if name not in used}
     wanted = set(names) & persistent(model)
     loading = _Loading(model, JoinedWeights(left, weights.where), dtype, keep_in_fp32, only=wanted)
@@ -226,13 +221,13 @@ def load_some(
 
 @dataclass(eq=False)
 class _Item:
-    """One tensor of a model, and the weight that it gets.
+    """Tensor of a model and the checkpoint weight to load into it.
 
     Attributes:
-        names: All names under which the model holds it.
-        places: Where.
-        source: The weight's name in the checkpoint.
-        dtype: The dtype that it gets.
+        names: All names of the tensor in the model.
+        places: Module and attribute for each name.
+        source: Name of the weight in the checkpoint.
+        dtype: Dtype of the loaded tensor.
     """
 
     names: list[str]
@@ -242,11 +237,10 @@ class _Item:
 
     @property
     def old(self) -> Tensor:
-        """What is there so far."""
         return self.places[0].tensor
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Let all names hold a tensor from here on, one and the same."""
+        """Assign a tensor to all names, so that they share it. Returns the assigned tensor."""
         made = like(self.old, tensor)
         for place in self.places:
             place.put(made)
@@ -254,7 +248,7 @@ class _Item:
 
 
 class _Loading:
-    """The weights of a checkpoint, and what of a model each of them is for."""
+    """Assignment of a checkpoint's weights to the tensors of a model."""
 
     def __init__(
         self,
@@ -288,7 +282,7 @@ class _Loading:
         self.left_over = [name for name in weights if name not in used and name not in saved]
 
     def _source(self, name: str) -> str | None:
-        """The weight for a name: its own, or the one that files hold in its stead."""
+        """Return the checkpoint's name of a tensor or of the weight that it is tied to, or None."""
         found = name if name in self._weights else self._weights.same.get(name)
         return found if found in self._weights else None
 
@@ -299,7 +293,7 @@ class _Loading:
         return torch.float32 if keeps else self._dtype
 
     def compare(self, strict: bool, quiet: bool = False) -> None:
-        """Refuse weights that are not those of the model, before any of it has changed."""
+        """Raise an error if shapes, dtypes or (if strict) names do not match. Does not change the model."""
         where, kind = self._weights.where, type(self._model).__name__
         wrong = []
         for item in self.items:
@@ -319,10 +313,10 @@ class _Loading:
         if self.left_over and not quiet:
             logger.warning(
                 f"Some weights of {where} were not used when loading {kind}: {listed(self.left_over)}. Pass "
-                "strict=True to refuse such."
+                "strict=True to raise an error instead."
             )
         if self.missing and not quiet:
-            logger.warning(f"{where} has no values for {listed(self.missing)}; {kind} keeps those that it has.")
+            logger.warning(f"{where} has no values for {listed(self.missing)}. {kind} keeps its current values.")
 
     def load(
         self,
@@ -331,7 +325,6 @@ class _Loading:
         offload_buffers: bool,
         complete: bool = True,
     ) -> None:
-        """Read the weights and put each in its place."""
         targets: dict[str, Tensor] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         on_disk: list[_Item] = []
@@ -344,7 +337,7 @@ class _Loading:
             if device.type == "meta":
                 continue
             target = self._target(item, device)
-            if item.source in targets:  # one weight for two that are not tied
+            if item.source in targets:  # the file has one weight for two untied tensors of the model
                 copies.append((target, targets[item.source]))
             else:
                 targets[item.source] = target
@@ -352,7 +345,7 @@ class _Loading:
             self._weights.fill(targets)
             for target, filled in copies:
                 target.copy_(filled)
-            self._leave_on_disk(on_disk, folder)
+            self._map_from_disk(on_disk, folder)
         self._tie()
         if complete:
             self._check_complete(where)
@@ -361,18 +354,19 @@ class _Loading:
         if where is None:
             return CPU if item.old.is_meta else item.old.device
         found = [where[name] for name in item.names]
-        # What is tied is where one of its names needs it.
+        # A tied weight stays on disk only if the map puts all of its names on disk.
         return next((each for each in found if each != DISK), found[0])
 
     def _target(self, item: _Item, device: torch.device) -> Tensor:
-        """The tensor to read into: what is there, where it can hold the weight."""
+        """Return the tensor to read into: the model's own if device and dtype match, or else a new one."""
         old = item.old
+        # Values of a memory-mapped tensor must not be overwritten, since it is a part of a file.
         is_its_own = not wraps_others(old) and mapped_range(old) is None
         if is_its_own and old.device == device and old.dtype == item.dtype:
             return old.detach()
         return item.put(torch.empty(old.shape, dtype=item.dtype, device=device)).detach()
 
-    def _leave_on_disk(self, items: Sequence[_Item], folder: str | os.PathLike[str] | None) -> None:
+    def _map_from_disk(self, items: Sequence[_Item], folder: str | os.PathLike[str] | None) -> None:
         written: list[_Item] = []
         for item in items:
             found = self._weights.mapped(item.source)
@@ -398,18 +392,17 @@ class _Loading:
         there = self._weights.entries[first.source].dtype
         if there != first.dtype:
             reason = (
-                f"{first.names[0]} is to be {dtype_name(first.dtype)} on disk, and is {dtype_name(there)} in "
-                f"{self._weights.where}. Pass dtype={dtype_name(there)!r} to use it from there"
+                f"{first.names[0]} needs dtype {dtype_name(first.dtype)} on disk, but is {dtype_name(there)} in "
+                f"{self._weights.where}. Pass dtype={dtype_name(there)!r} to use this file"
             )
         else:
             reason = (
-                f"{first.names[0]} cannot be used from where it is in {self._weights.where}, as one could from a "
-                "safetensors file of this machine. Convert it to such a file"
+                f"{first.names[0]} cannot be memory-mapped in {self._weights.where}; only local safetensors files can. "
+                "Convert it to such a file"
             )
         return f"{reason}, or pass offload_folder=... to write a copy there."
 
     def _tie(self) -> None:
-        """Let names that are meant to be one weight be one, where only one of them was loaded."""
         places = named_places(self._model)
         for group in self._ties:
             held = [places[name] for name in group]
@@ -429,27 +422,31 @@ class _Loading:
         computed = [name for name, what in left.items() if what == "buffer that no state dict holds"]
         if computed:
             raise CheckpointError(
-                f"{listed(computed)}: buffers without values, which no checkpoint holds. Build the model with "
-                "init_empty_weights(include_buffers=False), so that they are computed."
+                f"{listed(computed)}: non-persistent buffers without values, which no checkpoint contains. Build the "
+                "model with init_empty_weights(include_buffers=False), so that they are computed."
             )
         raise CheckpointError(
-            f"{self._weights.where} has no values for {listed(list(left))}, and the model has none either. Build the "
-            "model with values, or load the checkpoint of such a model."
+            f"Neither {self._weights.where} nor the model has values for {listed(list(left))}. Build the model with "
+            "values, or load a checkpoint that contains them."
         )
 
 
 def listed(names: Sequence[str], between: str = ", ") -> str:
-    """Names for a message, the first few of many."""
+    """Join names for a message, with the rest of long lists as a number."""
     shown = between.join(names[:_SHOWN])
     return f"{shown}{between}and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Devices | None = None) -> dict[str, Tensor]:
-    """Read the weights in a file, without executing what is in it.
+    """Read the tensors of a checkpoint file without unpickling arbitrary objects.
 
     Args:
-        checkpoint_file: What `load_checkpoint_in_model` takes as a checkpoint.
-        device_map: Devices by the names of modules; weights without an entry, and those for `"disk"`, are on the CPU.
+        checkpoint_file: A checkpoint in any form that `load_checkpoint_in_model` accepts.
+        device_map: Dict from module name to device. Tensors without an entry and tensors on `"disk"` are read into CPU
+            memory.
+
+    Returns:
+        A dict from name to tensor.
     """
     weights = files.open_weights(checkpoint_file)
     parsed = {name: location(value) for name, value in (device_map or {}).items()}

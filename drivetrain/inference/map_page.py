@@ -1,4 +1,4 @@
-"""Device maps as a page: a bar for each device, as long as what it has, and the blocks in it."""
+"""Device maps as text, as an HTML page, and the reason for a block's device."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from html import escape
 from drivetrain.inference.solver import Block, Placement, Problem, Share
 from drivetrain.runtime.host import as_bytes
 
-# Device maps for people: a table, and the reason for one block
-
-
 _MOST_NAMES = 4
 
 
 def as_table(problem: Problem, placement: Placement) -> str:
-    """A line for each device: its modules, bytes, and what is left of it."""
     rows = [["device", "modules", "weights", "room to stream", "activations", "free after", "of"]]
     shares = problem.shares(placement)
     for place, (budget, share) in enumerate(zip(problem.budgets, shares, strict=True)):
@@ -27,13 +23,13 @@ def as_table(problem: Problem, placement: Placement) -> str:
     lines = [_line(row, widths) for row in rows]
     lines.insert(1, "-" * len(lines[0]))
     if has_no_room_ahead(problem, placement):
-        lines.append("no room to fetch a block ahead: copies and computing take turns")
+        lines.append("no room to prefetch a block: copies and computation do not overlap")
     lines.append(f"{problem.boundaries(placement)} boundaries between devices, {as_bytes(problem.size)} in all")
     return "\n".join(line.rstrip() for line in lines)
 
 
 def has_no_room_ahead(problem: Problem, placement: Placement) -> bool:
-    """Whether an accelerator computes what is kept elsewhere, and has room for one such block at a time alone."""
+    """Return True if the accelerator that computes offloaded blocks has room for only one of them at a time."""
     main = placement.main
     if main is None or problem.budgets[main].kind != "accelerator" or problem.stream_buffers > 1:
         return False
@@ -53,7 +49,7 @@ def _bytes(count: float) -> str:
 
 
 def modules_on(problem: Problem, placement: Placement, place: int) -> str:
-    """The runs of modules on a device, such as `wte, wpe, h.0 - h.21`."""
+    """Return the ranges of modules on a device, such as `wte, wpe, h.0 - h.21`."""
     where = {
         position: (name, its)
         for block, its in zip(problem.blocks, placement.places, strict=True)
@@ -75,20 +71,19 @@ def modules_on(problem: Problem, placement: Placement, place: int) -> str:
 
 
 def explain(problem: Problem, placement: Placement, block: Block) -> str:
-    """Why a block is where it is, in a sentence or two."""
     place = placement.places[problem.blocks.index(block)]
     shares = problem.shares(placement)
     budget = problem.budgets[place]
     first = block.names[0] or "the whole model"
     text = f"{first} ({as_bytes(block.size)}) is on {budget.device}"
     if len(block.names) > 1:
-        text += f", with {', '.join(block.names[1:])}, which it shares weights with"
+        text += f", together with {', '.join(block.names[1:])} (shared weights)"
     before = [room for room in problem.accelerators if room < place]
     reasons = [_room_left(problem.budgets[room].device, shares[room], block) for room in before]
     if not problem.computes(place, placement.main):
         main = problem.budgets[placement.main].device if placement.main is not None else None
-        text += f", and is brought to {main} when it runs"
-        text += ", with no room to fetch it ahead" if has_no_room_ahead(problem, placement) else ""
+        text += f", and is copied to {main} when it runs"
+        text += ", with no room to prefetch it" if has_no_room_ahead(problem, placement) else ""
     if reasons:
         text += ": " + "; ".join(reasons)
     return text + "."
@@ -97,9 +92,9 @@ def explain(problem: Problem, placement: Placement, block: Block) -> str:
 def _room_left(device: object, share: Share, block: Block) -> str:
     left = f"{device} has {as_bytes(max(0, share.free))} left of {_bytes(share.limit)}"
     if share.streamed:
-        left += f", with {as_bytes(share.streamed)} kept free for what is brought there"
+        left += f", with {as_bytes(share.streamed)} reserved for offloaded blocks"
     if share.free >= block.size:
-        left += ", and holds what runs before it, or its even share"
+        left += ", but already has the modules before this one, or its even share"
     return left
 
 
@@ -134,16 +129,15 @@ td:last-child { text-align: right; padding-right: 0; white-space: nowrap; }
 """
 _KEY = (
     ("block", "blocks, each in one of two shades"),
-    ("stream", "room to bring what is kept elsewhere"),
+    ("stream", "room for offloaded blocks"),
     ("work", "activations"),
     ("room", "free"),
 )
 
 
 def as_page(problem: Problem, placement: Placement) -> str:
-    """A page of HTML that draws a map."""
     shares = problem.shares(placement)
-    # A disk has so much more than all others that they would not be seen beside it.
+    # Limits above the model's size, such as the disk's, would make all other bars invisible.
     limits = [share.limit for share in shares if share.limit <= problem.size] or [problem.size]
     widest = max(1, *limits, *map(_used, shares))
     devices = "".join(_device(problem, placement, place, share, widest) for place, share in enumerate(shares))
@@ -152,8 +146,8 @@ def as_page(problem: Problem, placement: Placement) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Device map</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style></head><body><h1>Device map</h1><p>{as_bytes(problem.size)} in all, "
-        f"{problem.boundaries(placement)} boundaries between devices. Bars are as long as what devices have; a "
-        "dotted end says that there is more.</p>"
+        f"{problem.boundaries(placement)} boundaries between devices. A bar's length is the device's memory; a "
+        "dotted end marks a device with more.</p>"
         f'<ul class="key">{key}</ul>{devices}</body></html>\n'
     )
 
@@ -163,7 +157,6 @@ def _used(share: Share) -> float:
 
 
 def _device(problem: Problem, placement: Placement, place: int, share: Share, widest: float) -> str:
-    """The bar of one device, what it has, and a list of its blocks."""
     budget = problem.budgets[place]
     whole = max(min(share.limit, widest), 1)
     kind = "bar cut" if share.limit > whole else "bar"

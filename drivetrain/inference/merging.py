@@ -1,4 +1,4 @@
-"""Adapters added to the weights that they were trained over, a few rows at a time."""
+"""Merging of LoRA adapters into the base weights, in blocks of rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drivetrain.checkpoint.safetensors_file import BLOCK, Entry
 from drivetrain.inference.loading import Checkpoint
 from drivetrain.runtime.errors import CheckpointError
 
-# What ends the names of an adapter's matrices and of its scale: our own layers, and peft's over ours.
+# Suffixes of an adapter's matrices and scale, first for `LoRALinear`, then for peft's layers.
 _ENDINGS = (
     (".lora_A", ".lora_B", ".scaling"),
     (".lora_A.default.weight", ".lora_B.default.weight", ".base_layer.scaling"),
@@ -23,12 +23,12 @@ _ENDINGS = (
 
 
 class Adapter(NamedTuple):
-    """The names of the tensors of one adapter.
+    """Names of the tensors of one LoRA adapter.
 
     Attributes:
         first: The matrix of shape `(rank, in_features)`.
         second: The matrix of shape `(out_features, rank)`.
-        scale: What their product is multiplied by.
+        scale: The factor of their product.
     """
 
     first: str
@@ -37,7 +37,6 @@ class Adapter(NamedTuple):
 
 
 def adapters_in(weights: Mapping[str, Any]) -> dict[str, Adapter]:
-    """The adapters among weights, by the names of their layers."""
     found = {}
     for name in weights:
         for first, second, scale in _ENDINGS:
@@ -59,44 +58,44 @@ def merge_adapters(
     model: int | None = None,
     progress: bool = False,
 ) -> list[str]:
-    """Add adapters to the weights that they were trained over, and write the sum as plain safetensors.
+    """Merge LoRA adapters into their base weights, and save the result as safetensors files.
 
-    A weight that was trained whole beside them, such as a norm's, takes the place of the one in `weights`. Weights
-    are read and written a block at a time: none is whole in memory, and a file is written as it fills.
+    Parameters that were trained in full, such as those of norms, replace the ones in `weights`. Weights are read and
+    written in blocks of rows, so no full weight is in memory.
 
     Args:
-        checkpoint: A checkpoint of a run with adapters, or any other file of theirs.
-        weights: The unquantised weights.
-        output: The directory to write to.
-        max_shard_size: Bytes in a file at most.
-        overwrite: Whether to write into a directory that holds something already.
-        dtype: What floating-point weights are converted to, such as `"bfloat16"`; unchanged if None.
-        model: Which model of the checkpoint, where it has several, from 0.
-        progress: Whether to show a progress bar.
+        checkpoint: A checkpoint of a run with adapters, or a file of adapters.
+        weights: The unquantized base weights.
+        output: Folder for the files.
+        max_shard_size: Maximum bytes of one file, as a number or as text such as `"5GB"`.
+        overwrite: Allow a folder that is not empty.
+        dtype: Dtype of the written floating-point weights, such as `"bfloat16"`. None keeps each weight's dtype.
+        model: Index of the model, if the checkpoint contains several.
+        progress: Show a progress bar.
 
     Returns:
         The paths of the safetensors files.
 
     Raises:
-        CheckpointError: There are no adapters, or the weights are not those of their layers, or of another shape.
-        ConfigurationError: `max_shard_size` is no size.
+        CheckpointError: The checkpoint has no adapters, or the weights lack their layers or have other shapes.
+        ConfigurationError: `max_shard_size` is not a size.
     """
     trained, base = open_weights(checkpoint, model), open_weights(weights)
     adapters = adapters_in(trained)
     if not adapters:
-        raise CheckpointError(f"{trained.where} holds no adapters: no names such as 'layer.lora_A'.")
+        raise CheckpointError(f"{trained.where} contains no adapters, that is, no names such as 'layer.lora_A'.")
     prefix = _prefix(adapters, base, trained.where, base.where)
     by_weight = {f"{layer.removeprefix(prefix)}.weight": adapter for layer, adapter in adapters.items()}
     for name, (first, second, _) in by_weight.items():
         shape = (trained.entries[second].shape[0], trained.entries[first].shape[1])
         if shape != base.entries[name].shape:
             raise CheckpointError(
-                f"The adapter of {name.removesuffix('.weight')} is for a weight of {shape}, and {name} is "
+                f"The adapter of {name.removesuffix('.weight')} needs a weight of shape {shape}, but {name} has shape "
                 f"{base.entries[name].shape} in {base.where}."
             )
     target = parse_dtype(dtype)
     tied = {name: other for name, other in base.tied().items() if name not in by_weight and other not in by_weight}
-    # A name that is tied to a weight with an adapter is written apart, without it.
+    # The adapter changes only its own layer: a tied weight elsewhere is written separately and unchanged.
     apart = {name: base.entries[other] for name, other in base.same.items() if name not in tied}
     sources = []
     for name, entry in {**base.entries, **apart}.items():
@@ -105,7 +104,7 @@ def merge_adapters(
         written = target if target is not None and entry.dtype.is_floating_point else entry.dtype
         source, key = base, base.same[name] if name in apart else name
         whole = None if name in by_weight else trained.entries.get(prefix + name)
-        if whole is not None:  # unfrozen, and trained as it is
+        if whole is not None:  # a parameter that was trained itself
             source, key = trained, prefix + name
             if whole.shape != entry.shape:
                 raise CheckpointError(f"{key} is {whole.shape} in {trained.where}, and {entry.shape} in {base.where}.")
@@ -117,7 +116,7 @@ def merge_adapters(
 def _blocks(
     base: Weights, name: str, dtype: torch.dtype, trained: Weights, adapter: Adapter | None
 ) -> Iterator[Tensor]:
-    """A weight with its adapter added, some rows at a time."""
+    """Yield the rows of a weight, with its adapter added, in blocks."""
     weight = base[name]
     if weight.dim() == 0:
         yield weight.to(dtype)
@@ -133,11 +132,10 @@ def _blocks(
 
 
 def _prefix(adapters: Mapping[str, Any], weights: Mapping[str, Any], trained: str, base: str) -> str:
-    """What a task puts before the names of its model's layers."""
     first = next(iter(adapters))
     parts = first.split(".")
     for count in range(len(parts)):
         prefix = ".".join(parts[:count]) + "." if count else ""
         if all(f"{layer.removeprefix(prefix)}.weight" in weights for layer in adapters):
             return prefix
-    raise CheckpointError(f"{base} has no {first}.weight, for which {trained} has an adapter.")
+    raise CheckpointError(f"{trained} has an adapter for {first}, but {base} has no {first}.weight.")

@@ -1,4 +1,4 @@
-"""Models that are built without memory, or straight on a device."""
+"""Models built on the meta device or directly on a device, and layerwise casting of their weights."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _active = threading.local()
 
 
 def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[Any]:
-    """Context in which models are built whose parameters have shapes and dtypes, but no memory; also a decorator.
+    """Context manager and decorator that builds models with parameters on the meta device, without memory.
 
-    Buffers are built as they are without it, so that those which no checkpoint holds (tables of positions, masks) have
-    their values. A model that another thread builds meanwhile is not touched.
+    Buffers are built normally, so that non-persistent ones such as position tables and masks have their values. Models
+    that other threads build at the same time are not affected.
 
     Args:
-        include_buffers: Leave buffers without memory too; `meta_leftovers` lists those that no checkpoint fills.
+        include_buffers: Build buffers on the meta device too. `meta_leftovers` lists those that no checkpoint contains.
 
     Example:
         ```python
@@ -48,19 +48,19 @@ def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[
 
 
 def init_on_device(device: torch.device | str | int, include_buffers: bool = False) -> AbstractContextManager[Any]:
-    """Context in which the parameters of models are built on a device; also a decorator. See `init_empty_weights`.
+    """Context manager and decorator that builds the parameters of models on a device.
 
-    Within another such context the inner one decides.
+    If contexts are nested, the innermost one decides. See `init_empty_weights`.
 
     Args:
         device: The device.
-        include_buffers: Whether buffers, and all else that is computed meanwhile, are built there too.
+        include_buffers: Build buffers and all other new tensors on the device too.
     """
     return _OnDevice(torch.device(device), include_buffers)
 
 
 class _OnDevice(ContextDecorator):
-    """What `init_on_device` returns; it may be entered again, also while it is active, and by several threads."""
+    """Reusable context manager of `init_on_device`. It may be nested and used by several threads."""
 
     def __init__(self, device: torch.device, include_buffers: bool) -> None:
         self._device, self._include_buffers = device, include_buffers
@@ -78,21 +78,20 @@ class _OnDevice(ContextDecorator):
 
 
 class _Context(NamedTuple):
-    """What of a thread's modules goes where, for as long as it is the innermost."""
-
     moved: _Moved
     include_buffers: bool
 
 
 @contextmanager
 def _building(device: torch.device, include_buffers: bool) -> Iterator[None]:
-    """Move what this thread's modules register, unless a context within this one is active."""
+    """Move the parameters that this thread's modules register, as long as no inner context is active."""
     _watch_registration()
     contexts: list[_Context] = _active.__dict__.setdefault("contexts", [])
     outside: torch.device = _active.__dict__.setdefault("device", torch.get_default_device())
     contexts.append(_Context(_Moved(device), include_buffers))
     try:
-        # A mode of this thread alone. Within a context that includes buffers, one that does not ends that.
+        # `torch.device` as a context affects only this thread. An inner context without `include_buffers` must undo
+        # an outer one with it, so it enters the original default device.
         with device if include_buffers else outside:
             yield
     finally:
@@ -103,10 +102,9 @@ def _building(device: torch.device, include_buffers: bool) -> Iterator[None]:
 
 @cache
 def _watch_registration() -> None:
-    """Have torch ask for every parameter and buffer, once and for all.
+    """Register global PyTorch hooks for new parameters and buffers, once per process.
 
-    A hook for each context would come and go while another thread registers modules, and torch fails where its hooks
-    change meanwhile (2.13).
+    Adding and removing them per context fails in PyTorch 2.13 if another thread builds a module at the same time.
     """
     register: list[Callable[..., Any]] = [
         register_module_parameter_registration_hook,
@@ -129,7 +127,7 @@ def _move_buffer(module: nn.Module, name: str, tensor: Any) -> torch.Tensor | No
 
 
 class _Moved:
-    """Moves each tensor once, so that what several modules share they share afterwards."""
+    """Callable that moves each tensor to a device once, so that shared tensors stay shared."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -139,7 +137,7 @@ class _Moved:
         if tensor.device == self._device:
             return tensor
         known = self._made.get(id(tensor))
-        if known is not None and known[0]() is tensor:  # an id is used again once its object is gone
+        if known is not None and known[0]() is tensor:  # the id may belong to a new object by now
             return known[1]
         made = _on(tensor, self._device)
         self._made[id(tensor)] = weakref.ref(tensor), made
@@ -147,8 +145,7 @@ class _Moved:
 
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same parameter or buffer on another device: its class, and what its users have put on it."""
-    # The shape of a lazy module's comes with its first batch.
+    # Lazy parameters have no shape before the first batch.
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         kind = cast(Any, type(tensor))
         lazy = {"requires_grad": tensor.requires_grad} if isinstance(tensor, nn.Parameter) else {}
@@ -164,14 +161,14 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def meta_leftovers(model: nn.Module) -> dict[str, str]:
-    """What of a model is still on the meta device, and would give no result.
+    """Return the tensors of a model that are still on the meta device.
 
     Args:
         model: The model.
 
     Returns:
-        Names, and for each `"parameter"`, `"buffer"`, or `"buffer that no state dict holds"`: loading a checkpoint
-        fills the first two, the last has to be computed again by the code that made it.
+        A dict from name to `"parameter"`, `"buffer"` or `"buffer that no state dict holds"`. Loading a checkpoint fills
+        the first two. Buffers of the last kind must be computed again by the code that creates them.
     """
     saved = set(model.state_dict())
     left = {name: "parameter" for name, held in model.named_parameters(remove_duplicate=False) if held.is_meta}
@@ -181,45 +178,43 @@ def meta_leftovers(model: nn.Module) -> dict[str, str]:
     return left
 
 
-# Weights that are stored in a small dtype, and computed with in a larger one
+# Layerwise casting
 
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Conv = nn.modules.conv._ConvNd
 CAST_CLASSES: tuple[type[nn.Module], ...] = (nn.Linear, Conv)
-"""Classes whose weights are stored in the small dtype: what a small dtype costs least in accuracy."""
+"""Layer classes that layerwise casting applies to. Their accuracy suffers least from a small storage dtype."""
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Stores a module's floating-point weights in one dtype, and has its forward compute in another.
+    """Hook that stores a module's floating-point weights in one dtype and computes its forward in another.
 
-    Inputs are cast to the dtype of the computation too. What is stored is not written again by a forward, so it stays
-    the same to the last bit.
+    Inputs are cast to the compute dtype too. The stored weights never change, so repeated forwards lose no precision.
 
     Args:
-        storage_dtype: The dtype between forwards, such as `torch.float8_e4m3fn`.
-        compute_dtype: The dtype during a forward, such as `torch.bfloat16`.
-        non_blocking: Cast asynchronously where the device can.
+        storage_dtype: Dtype of the weights between forwards, such as `torch.float8_e4m3fn`.
+        compute_dtype: Dtype of the weights and inputs during a forward, such as `torch.bfloat16`.
+        non_blocking: Cast asynchronously if the device supports it.
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:
         for role, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise ConfigurationError(
-                    f"{role}={dtype!r} is no floating-point dtype; give one such as torch.float8_e4m3fn to store "
-                    "weights in, and torch.bfloat16 to compute in.",
+                    f"{role}={dtype!r} is not a floating-point dtype. Use a dtype such as torch.float8_e4m3fn for "
+                    "storage and torch.bfloat16 for computation.",
                 )
         self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
         self._stored: dict[int, list[_Cast]] = {}
 
     def init_hook(self, module: ModuleT) -> ModuleT:
-        """Cast the weights to the dtype that they are stored in."""
+        """Cast the module's weights to the storage dtype."""
         for _, _, tensor in _floats(module):
             tensor.data = tensor.data.to(self.storage_dtype, non_blocking=self.non_blocking)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Put weights of the dtype of the computation in the place of those that are stored."""
         casts = self._stored[id(module)] = []
         for table, name, tensor in list(_floats(module)):
             if tensor.dtype != self.compute_dtype:
@@ -233,17 +228,15 @@ class LayerwiseCastingHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Put the stored weights back."""
         self._restore(module)
         return output
 
     def on_error(self, module: nn.Module) -> None:
-        """Put the stored weights back."""
         self._restore(module)
 
     def _restore(self, module: nn.Module) -> None:
         for table, name, stored, copy in self._stored.pop(id(module), ()):
-            if table[name] is copy:  # not where another hook has moved it since
+            if table[name] is copy:  # another hook may have moved the tensor since
                 table[name] = stored
 
     def _cast_input(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -254,7 +247,6 @@ _Cast = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
 
 
 def _floats(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """The floating-point parameters and buffers within a module, with the table that each is in."""
     for inner in module.modules():
         tables: tuple[dict[str, Any], ...] = (inner._parameters, inner._buffers)
         for table in tables:
@@ -273,19 +265,19 @@ def attach_layerwise_casting_hooks(
 ) -> None:
     """Store the weights of linear and convolution layers in a small dtype, and compute in a larger one.
 
-    All other layers, such as embeddings and norms, stay as they are.
+    All other layers, such as embeddings and norms, do not change.
 
     Args:
-        module: The model, in the dtype of the computation.
-        storage_dtype: The dtype between forwards, such as `torch.float8_e4m3fn`.
-        compute_dtype: The dtype during a forward, such as `torch.bfloat16`.
-        skip_modules_pattern: Regular expressions; a module whose name one of them is found in stays as it is, with
-            all within it.
-        skip_modules_classes: Classes whose modules stay as they are, with all within them.
-        non_blocking: Cast asynchronously where the device can.
+        module: The model, in the compute dtype.
+        storage_dtype: Dtype of the weights between forwards, such as `torch.float8_e4m3fn`.
+        compute_dtype: Dtype of the weights and inputs during a forward, such as `torch.bfloat16`.
+        skip_modules_pattern: Regular expressions. Modules whose name matches one (`re.search`) are skipped with their
+            submodules.
+        skip_modules_classes: Classes whose modules are skipped with their submodules.
+        non_blocking: Cast asynchronously if the device supports it.
 
     Raises:
-        ConfigurationError: One is no floating-point dtype, or no layer is left to cast.
+        ConfigurationError: A dtype is not floating-point, or every layer is skipped.
 
     Example:
         ```python
@@ -305,19 +297,18 @@ def attach_layerwise_casting_hooks(
     found = list(_to_cast(module, "", patterns, classes))
     if not found:
         raise ConfigurationError(
-            f"{type(module).__name__} has no linear or convolution layer that is not skipped, so there is nothing to "
-            "cast. Check skip_modules_pattern and skip_modules_classes, or add a LayerwiseCastingHook to the modules "
-            "yourself with add_hook_to_module.",
+            f"{type(module).__name__} has nothing to cast: every linear and convolution layer is skipped. Check "
+            "skip_modules_pattern and skip_modules_classes, or add a LayerwiseCastingHook to single modules with "
+            "add_hook_to_module.",
         )
     for each in found:
-        if not _casts(hook_of(each)):  # a layer that is used in two places is met twice
+        if not _casts(hook_of(each)):  # a shared layer is visited more than once
             add_hook_to_module(each, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
 
 
 def _to_cast(
     module: nn.Module, name: str, patterns: Sequence[re.Pattern[str]], classes: tuple[type[nn.Module], ...]
 ) -> Iterator[nn.Module]:
-    """The layers within a module that are cast."""
     if isinstance(module, classes) or any(pattern.search(name) for pattern in patterns):
         return
     if isinstance(module, CAST_CLASSES):

@@ -1,4 +1,4 @@
-"""How large a model is: its parameters and the units that are gathered at a time, without allocating any of them."""
+"""Sizes of models and estimates of their memory, without allocating any weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
 _BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "F16": 16, "BF16": 16, "I16": 16, "F8_E4M3": 8, "F8_E5M2": 8}
-# The layer that a parameter is in: everything up to the first number in its name.
+# Prefix of a parameter's name up to its first number, which identifies the layer.
 _LAYER = re.compile(r"^(.*?\.\d+)\.|^(\d+)\.")
 _DTYPES = {
     "F64": torch.float64,
@@ -43,16 +43,16 @@ _MAX_HEADER = 100 * 2**20
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Counts of a model's parameters.
+    """Size of a model: parameter counts, and bytes of its buffers.
 
     Attributes:
-        parameters: All of them, tied ones once.
-        trainable: Those that take gradients.
-        matrices: Those of repeated layers that have two dimensions or more, which tensor parallelism splits.
-        largest_unit: Those of the largest unit that FSDP gathers.
-        buffers: Bytes of buffers.
-        stored: Bytes as they are stored, where a file gives them; None else.
-        units: For each unit its parameters, and how many of them `matrices` counts.
+        parameters: Number of parameters, tied ones counted once.
+        trainable: Number of parameters that require gradients.
+        matrices: Number of parameters in matrices of repeated layers, which tensor parallelism splits.
+        largest_unit: Number of parameters of the largest FSDP unit.
+        buffers: Bytes of all buffers.
+        stored: Bytes in the files, or None for a module.
+        units: For each unit its number of parameters, and how many of them are in matrices.
     """
 
     parameters: int
@@ -65,7 +65,7 @@ class ModelSize:
 
 
 def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool = False) -> nn.Module | ModelSize:
-    """A model on the meta device, or the sizes in the headers of safetensors files."""
+    """Return a model on the meta device, or the sizes from the headers of safetensors files."""
     path = Path(source)
     if ":" in source and not path.exists():
         return _from_class(source, kwargs)
@@ -76,13 +76,12 @@ def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool =
     if config.suffix == ".json" and config.is_file():
         return _from_config(config, trust_remote_code)
     raise ConfigurationError(
-        f"{source!r} is no model. Give package.module:Class (with --kwargs for its arguments), the config.json of a "
+        f"{source!r} is not a model. Give package.module:Class (with --kwargs for its arguments), the config.json of a "
         "transformers model or its folder, or a safetensors file or folder.",
     )
 
 
 def weight_files(source: str) -> list[Path]:
-    """The safetensors file or files that a path names."""
     path = Path(source)
     return [path] if path.suffix == ".safetensors" else sorted(path.glob("*.safetensors"))
 
@@ -93,12 +92,12 @@ def _from_class(source: str, kwargs: Mapping[str, Any]) -> nn.Module:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigurationError(
-            f"{source!r}: the module {module_name!r} cannot be imported ({error}). Modules are found from the current "
-            "folder and PYTHONPATH.",
+            f"{source!r}: the module {module_name!r} cannot be imported ({error}). Modules are searched in the current "
+            "folder and in PYTHONPATH.",
         ) from error
     for name in path.split("."):
         if not hasattr(found, name):
-            raise ConfigurationError(f"{source!r}: there is no {name!r} in it.{nearest(name, dir(found))}")
+            raise ConfigurationError(f"{source!r}: {name!r} does not exist.{nearest(name, dir(found))}")
         found = getattr(found, name)
     with torch.device("meta"):
         try:
@@ -109,10 +108,10 @@ def _from_class(source: str, kwargs: Mapping[str, Any]) -> nn.Module:
                 "--kwargs '{\"width\": 64}'.",
             ) from error
     if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"{source!r} gives a {type(model).__name__}, but must give a torch.nn.Module.")
+        raise ConfigurationError(f"{source!r} creates a {type(model).__name__}, but must create a torch.nn.Module.")
     if not any(True for _ in model.parameters()):
         raise ConfigurationError(
-            f"{source!r} has no parameters once it is built. Name the class of a module that makes them in __init__.",
+            f"{source!r} has no parameters. Give a module class that creates its parameters in __init__.",
         )
     return model
 
@@ -136,13 +135,13 @@ def _from_config(config: Path, trust_remote_code: bool) -> nn.Module:
 
 
 def size_of_module(model: nn.Module) -> ModelSize:
-    """Count a module's parameters; its units are those that `FSDP(wrap="auto")` makes."""
+    """Count a module's parameters by the units that `FSDP(wrap="auto")` creates."""
     from drivetrain.strategies.wrapping import units_of, without_tied_across
 
     units = without_tied_across(model, units_of(model, "auto"))
     taken: set[int] = set()
-    counts = [_newly_counted(unit.parameters(), taken) for unit in units]
-    counts.append((_newly_counted(model.parameters(), taken)[0], 0))
+    counts = [_count_new(unit.parameters(), taken) for unit in units]
+    counts.append((_count_new(model.parameters(), taken)[0], 0))
     return ModelSize(
         parameters=sum(p.numel() for p in model.parameters()),
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -153,15 +152,13 @@ def size_of_module(model: nn.Module) -> ModelSize:
     )
 
 
-def _newly_counted(parameters: Iterable[nn.Parameter], taken: set[int]) -> tuple[int, int]:
-    """How many values parameters have that were not counted before, and those of matrices among them."""
+def _count_new(parameters: Iterable[nn.Parameter], taken: set[int]) -> tuple[int, int]:
     found = [parameter for parameter in parameters if id(parameter) not in taken]
     taken.update(map(id, found))
     return sum(p.numel() for p in found), sum(p.numel() for p in found if p.dim() > 1)
 
 
 def size_of_files(files: Iterable[Path]) -> ModelSize:
-    """Count the tensors that the headers of safetensors files list; no weights are read."""
     layers: dict[str, int] = defaultdict(int)
     matrices: dict[str, int] = defaultdict(int)
     total = bits = 0
@@ -180,17 +177,16 @@ def size_of_files(files: Iterable[Path]) -> ModelSize:
 
 
 def module_without_memory(source: str, found: nn.Module | ModelSize) -> nn.Module:
-    """What `read_model` found as a module; for safetensors files, modules with the names and shapes in their headers.
+    """Return the module that `read_model` found, or a skeleton module from the headers of safetensors files.
 
     Args:
-        source: What `read_model` was given.
-        found: What it returned.
+        source: The argument of `read_model`.
+        found: The result of `read_model`.
     """
     return skeleton_of_files(weight_files(source)) if isinstance(found, ModelSize) else found
 
 
 def matrices_of(model: nn.Module) -> list[str]:
-    """Names of the matrices of a model's repeated layers, which are what quantisation stores in fewer bits."""
     from drivetrain.strategies.wrapping import units_of
 
     inside = {id(p) for unit in units_of(model, "auto") for p in unit.parameters() if p.dim() > 1}
@@ -198,11 +194,11 @@ def matrices_of(model: nn.Module) -> list[str]:
 
 
 class Layer(nn.Module):
-    """A module that files hold tensors of; layers with a number beside each other repeat."""
+    """Module of a skeleton model. Numbered siblings count as repeated layers."""
 
 
 def skeleton_of_files(files: Iterable[Path]) -> nn.Module:
-    """Modules with the names, shapes and dtypes of the tensors in safetensors files, on the meta device."""
+    """Build modules on the meta device with the names, shapes and dtypes of tensors in safetensors files."""
     root = Layer()
     for path in files:
         for name, entry in read_header(path).items():
@@ -218,7 +214,7 @@ def skeleton_of_files(files: Iterable[Path]) -> nn.Module:
 
 
 def _with_lists(module: nn.Module) -> nn.Module:
-    """The same, with the numbered members of a module in a list, by which repeated blocks are found."""
+    """Replace modules with numbered children by `nn.ModuleList`, so that repeated blocks are recognized."""
     children = {name: _with_lists(child) for name, child in module.named_children()}
     numbers = sorted(int(name) for name in children if name.isdecimal())
     if children and numbers == list(range(len(children))) and not list(module.parameters(recurse=False)):
@@ -229,7 +225,6 @@ def _with_lists(module: nn.Module) -> nn.Module:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The tensors in a safetensors file, by name: dtype, shape and place."""
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -238,22 +233,22 @@ def read_header(path: Path) -> dict[str, Any]:
         except (ValueError, RecursionError):
             header = None
     if not isinstance(header, dict):
-        raise ConfigurationError(f"{path} is no safetensors file: its header cannot be read.")
+        raise ConfigurationError(f"{path} is not a safetensors file: its header cannot be read.")
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
-# What a process holds under each strategy and precision: the formulas of docs/strategies.md
+# Training memory by strategy and precision, with the formulas of docs/strategies.md
 
 
 @dataclass(frozen=True)
 class PerParameter:
-    """Bytes that one parameter takes in a precision.
+    """Bytes per parameter in a precision.
 
     Attributes:
-        weight: As it is stored.
-        gradient: Its gradient.
-        moment: One value that the optimizer keeps for it.
-        gathered: As FSDP gathers it for its computation.
+        weight: The stored weight.
+        gradient: The gradient.
+        moment: One value of the optimizer's state.
+        gathered: The weight as FSDP gathers it.
     """
 
     weight: float
@@ -271,11 +266,11 @@ PRECISIONS = {
     "64": PerParameter(8, 8, 8, 8),
     "fp8": PerParameter(4, 4, 4, 2),
 }
-# ZeRO keeps weights and gradients in 16 bits under these, beside a master copy in 32.
+# Precisions under which ZeRO stores weights and gradients in 16 bits, with a float32 master copy.
 _IN_16_BITS = ("bf16", "fp16", "bf16-true", "fp16-true")
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd_momentum": 1, "sgd": 0}
-"""Values that an optimizer keeps for each parameter."""
+"""Number of state values per parameter, by optimizer."""
 
 INFERENCE = {
     "float32": (4.0, 4.0),
@@ -286,23 +281,24 @@ INFERENCE = {
     "nf4": (0.5 + 4 / 64, 2.0),
     "nf4_double": (0.5 + 1 / 64 + 4 / (64 * 256), 2.0),
 }
-"""Bytes of a parameter where nothing but the model is held: of the matrices of repeated layers, and of others.
+"""Bytes per parameter in inference, by dtype: in matrices of repeated layers, and in all other parameters.
 
-bitsandbytes' 4 bits have a scale for each 64 values, which double quantisation stores in 8 bits; the rest is bfloat16.
+bitsandbytes stores 4-bit weights with one scale per 64 values, and double quantization stores the scales in 8 bits.
+Other parameters are bfloat16.
 """
 
 
 @dataclass(frozen=True)
 class Use:
-    """Bytes that one process holds in training.
+    """Memory that one process needs for training, in bytes.
 
     Attributes:
         weights: Parameters and buffers.
-        gradients: Gradients, with their buckets.
-        optimizer: What the optimizer keeps.
-        gathered: Parameters of others, gathered for computation.
-        activations: What a forward keeps for its backward.
-        temporaries: What the optimizer's step takes for a moment, when activations are no longer there.
+        gradients: Gradients and their buckets.
+        optimizer: State of the optimizer.
+        gathered: Parameters that were all-gathered from other ranks.
+        activations: Activations saved for backward.
+        temporaries: Temporary tensors of the optimizer step, after the activations have been freed.
     """
 
     weights: float
@@ -314,22 +310,21 @@ class Use:
 
     @property
     def total(self) -> float:
-        """The most of them that are there at once."""
         kept = self.weights + self.gradients + self.optimizer
         return kept + max(self.gathered + self.activations, self.temporaries)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is to be estimated.
+    """Input of a memory estimate: model size, precision, optimizer and world size.
 
     Attributes:
-        size: The model.
-        bytes: Of each parameter, in the precision.
-        is_16_bit: Whether the precision computes in 16 bits, for engines that then keep weights in 16 bits.
-        moments: Values that the optimizer keeps for each parameter.
-        processes: How many share the work.
-        activations: Bytes of activations of one process's batch.
+        size: The model's size.
+        bytes: Bytes per parameter in the precision.
+        is_16_bit: True if the precision computes in 16 bits.
+        moments: State values of the optimizer per parameter.
+        processes: World size.
+        activations: Bytes of the activations of one process's batch.
     """
 
     size: ModelSize
@@ -340,7 +335,7 @@ class Case:
     activations: float
 
 
-def _copies(case: Case) -> Use:
+def _replicated(case: Case) -> Use:
     size, each = case.size, case.bytes
     return Use(
         size.parameters * each.weight + size.buffers,
@@ -351,8 +346,8 @@ def _copies(case: Case) -> Use:
 
 
 def _sharded(case: Case) -> Use:
-    """FSDP: all is sharded; one unit is in use while the next is prefetched."""
-    whole, count = _copies(case), case.processes
+    """Estimate FSDP: everything is sharded, and two units are gathered at a time because of prefetching."""
+    whole, count = _replicated(case), case.processes
     units = min(2 * case.size.largest_unit, case.size.parameters) if count > 1 else 0
     return Use(
         (whole.weights - case.size.buffers) / count + case.size.buffers,
@@ -364,7 +359,7 @@ def _sharded(case: Case) -> Use:
 
 
 def _zero(stage: int) -> Callable[[Case], Use]:
-    """DeepSpeed: the optimizer holds a master copy in 32 bits beside its moments, in every precision."""
+    """Return the estimate of a ZeRO stage, which keeps a float32 master copy of the weights in every precision."""
 
     def use(case: Case) -> Use:
         size, count = case.size, case.processes
@@ -381,9 +376,9 @@ def _zero(stage: int) -> Callable[[Case], Use]:
     return use
 
 
-def _split_layers(case: Case) -> Use:
-    """Tensor parallel: matrices of repeated layers are split, the rest is whole."""
-    whole, count = _copies(case), case.processes
+def _tensor_parallel(case: Case) -> Use:
+    """Estimate tensor parallelism: matrices of repeated layers are split, all other parameters are replicated."""
+    whole, count = _replicated(case), case.processes
     share = 1 - case.size.matrices / max(1, case.size.parameters) * (1 - 1 / count)
     return Use(
         (whole.weights - case.size.buffers) * share + case.size.buffers,
@@ -393,14 +388,14 @@ def _split_layers(case: Case) -> Use:
     )
 
 
-def _stages(case: Case) -> Use:
-    """Pipeline: a share of the layers, and activations of as many micro-batches as there are stages."""
-    whole, count = _copies(case), case.processes
+def _pipeline(case: Case) -> Use:
+    """Estimate pipeline parallelism: a share of the layers, with activations of one micro-batch per stage."""
+    whole, count = _replicated(case), case.processes
     return Use(whole.weights / count, whole.gradients / count, whole.optimizer / count, activations=case.activations)
 
 
-def _split_sequences(case: Case) -> Use:
-    """Context parallel: sharded as by FSDP, with a share of every sequence."""
+def _context_parallel(case: Case) -> Use:
+    """Estimate context parallelism: FSDP's shards, with a share of every sequence."""
     sharded = _sharded(case)
     return Use(
         sharded.weights, sharded.gradients, sharded.optimizer, sharded.gathered, case.activations / case.processes
@@ -408,15 +403,15 @@ def _split_sequences(case: Case) -> Use:
 
 
 STRATEGIES: dict[str, Callable[[Case], Use]] = {
-    "single": _copies,
-    "ddp": _copies,
+    "single": _replicated,
+    "ddp": _replicated,
     "fsdp": _sharded,
     "deepspeed_stage_1": _zero(1),
     "deepspeed_stage_2": _zero(2),
     "deepspeed_stage_3": _zero(3),
-    "tp": _split_layers,
-    "cp": _split_sequences,
-    "pp": _stages,
+    "tp": _tensor_parallel,
+    "cp": _context_parallel,
+    "pp": _pipeline,
 }
 
 
@@ -429,7 +424,7 @@ def estimate_training(
     activations: float = 0.0,
     temporaries: float = 0.0,
 ) -> Use:
-    """Bytes that one process holds in training."""
+    """Estimate the bytes that one process needs for training."""
     choices: tuple[tuple[str, str, Mapping[str, object]], ...] = (
         ("strategy", strategy, STRATEGIES),
         ("precision", precision, PRECISIONS),
@@ -449,14 +444,14 @@ def estimate_training(
         activations,
     )
     use = STRATEGIES[strategy](case)
-    share = use.gradients / max(1.0, _copies(case).gradients)
+    share = use.gradients / max(1.0, _replicated(case).gradients)
     return replace(use, temporaries=temporaries * share)
 
 
-# The memory of a key-value cache, from what a model's config.json gives
+# Memory of a key-value cache
 
 
-# What configurations call the same thing.
+# Names of each quantity in the configurations of different models.
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
@@ -467,7 +462,6 @@ _KEYS = {
 
 
 def read_config(source: str) -> Mapping[str, Any]:
-    """The config.json that a path names, or that is in its folder."""
     path = Path(source)
     config = path / "config.json" if path.is_dir() else path
     if config.suffix != ".json" or not config.is_file():
@@ -475,36 +469,35 @@ def read_config(source: str) -> Mapping[str, Any]:
     try:
         found = json.loads(config.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{config} is no JSON: {error}.") from error
+        raise ConfigurationError(f"{config} is not JSON: {error}.") from error
     if not isinstance(found, dict):
-        raise ConfigurationError(f"{config} holds no JSON object.")
+        raise ConfigurationError(f"{config} does not contain a JSON object.")
     return found
 
 
 def kv_cache_values(config: Mapping[str, Any], batch: int, seq: int) -> int:
-    """How many values the cache of a decoder holds: a key and a value for each layer, head, position and sequence.
+    """Return the number of values in the key-value cache of a decoder.
 
-    Layers with a sliding window keep no more positions than it has; an encoder-decoder keeps those of its encoder too,
-    taken as long as the decoder's. Layers that keep a state instead of a cache (Mamba) count like the others.
+    Layers with a sliding window count at most its length. Encoder-decoders also count the encoder's keys and values,
+    with the decoder's sequence length. State-space layers (Mamba) count like attention layers.
     """
     text = config.get("text_config")
     config = {**config, **text} if isinstance(text, Mapping) else config
-    layers = _given(config, "layers")
+    layers = _config_value(config, "layers")
     if config.get("is_encoder_decoder"):
         layers = int(config.get("num_decoder_layers") or config.get("decoder_layers") or layers)
-        heads = int(config.get("decoder_attention_heads") or _given(config, "heads"))
-        width = _given(config, "head_width", required=False) or _given(config, "width") // heads
+        heads = int(config.get("decoder_attention_heads") or _config_value(config, "heads"))
+        width = _config_value(config, "head_width", required=False) or _config_value(config, "width") // heads
         return 2 * 2 * layers * heads * width * seq * batch
-    if "kv_lora_rank" in config:  # one compressed vector for keys and values, and the part with positions
+    if "kv_lora_rank" in config:  # multi-head latent attention: one compressed vector, and the rotary part
         return layers * int(config["kv_lora_rank"] + config.get("qk_rope_head_dim", 0)) * seq * batch
-    heads = _given(config, "heads")
-    shared = 1 if config.get("multi_query") else _given(config, "key_value_heads", required=False) or heads
-    width = _given(config, "head_width", required=False) or _given(config, "width") // heads
+    heads = _config_value(config, "heads")
+    shared = 1 if config.get("multi_query") else _config_value(config, "key_value_heads", required=False) or heads
+    width = _config_value(config, "head_width", required=False) or _config_value(config, "width") // heads
     return sum(2 * shared * width * positions for positions in _positions(config, layers, seq)) * batch
 
 
 def _positions(config: Mapping[str, Any], layers: int, seq: int) -> list[int]:
-    """How many positions each layer keeps."""
     window = config.get("sliding_window")
     if not window or config.get("use_sliding_window") is False:
         return [seq] * layers
@@ -512,22 +505,22 @@ def _positions(config: Mapping[str, Any], layers: int, seq: int) -> list[int]:
     return [min(seq, window) if kind == "sliding_attention" else seq for kind in kinds[:layers]]
 
 
-def _given(config: Mapping[str, Any], what: str, required: bool = True) -> int:
+def _config_value(config: Mapping[str, Any], what: str, required: bool = True) -> int:
     for name in _KEYS[what]:
         if config.get(name):
             return int(config[name])
     if required:
         raise ConfigurationError(
-            f"The configuration gives none of {', '.join(_KEYS[what])}, so the key-value cache cannot be counted.",
+            f"The configuration has none of {', '.join(_KEYS[what])}, so the key-value cache cannot be computed.",
         )
     return 0
 
 
-# Bytes of the tensors that are alive while code runs, counted also where they have no memory
+# Memory of live tensors
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all storages that are alive, and their peak."""
+    """Dispatch mode that counts the bytes of live storages and their peak, also on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -535,7 +528,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: set[int] = set()
 
     def add(self, value: Any) -> None:
-        """Count the tensors in nested values, each storage once."""
         for leaf in tree_leaves(value):
             if isinstance(leaf, torch.Tensor):
                 self._add_storage(leaf.untyped_storage())
@@ -559,7 +551,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-# The peak memory of a training step, counted while it runs on tensors without memory
+# Peak memory of a training step
 
 
 _INPUT = re.compile(r"^(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?$")
@@ -570,7 +562,6 @@ Inputs = tuple[list[tuple[tuple[int, ...], torch.dtype]], dict[str, tuple[tuple[
 
 
 def parse_inputs(given: Sequence[str]) -> Inputs:
-    """The shapes and dtypes of a batch, from texts such as `8x128:int64` or `input_ids=8x128:int64`."""
     positional, named = [], {}
     for text in given:
         found = _INPUT.match(text)
@@ -594,16 +585,16 @@ def peak_of_training(
     precision: str = "32",
     make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> tuple[int, int]:
-    """Peak bytes of the second training step of a model on one process; nothing is allocated."""
+    """Return the peak bytes of forward and backward, and of the optimizer step, using fake tensors."""
     positional, named = inputs
     meta = copy.deepcopy(model)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
-        copied = _without_memory(meta, _TRUE.get(precision))
+        copied = _with_fake_tensors(meta, _TRUE.get(precision))
         live.add([*copied.parameters(), *copied.buffers()])
         arguments = [_tensor(*entry, precision) for entry in positional]
         keywords = {name: _tensor(*entry, precision) for name, entry in named.items()}
         optimizer = make_optimizer([p for p in copied.parameters() if p.requires_grad])
-        for _ in range(2):  # the optimizer makes its state in the first
+        for _ in range(2):  # the optimizer creates its state in the first step
             live.peak = live.current
             with _forward_context(precision):
                 output = copied(*arguments, **keywords)
@@ -617,8 +608,7 @@ def peak_of_training(
     return of_backward, live.peak
 
 
-def _without_memory(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Give a model fresh tensors that claim to be on the CPU, under a fake mode; ties stay ties."""
+def _with_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     made: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -646,7 +636,7 @@ def _forward_context(precision: str) -> AbstractContextManager[Any]:
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    """The loss that a model returns, else the mean of what it returns."""
+    """Return the loss in a model's output, or else the mean of its first differentiable tensor."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
@@ -656,5 +646,5 @@ def _loss_of(output: Any) -> torch.Tensor:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.requires_grad
     ]
     if not floats:
-        raise ConfigurationError("The model returns nothing that depends on its parameters, so it cannot be trained.")
+        raise ConfigurationError("The model cannot be trained: none of its outputs depends on its parameters.")
     return floats[0].float().mean()

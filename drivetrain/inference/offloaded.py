@@ -1,4 +1,4 @@
-"""Weights in a folder, beside an index of what they are."""
+"""Offload folders: weights in files with a JSON index, and their access as memory-mapped tensors."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from drivetrain.checkpoint.safetensors_file import (
 )
 from drivetrain.runtime.errors import CheckpointError
 
-# Where in a model its parameters and buffers are, and putting others in their place
+# Access to a model's tensors
 
 
 @dataclass(eq=False)
 class Place:
-    """A name of a module under which it holds a parameter or a buffer.
+    """Attribute of a module that holds a parameter or a buffer.
 
     Attributes:
         module: The module.
-        name: The name in it.
-        is_parameter: Whether it is a parameter.
+        name: Name of the attribute.
+        is_parameter: True for a parameter, False for a buffer.
     """
 
     module: nn.Module
@@ -48,12 +48,10 @@ class Place:
 
     @property
     def tensor(self) -> Tensor:
-        """What is there now."""
         held: Any = self._held()[self.name]
         return held  # type: ignore[no-any-return]
 
     def put(self, tensor: Tensor) -> None:
-        """Put another tensor there; a parameter where it was one."""
         self._held()[self.name] = tensor
 
     def _held(self) -> dict[str, Any]:
@@ -61,7 +59,7 @@ class Place:
 
 
 def places_in(module: nn.Module) -> Iterator[Place]:
-    """The places of a module itself, without those of modules within it."""
+    """Yield the places of a module's own parameters and buffers, without those of submodules."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield Place(module, name, True)
@@ -71,7 +69,7 @@ def places_in(module: nn.Module) -> Iterator[Place]:
 
 
 def named_places(model: nn.Module) -> dict[str, Place]:
-    """All places of a model by name; what is shared is under each of its names."""
+    """Return the places of all parameters and buffers of a model by name, shared tensors under every name."""
     return {
         f"{path}.{place.name}" if path else place.name: place
         for path, module in model.named_modules(remove_duplicate=False)
@@ -80,14 +78,13 @@ def named_places(model: nn.Module) -> dict[str, Place]:
 
 
 def place_named(model: nn.Module, name: str) -> Place:
-    """The place of this name."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     return Place(module, last, last in module._parameters)
 
 
 def like(old: Tensor, value: Tensor) -> Tensor:
-    """A value as what is to be in the place of another: a parameter in that of a parameter, as trainable as it."""
+    """Return a tensor as a replacement of `old`: a parameter with the old one's attributes, or the plain tensor."""
     if not isinstance(old, nn.Parameter):
         return value
     trainable = old.requires_grad and (value.is_floating_point() or value.is_complex())
@@ -98,13 +95,11 @@ def like(old: Tensor, value: Tensor) -> Tensor:
 
 
 def set_tensor(model: nn.Module, name: str, value: Tensor) -> None:
-    """Give a parameter or buffer a value on whatever device that is."""
     place = place_named(model, name)
     place.put(like(place.tensor, value))
 
 
 def persistent(model: nn.Module) -> set[str]:
-    """Names of what a state dict of a model holds."""
     return set(model.state_dict(keep_vars=True))
 
 
@@ -114,13 +109,13 @@ INDEX = "index.json"
 def offload_weight(
     weight: Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write a weight into a folder, as a file of its bytes named after it.
+    """Write a weight to a raw binary file `<name>.dat` in a folder.
 
     Args:
         weight: The weight.
-        weight_name: Its name.
+        weight_name: Name of the weight.
         offload_folder: The folder.
-        index: What is to be written to the folder's index; the weight's dtype and shape are added.
+        index: Index to which the weight's dtype and shape are added. None starts a new one.
 
     Returns:
         The index.
@@ -132,20 +127,20 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
-    """A weight that `offload_weight` wrote, over its file: it is read as it is used.
+    """Return a memory-mapped tensor over a file that `offload_weight` wrote.
 
     Args:
         weight_file: The file.
-        weight_info: Its entry in the index.
+        weight_info: Entry of the weight in the index.
 
     Raises:
-        CheckpointError: The file is missing or shorter than in the index.
+        CheckpointError: The file is missing, or shorter than the index requires.
     """
     return _raw_file(weight_file, "weight", weight_info).tensor("weight")
 
 
 def _file_within(folder: str | os.PathLike[str], name: str, of_links: bool = True) -> Path:
-    """Return the path of a file in a folder. Raises if the name, or a link on the way, leads out of it."""
+    """Return the path of a file in a folder. Raises an error if the name or a symbolic link points outside."""
     path = Path(folder, name)
     leads_out = "\0" in name or os.path.isabs(name) or ".." in re.split(r"[/\\]", name)
     if not leads_out and of_links:
@@ -153,8 +148,8 @@ def _file_within(folder: str | os.PathLike[str], name: str, of_links: bool = Tru
         leads_out = os.path.commonpath([root, parent]) != root
     if leads_out:
         raise CheckpointError(
-            f"{name!r} is no name of a file in {os.fspath(folder)}: it leads out of the folder. Rename the weight; do "
-            "not load these weights unless you know who made them."
+            f"{name!r} points outside the folder {os.fspath(folder)}. Rename the weight. Do not load these files "
+            "unless you trust their source."
         )
     return path
 
@@ -162,15 +157,15 @@ def _file_within(folder: str | os.PathLike[str], name: str, of_links: bool = Tru
 def _raw_file(path: str | os.PathLike[str], name: str, info: Mapping[str, Any]) -> MappedFile:
     dtype = getattr(torch, str(info["dtype"]), None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{os.fspath(path)}: the index says that its dtype is {info['dtype']!r}, which is none.")
+        raise CheckpointError(f"{os.fspath(path)}: the index gives the dtype {info['dtype']!r}, which does not exist.")
     return MappedFile(path, Entry(name, dtype, tuple(info["shape"])))
 
 
 def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLike[str]) -> None:
-    """Write the index of a folder of weights, or add to it.
+    """Write the index of an offload folder, or add entries to an existing one.
 
     Args:
-        index: For each weight its dtype and shape, or the safetensors file that it is in. Nothing is written if empty.
+        index: Dict from weight name to dtype and shape, or to the safetensors file. If empty, nothing is written.
         offload_folder: The folder.
     """
     if index:
@@ -185,12 +180,12 @@ def _read_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is no index of weights.")
+        raise CheckpointError(f"{path} is not an index of weights.")
     return found
 
 
 def _write(path: Path, parts: Iterable[memoryview]) -> None:
-    """Write a file whole or not at all; one that is in use under this name stays as it is for its users."""
+    """Write a file atomically. Processes that have mapped an earlier file of this name keep the old contents."""
     written = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -206,11 +201,11 @@ def _write(path: Path, parts: Iterable[memoryview]) -> None:
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write weights into a folder, a file each, and their index.
+    """Write every tensor of a state dict to its own file in a folder, together with an index.
 
     Args:
         save_dir: The folder.
-        state_dict: The weights by name.
+        state_dict: Dict from name to tensor.
     """
     index: dict[str, Any] = {}
     for name, weight in state_dict.items():
@@ -219,14 +214,14 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Weights in memory and in a folder, by name; those of the folder are read as they are used.
+    """Mapping from name to tensor over weights in memory and memory-mapped weights in an offload folder.
 
     Args:
         state_dict: Weights in memory.
-        save_folder: A folder of weights, as `offload_state_dict` writes it.
-        index: For each weight there its dtype and shape, or its safetensors file and its name in it; the folder's
-            index if None.
-        device: Where weights of safetensors files are put when they are read; they stay over their file if None.
+        save_folder: Folder in the format of `offload_state_dict`.
+        index: Dict from name to dtype and shape, or to a safetensors file and the name in it. None reads the folder's
+            index.
+        device: Device to copy weights of safetensors files to on access. None returns memory-mapped tensors.
 
     Raises:
         CheckpointError: The folder has no index.
@@ -258,22 +253,22 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return weight
 
     def place(self, key: str) -> tuple[MappedFile, str]:
-        """The file that a weight of the folder is in, and its name there.
+        """Return the file of an offloaded weight and the weight's name in that file.
 
         Args:
-            key: The weight.
+            key: Name of the weight.
         """
         info = self.index[key]
         name = str(info.get("weight_name", key))
         if "safetensors_file" in info:
-            # An absolute path is that of the checkpoint's own file, as indices of `disk_offload` have it.
+            # Indices of `disk_offload` may refer to the checkpoint's own files by absolute paths.
             path = str(info["safetensors_file"])
             if not os.path.isabs(path):
                 path = str(_file_within(self.save_folder or ".", path, of_links=False))
             if path not in self._files:
                 self._files[path] = MappedFile(path)
             if name not in self._files[path].placed:
-                raise CheckpointError(f"The index says that {key} is {name} in {path}, which does not hold it.")
+                raise CheckpointError(f"The index refers to {name} in {path} for {key}, but the file does not have it.")
         else:
             path = str(_file_within(self.save_folder or ".", f"{key}.dat"))
             if path not in self._files:
@@ -288,7 +283,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class FolderWeights(Weights):
-    """Weights in a folder, as `offload_state_dict` and `disk_offload` write it."""
+    """Weights in a folder that `offload_state_dict` or `disk_offload` has written."""
 
     def __init__(self, folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None) -> None:
         self.where = "the index given" if folder is None else os.fspath(folder)
@@ -300,13 +295,13 @@ class FolderWeights(Weights):
         return self._loader[name]
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
-        """Its file there, or the safetensors file that the index names."""
+        """Return the file of a weight and its name in the file, or None if it cannot be memory-mapped."""
         file, key = self._loader.place(name)
         return (file, key) if file.is_aligned(key) else None
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """What a mapping has under names that begin with a prefix, by the rest of the names.
+    """View of the entries of a mapping whose keys start with a prefix, by the rest of their keys.
 
     Args:
         dataset: The mapping.
@@ -327,11 +322,11 @@ class PrefixedDataset(Mapping[str, Any]):
 
 
 def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names: Sequence[str]) -> dict[str, Any]:
-    """The entries of some modules, or of single tensors.
+    """Return the entries of a state dict that belong to some modules or tensors.
 
     Args:
-        state_dict: Entries by name.
-        submodule_names: The names of the modules.
+        state_dict: Dict from name to value.
+        submodule_names: Names of the modules or tensors.
     """
     return {
         name: value
@@ -341,11 +336,11 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any], offload_folder: str | os.PathLike[str]) -> None:
-    """Read weights of a folder into a model, on the CPU.
+    """Load weights from an offload folder into a model, as CPU tensors.
 
     Args:
         model: The model.
-        index: Which ones, as `offload_weight` returned it.
+        index: Index of the weights to load, as `offload_weight` returns it.
         offload_folder: The folder.
     """
     weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
@@ -356,10 +351,10 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any], offload_f
 def write_offloaded(
     entries: Sequence[Entry], read: Callable[[str], Tensor], folder: str | os.PathLike[str]
 ) -> MappedFile:
-    """Write weights as one safetensors file into a folder, and its index."""
+    """Write weights to one safetensors file in a folder, and add them to the folder's index."""
     ordered = [entries[position] for position in aligned(entries)]
     header, _ = layout(ordered, {"format": "pt"})
-    # The same for the same weights: what else is used from the folder meanwhile stays as it is.
+    # The name depends on the header only, so that other files in the folder, which may be mapped, stay as they are.
     number = zlib.crc32(header)
     path = Path(folder, f"offloaded-{number:08x}.safetensors")
     _write(path, chain([memoryview(header)], (bytes_of(read(entry.name)) for entry in ordered)))

@@ -1,4 +1,4 @@
-"""Models whose layers are spread over processes, for inference."""
+"""Pipeline-parallel inference: the layers of a model split over processes."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ Weights = str | os.PathLike[str] | Mapping[str, Tensor]
 
 
 class PipelineInference:
-    """Runs a model whose layers are spread over all processes of the run, a stage on each.
+    """Pipeline-parallel inference of a model, with one stage on each process.
 
-    Every process makes it of the same model and calls it at the same times. The inputs of the first process count; the
-    last one has the outputs.
+    Every process must create the object from the same model and call it at the same times. The first process provides
+    the inputs, and the last one gets the outputs.
 
     Args:
-        model: The model. It may be on the meta device, with `weights` given; only this process's stage is kept.
-        split_points: Names of the modules that the second and later stages begin with; `"auto"` spreads the blocks
-            that repeat evenly by their sizes.
-        no_split_module_classes: Names of the classes of these blocks; found by themselves if None.
-        example_args: Positional arguments of a call, to find out at once whether the model can be split so.
-        example_kwargs: Keyword arguments of that call.
-        num_chunks: How many parts a call splits its batch into, so that all stages have work; as many as there are
-            processes if None. A smaller batch is split into fewer.
-        gather_output: Whether all processes get the outputs of a call, rather than the last one alone.
-        weights: Where tensors on the meta device come from: a file, an index or a directory of weights, or a mapping.
-            Each process reads those of its stage.
-        in_flight: How many requests or parts of a batch a stage may be ahead of the next one.
-        pp_place: Stages of modules or parameters that are registered in another order than that in which the forward
-            uses them, by name; errors name those.
+        model: The model. It may be on the meta device if `weights` are given. Each process keeps only its stage.
+        split_points: Names of the modules that start the second and later stages. `"auto"` distributes the repeated
+            blocks evenly by size.
+        no_split_module_classes: Class names of the blocks. None detects them.
+        example_args: Positional arguments of a forward, to check at once that the model can be split.
+        example_kwargs: Keyword arguments of that forward.
+        num_chunks: Number of micro-batches per call, or None for the world size. A batch with fewer rows is split into
+            one-row micro-batches.
+        gather_output: Return the outputs on all processes instead of the last one only.
+        weights: Values of tensors on the meta device: a file, an index, a folder, or a dict. Each process reads its
+            stage.
+        in_flight: Maximum number of requests or micro-batches that a stage may be ahead of the next stage.
+        pp_place: Stage index by name, for modules or parameters that the forward does not use in registration order.
+            Error messages name them.
 
     Attributes:
         model: The model.
-        split_points: Names of the modules that the second and later stages begin with.
+        split_points: Names of the modules that start the second and later stages.
 
     Raises:
-        ConfigurationError: The model cannot be split so.
-        CheckpointError: `weights` do not hold all that is on the meta device.
+        ConfigurationError: The model cannot be split at these points.
+        CheckpointError: `weights` lack a tensor that is on the meta device.
 
     Example:
         ```text
@@ -97,7 +97,7 @@ class PipelineInference:
             tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
             loader(model, [name for name, _ in tensors])
             return
-        _return_no_cache(model)
+        _disable_cache(model)
         layout = _lay_out(model, split_points, self._state.num_processes, no_split_module_classes or (), pp_place)
         self.split_points = list(layout.splits)
         self._staged = StagedModel(model, layout, self._state.device, loader, in_flight)
@@ -105,32 +105,32 @@ class PipelineInference:
             self._staged.check(self._on_device((tuple(example_args), dict(example_kwargs or {}))))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on one batch, split into parts that follow each other through the stages.
+        """Run the model on one batch, split into micro-batches.
 
-        Call it on all processes. Tensors whose first dimension is that of the first tensor are split along it.
+        Call this on all processes. Tensors with the same first dimension as the first tensor are split along it.
 
         Args:
             *args: Positional arguments of the model.
             **kwargs: Keyword arguments of the model.
 
         Returns:
-            The output, on the last process or, with `gather_output`, on all; else None.
+            The output on the last process, or on all processes with `gather_output`. None on other processes.
         """
-        requests = _parts(self._on_device((args, kwargs)), self._chunks) if self._state.is_main_process else ()
+        requests = _split(self._on_device((args, kwargs)), self._chunks) if self._state.is_main_process else ()
         results = [*self._run(requests)]
         output = None
         if self._state.is_last_process:
-            output = _merged([result for _, result in results], [_rows(request) for request, _ in results])
-        return self._to_all(output) if self._gathers and self._staged is not None else output
+            output = _concatenate_outputs([result for _, result in results], [_rows(request) for request, _ in results])
+        return self._broadcast_output(output) if self._gathers and self._staged is not None else output
 
     def stream(self, requests: Iterable[Any] | None = None) -> Iterator[Any]:
-        """Run requests one after the other; a stage computes one while the stage before it computes the next.
+        """Run a sequence of requests through the pipeline, several stages at work at the same time.
 
-        Call it on all processes, and iterate to the end.
+        Call this on all processes, and iterate to the end on each.
 
         Args:
-            requests: On the first process: tuples of positional arguments, mappings of keyword arguments, or single
-                arguments. They may be of any shapes, and are asked for as they are needed.
+            requests: On the first process, an iterable of tuples (positional arguments), dicts (keyword arguments) or
+                single arguments of any shape. It is consumed lazily.
 
         Yields:
             The outputs in the order of the requests, on the last process only.
@@ -143,7 +143,7 @@ class PipelineInference:
         if self._staged is not None:
             yield from self._staged.run(requests)
             return
-        own: Any = self.model._call_impl  # not the call, which may lead here
+        own: Any = self.model._call_impl  # calling the model may call this pipeline again
         for request in requests:
             with torch.no_grad():
                 output = own(*request[0], **request[1])
@@ -153,8 +153,7 @@ class PipelineInference:
         moved: Request = send_to_device(request, self._state.device)
         return moved
 
-    def _to_all(self, output: Any) -> Any:
-        """Give all processes what the last one has."""
+    def _broadcast_output(self, output: Any) -> Any:
         last = self._state.num_processes - 1
         structure = get_data_structure(output) if self._state.is_last_process else None
         structure = broadcast_object_list([structure], from_process=last)[0]
@@ -173,25 +172,25 @@ def prepare_pippy(
     weights: Weights | None = None,
     pp_place: Mapping[str, int] | None = None,
 ) -> ModuleT:
-    """Spread a model over all processes of the run, so that calling it runs through all of its stages.
+    """Split a model over all processes, so that calling the model runs the whole pipeline.
 
     Args:
-        model: The model; see `PipelineInference` for this and all that follows.
-        split_points: `"auto"`, or names of the modules that stages begin with.
-        no_split_module_classes: Names of the classes of blocks that stay whole.
-        example_args: Positional arguments of a call.
-        example_kwargs: Keyword arguments of that call.
-        num_chunks: How many parts a batch is split into.
-        gather_output: Whether all processes get the output.
-        weights: Where tensors on the meta device come from.
-        pp_place: Stages of modules or parameters that are registered in another order than they are used in.
+        model: The model. See `PipelineInference` for all arguments.
+        split_points: `"auto"`, or names of the modules that start the second and later stages.
+        no_split_module_classes: Class names of the blocks that are not split.
+        example_args: Positional arguments of a forward.
+        example_kwargs: Keyword arguments of that forward.
+        num_chunks: Number of micro-batches per call.
+        gather_output: Return the outputs on all processes.
+        weights: Values of tensors on the meta device.
+        pp_place: Stage index by name, for modules or parameters that the forward does not use in registration order.
 
     Returns:
-        The model. Calls return the output on the last process, and None on the others unless `gather_output` is set.
-        `hf_split_points` are the names of the modules that stages begin with.
+        The model. Calls return the output on the last process, and None on the others unless `gather_output` is True.
+        The attribute `hf_split_points` contains the names of the modules that start stages.
 
     Raises:
-        ConfigurationError: The model cannot be split so.
+        ConfigurationError: The model cannot be split at these points.
     """
     pipeline = PipelineInference(
         model,
@@ -209,12 +208,12 @@ def prepare_pippy(
     return model
 
 
-def _return_no_cache(model: nn.Module) -> None:
-    """Have a model of transformers return no cache of keys and values: each stage has its own layers' alone."""
-    configs = [getattr(module, "config", None) for module in model.modules()]  # an encoder and a decoder have their own
+def _disable_cache(model: nn.Module) -> None:
+    """Set `use_cache` to False in transformers configurations, since each stage has only its own layers' cache."""
+    configs = [getattr(module, "config", None) for module in model.modules()]  # encoder and decoder may have their own
     for config in {id(each): each for each in configs if getattr(each, "use_cache", False)}.values():
         config.use_cache = False  # type: ignore[union-attr]
-        logger.info_once("%s is spread over processes, so config.use_cache is off.", type(model).__name__)
+        logger.info_once("%s is split over processes: config.use_cache is set to False.", type(model).__name__)
 
 
 def _lay_out(
@@ -224,15 +223,16 @@ def _lay_out(
     classes: Sequence[str],
     placed: Mapping[str, int] | None,
 ) -> StageLayout:
-    """The stages of a model; a tie between two of them is undone, since neither is trained."""
+    """Return the layout of the stages. Weights tied across stages are untied, since inference does not change them."""
     if isinstance(split_points, str) and split_points != "auto":
         raise ConfigurationError(f"split_points must be 'auto' or a list of module names, got {split_points!r}.")
     splits = choose_splits(model, count, classes, _SPLITS) if isinstance(split_points, str) else tuple(split_points)
     if len(splits) != count - 1:
         raise ConfigurationError(
-            f"split_points={list(splits)} makes {len(splits) + 1} stages, but there are {count} processes; name "
+            f"split_points={list(splits)} makes {len(splits) + 1} stages, but there are {count} processes. Give "
             f"{count - 1} modules, or start {len(splits) + 1} processes.",
         )
+    # Two stages cannot share a parameter. Ties within one stage are restored below.
     ties = find_tied_parameters(model)
     for name in (name for group in ties for name in group[1:]):
         path, _, last = name.rpartition(".")
@@ -247,7 +247,7 @@ def _lay_out(
 
 
 class _Loader:
-    """Gives tensors on the meta device their values, and brings a model onto a device."""
+    """Callable that loads a pipeline stage's meta tensors from a checkpoint and moves the stage to its device."""
 
     def __init__(self, weights: Weights | None, ties: Sequence[Sequence[str]], device: torch.device) -> None:
         self._weights, self._device = weights, device
@@ -261,8 +261,8 @@ class _Loader:
             self._fill(model, own, self._weights)
         elif empty:
             raise ConfigurationError(
-                f"{len(empty)} tensors of this stage are on the meta device, such as {empty[0]!r}; give weights=, a "
-                "file or a directory to load them from.",
+                f"{len(empty)} tensors of this stage are on the meta device, such as {empty[0]!r}. Give weights=, a "
+                "file or a folder to load them from.",
             )
         moved: dict[int, Tensor] = {}
         for module in model.modules():
@@ -302,8 +302,7 @@ def _rows(request: Request) -> int | None:
     return batch_size_or_none(request)
 
 
-def _parts(request: Request, count: int) -> Iterator[Request]:
-    """A batch in parts of about equally many rows, at most so many."""
+def _split(request: Request, count: int) -> Iterator[Request]:
     rows = _rows(request)
     if rows is None or min(count, rows) <= 1:
         yield request
@@ -321,8 +320,7 @@ def _parts(request: Request, count: int) -> Iterator[Request]:
         start = end
 
 
-def _merged(outputs: Sequence[Any], rows: Sequence[int | None]) -> Any:
-    """The output for a whole batch out of those for its parts."""
+def _concatenate_outputs(outputs: Sequence[Any], rows: Sequence[int | None]) -> Any:
     if len(outputs) == 1:
         return outputs[0]
     columns = list[list[Any]]()
@@ -333,8 +331,8 @@ def _merged(outputs: Sequence[Any], rows: Sequence[int | None]) -> Any:
             if leaf is not None and not (isinstance(leaf, Tensor) and leaf.dim() and leaf.size(0) == count):
                 what = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ConfigurationError(
-                    f"The model returns {what} for a part of {count} rows, which cannot be put together with those of "
-                    "the other parts. Set num_chunks=1, or have it not returned (as with use_cache=False).",
+                    f"The model returns {what} for a micro-batch of {count} rows, which cannot be concatenated. Set "
+                    "num_chunks=1, or do not return it (such as with use_cache=False).",
                 )
     whole = iter([None if parts[0] is None else torch.cat(parts) for parts in zip(*columns, strict=True)])
     return recursively_apply(lambda _: next(whole), outputs[0], test_type=is_leaf)

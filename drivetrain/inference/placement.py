@@ -1,4 +1,4 @@
-"""Models over devices, memory and disk, by a map."""
+"""Dispatch of a model's modules to devices, CPU memory and disk by a device map."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from drivetrain.inference.streaming import StreamOptions, WeightStream
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
 from drivetrain.runtime.nested import find_device, send_to_device
 
-# Lets a module that a map splits bring together what is on several devices
+# Modules that a device map splits
 
 
 class _OneDevice(TorchFunctionMode):
-    """Runs what fails because its inputs are on several devices again, on one of them."""
+    """Function mode that retries operations that failed because their tensors are on several devices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:
             return func(*args, **kwargs)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # a RuntimeError too, but moving tensors does not help
             raise
         except RuntimeError:
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if len({tensor.device for tensor in tensors}) < 2:
                 raise
-        device = _where(func, args, kwargs, tensors)
+        device = _target_device(func, args, kwargs, tensors)
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _where(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> torch.device:
-    """The device of what is written to, else that of the largest of the tensors: the others are less to copy."""
+def _target_device(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> torch.device:
+    """Return the device of the output tensor of an in-place or `out=` operation, or else of the largest input."""
     name = getattr(func, "__name__", "")
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"].device  # type: ignore[no-any-return]
@@ -56,26 +56,24 @@ def _where(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor
     return max(tensors, key=lambda tensor: tensor.numel() * tensor.element_size()).device
 
 
-class _Together:
-    """The hooks of one module and of those that it calls, which can be copied and pickled with it."""
+class _OneDeviceHooks:
+    """Picklable forward hooks that enable `_OneDevice` in a module's own code, but not in the modules that it calls."""
 
     def __init__(self) -> None:
         self._open: list[_OneDevice] = []
         self._suspended: list[_OneDevice | None] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Called before the module."""
         self._open.append(_OneDevice().__enter__())  # type: ignore[no-untyped-call]
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Called after it, or after it has raised."""
         if self._open:
             self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def suspend(self, module: nn.Module, args: Any) -> None:
-        """Called before a module that it calls, all of whose operations would take longer."""
+        """Disable the mode before a called submodule, since a function mode slows every operation down."""
         mode = self._open[-1] if self._open else None
-        # A mode of the forward's own may be within it.
+        # The mode can only be exited if the forward has not entered another one inside it.
         if mode is not None and _get_current_function_mode() is mode:  # type: ignore[no-untyped-call]
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._suspended.append(mode)
@@ -83,14 +81,13 @@ class _Together:
             self._suspended.append(None)
 
     def resume(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Called after that module, or after it has raised."""
         mode = self._suspended.pop() if self._suspended else None
         if mode is not None:
             mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.device]) -> list[RemovableHandle]:
-    """Have modules that a map splits run where what they bring together is on several devices."""
+    """Add hooks to modules whose own operations combine tensors from several devices."""
     handles: list[RemovableHandle] = []
     several = len(set(computes.values())) > 1
     for module in model.modules():
@@ -99,12 +96,12 @@ def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.dev
             continue
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         devices = {computes[each] for each in module.modules() if each in computes}
-        # Its inputs stay where they are, unlike those of modules that a map names, and of the model.
+        # Inputs are moved only for the root module and for modules that the device map names.
         takes_any = several and bool(devices) and module not in computes
-        # What is on the CPU of a module that computes elsewhere is offloaded, and there when it is called.
+        # CPU tensors of a module with an execution device are offloaded, so they are on that device during its call.
         devices |= {tensor.device for tensor in own if module not in computes or tensor.device.type != "cpu"}
         if len(devices) > 1 or takes_any:
-            hooks = _Together()
+            hooks = _OneDeviceHooks()
             handles += [
                 module.register_forward_pre_hook(hooks.enter),
                 module.register_forward_hook(hooks.leave, always_call=True, prepend=True),
@@ -118,7 +115,7 @@ def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.dev
 
 
 def callable_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or what is in it where it cannot be called itself."""
+    """Yield the module, or the modules in it if it is a list or dict without a forward."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
         for child in module.children():
             yield from callable_modules(child)
@@ -126,15 +123,15 @@ def callable_modules(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-# What a model that is spread over devices, memory and disk carries with it: its hooks, and how to undo them
+# Hooks of a placed model
 
 
 HOOK = "_hf_hook"
-"""The attribute at which transformers, diffusers and peft look for where a module computes."""
+"""Attribute from which transformers, diffusers and peft read a module's execution device."""
 
 
 class Placement:
-    """The hooks of a model, and the weights that were in memory before."""
+    """Hooks and weight stream of a model that a device map distributes, with all that is needed to undo them."""
 
     def __init__(self, stream: WeightStream, written: Sequence[Place] = (), moved: Sequence[Place] = ()) -> None:
         self.stream = stream
@@ -143,11 +140,10 @@ class Placement:
         self._guards: list[MoveGuard] = []
 
     def hold(self, *handles: RemovableHandle) -> None:
-        """Remove these too."""
         self._handles += handles
 
     def guard(self, computes: Mapping[nn.Module, torch.device]) -> None:
-        """Refuse to move or cast these modules, for as long as the hooks are there."""
+        """Raise an error on attempts to move or cast these modules, until `remove` is called."""
         kinds = {
             (tensor.dtype, where)
             for module, device in computes.items()
@@ -157,7 +153,7 @@ class Placement:
         self._guards.append(MoveGuard(computes, kinds))
 
     def remove(self) -> None:
-        """Take all hooks away. Weights are where they were before: in memory, or in the model's own files."""
+        """Remove all hooks. Weights return to CPU memory, or stay in the model's own files."""
         self.stream.remove()
         for handle in self._handles:
             handle.remove()
@@ -175,9 +171,9 @@ class Placement:
 
 
 class PlacedHook(ModelHook):
-    """What a module's `_hf_hook` is: where it computes, to be read by other packages."""
+    """Value of a placed module's `_hf_hook`, from which other packages read its execution device."""
 
-    stays = True  # beside a hook of peft's on one of the modules
+    stays = True  # peft adds hooks to single modules, which must not remove this one
 
     def __init__(
         self,
@@ -192,19 +188,17 @@ class PlacedHook(ModelHook):
         self._came_from: list[torch.device | None] = []
 
     def detach_hook(self, module: ModuleT) -> ModuleT:
-        """Take away the hooks of the whole model."""
         self.placement.remove()
         return module
 
     def move_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Called before the module."""
         if self.io_same_device:
             self._came_from.append(find_device([args, kwargs]))
         moved = send_to_device((args, kwargs), self.execution_device, skip_keys=self.skip_keys)
         return moved  # type: ignore[no-any-return]
 
     def move_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Called after it, or after it has raised."""
+        """Move the output back to the device of the module's inputs if `io_same_device` is True."""
         device = self._came_from.pop() if self._came_from else None
         return output if device is None or output is None else send_to_device(output, device, skip_keys=self.skip_keys)
 
@@ -217,7 +211,7 @@ def attach(
     written: Sequence[Place] = (),
     moved: Sequence[Place] = (),
 ) -> Placement:
-    """Let a model's modules get their inputs on the device on which they compute, and outputs go back."""
+    """Add hooks that move each module's inputs to its device, and the model's output back. Returns the placement."""
     placement = Placement(stream, written, moved)
     offloaded = {module for group in stream.groups for module in group.modules}
     computes: dict[nn.Module, torch.device] = dict.fromkeys(offloaded, stream.device)
@@ -240,6 +234,7 @@ def attach(
     if crosses:
         placement.hold(*align_split_modules(model, {model: stream.device, **computes}))
         placement.guard({**computes, model: stream.device})
+        # Prepended last, so that the model's inputs are moved before all other hooks run.
         placement.hold(
             model.register_forward_pre_hook(root.move_inputs, prepend=True, with_kwargs=True),
             model.register_forward_hook(root.move_outputs, always_call=True),
@@ -248,7 +243,6 @@ def attach(
 
 
 def detach(model: nn.Module) -> None:
-    """Take away what an earlier `attach` has put on a model."""
     found = getattr(model, HOOK, None)
     if isinstance(found, PlacedHook):
         found.placement.remove()
@@ -274,48 +268,47 @@ def dispatch_model(
     *,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Put a model's modules where a map has them, so that it runs as before.
+    """Distribute a model over devices, CPU memory and disk by a device map, and add hooks so that it runs as before.
 
-    What is on the CPU beside accelerators, and what is on disk, comes to the main device as the forward needs it.
-    Safetensors files that a model on the CPU was loaded from stay where they are and are not copied.
+    Modules on disk, and modules on the CPU next to accelerators, are offloaded: their weights are copied to the main
+    device during the forward. Safetensors files that the model was loaded from are used in place.
 
     Args:
         model: The model.
-        device_map: Devices or `"disk"` by the names of modules; or one of the names that `load_checkpoint_and_dispatch`
-            takes.
-        main_device: Where what is offloaded is computed with. By default the first device of the map that is neither
-            the CPU nor the disk; else the machine's first accelerator where something is on disk, else the CPU.
-        state_dict: Values for what is on the CPU, where the model has none.
-        offload_dir: Where weights for the disk are written that are in no safetensors file, or are already.
-        offload_index: What is in that folder; its own index if None.
-        offload_buffers: Whether buffers of offloaded modules are offloaded too, rather than on the main device.
-        skip_keys: Keys of inputs and outputs that stay on the device that they are on.
-        preload_module_classes: Names of classes whose modules use weights of modules within them without calling those.
-        force_hooks: Attach hooks to a model that is on one device too.
-        stream: How weights come and go.
+        device_map: Dict from module name to device or `"disk"`, or a name that `load_checkpoint_and_dispatch` accepts.
+        main_device: Device that computes offloaded modules. Default: the first accelerator in the map. If there is
+            none, the machine's first accelerator for maps with modules on disk, or else the CPU.
+        state_dict: Values of the model's tensors on the meta device.
+        offload_dir: Folder for weights on disk that are in no safetensors file. It may contain an earlier offload.
+        offload_index: Index of the files in `offload_dir`. None reads the folder's own index.
+        offload_buffers: Offload the buffers of offloaded modules too, instead of keeping them on the main device.
+        skip_keys: Keys of keyword arguments and outputs whose values are not moved.
+        preload_module_classes: Class names of modules that use the weights of submodules without calling them.
+        force_hooks: Add hooks even if the model is on one device.
+        stream: Options of the transfer of offloaded weights.
 
     Returns:
-        The model, with the map as its `hf_device_map`.
+        The model. The map is available as `model.hf_device_map`.
 
     Raises:
-        ConfigurationError: The map does not fit the model, or weights are to be on disk and no folder is given.
-        CheckpointError: A weight has no values anywhere.
+        ConfigurationError: The map does not fit the model, or weights go to disk and no folder is given.
+        CheckpointError: A tensor has no value.
     """
     given = loading.as_dict(model, device_map, offload_buffers=offload_buffers)
     where = loading.locations(model, given)
-    if isinstance(given, DeviceMap):  # as what was proven to fit
+    if isinstance(given, DeviceMap):  # the map was proven to fit with these options only
         main_device = given.main_device if main_device is None else main_device
         if stream is None and given.main_device != "cpu":
             stream = StreamOptions(prefetch=given.prefetch)
-    detach(model)
-    _give_values(model, where, state_dict, offload_dir, offload_index)
+    detach(model)  # an earlier dispatch would keep replacing weights that are moved below
+    _load_meta_tensors(model, where, state_dict, offload_dir, offload_index)
     devices = list(dict.fromkeys(where.values()))
     all_on_cpu = devices == [loading.CPU] and main_device is None
     main = loading.CPU if all_on_cpu else loading.execution_device(main_device, devices)
     places = named_places(model)
     where = _with_shared_buffers(places, where, main)
     offloaded = [name for name, at in where.items() if at == loading.DISK or (at == loading.CPU and main != at)]
-    # Buffers are small and change: on the main device unless they are to be offloaded.
+    # Buffers are small and may change during a forward, so they stay on the main device by default.
     moved = {name: at for name, at in where.items() if isinstance(at, torch.device) and name not in offloaded}
     beside = [name for name in offloaded if not (offload_buffers or places[name].is_parameter)]
     moved |= dict.fromkeys(beside, main)
@@ -350,34 +343,36 @@ def load_checkpoint_and_dispatch(
     main_device: Device | None = None,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Load weights into a model and put its modules where a map has them: `load_checkpoint_in_model`, `dispatch_model`.
+    """Load a checkpoint into a model and distribute it over devices, CPU memory and disk.
+
+    This combines `load_checkpoint_in_model` and `dispatch_model`.
 
     Args:
-        model: The model, usually built by `init_empty_weights`.
-        checkpoint: As for `load_checkpoint_in_model`.
-        device_map: A map; one device or `"disk"` for the whole model; `"auto"`, `"balanced"`, `"balanced_low_0"` or
-            `"sequential"`; or None to load the model where it is.
-        max_memory: For a map by name, what it may take of each device.
-        no_split_module_classes: For a map by name, names of classes whose modules stay whole.
-        offload_folder: As for `load_checkpoint_in_model`.
-        offload_buffers: As for `dispatch_model`.
-        dtype: As for `load_checkpoint_in_model`.
-        offload_state_dict: As for `load_checkpoint_in_model`.
-        skip_keys: As for `dispatch_model`.
-        preload_module_classes: As for `dispatch_model`.
-        force_hooks: As for `dispatch_model`.
-        strict: As for `load_checkpoint_in_model`.
-        full_state_dict: As for `load_checkpoint_in_model`.
-        broadcast_from_rank0: As for `load_checkpoint_in_model`.
-        main_device: As for `dispatch_model`.
-        stream: As for `dispatch_model`.
+        model: The model, usually built under `init_empty_weights`.
+        checkpoint: The checkpoint, as for `load_checkpoint_in_model`.
+        device_map: A dict, one device or `"disk"` for the whole model, `"auto"`, `"balanced"`, `"balanced_low_0"` or
+            `"sequential"`. None loads the model on its current devices.
+        max_memory: Memory limit of each device, for named maps.
+        no_split_module_classes: Class names of modules that stay on one device, for named maps.
+        offload_folder: Folder for weights on disk, as for `load_checkpoint_in_model`.
+        offload_buffers: Offload buffers too, as for `dispatch_model`.
+        dtype: Dtype of the loaded weights, as for `load_checkpoint_in_model`.
+        offload_state_dict: Accepted and ignored.
+        skip_keys: Keys whose values are not moved, as for `dispatch_model`.
+        preload_module_classes: Class names, as for `dispatch_model`.
+        force_hooks: Add hooks even if the model is on one device.
+        strict: Raise an error for missing and unexpected names.
+        full_state_dict: The checkpoint contains full tensors, as for `load_checkpoint_in_model`.
+        broadcast_from_rank0: Read the files on rank 0 only, as for `load_checkpoint_in_model`.
+        main_device: Device that computes offloaded modules, as for `dispatch_model`.
+        stream: Options of the transfer of offloaded weights, as for `dispatch_model`.
 
     Returns:
         The model.
 
     Raises:
-        CheckpointError: As for `load_checkpoint_in_model`.
-        ConfigurationError: As for both.
+        CheckpointError: The checkpoint cannot be read or does not match the model.
+        ConfigurationError: The map does not fit the model.
     """
     given: dict[str, Any] | None = None
     if device_map is not None:
@@ -417,15 +412,15 @@ def cpu_offload(
     *,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Keep a model's parameters in the host's memory, and copy them to a device as the forward needs them.
+    """Keep a model's parameters in CPU memory, and copy them to a device during the forward.
 
     Args:
         model: The model.
-        execution_device: The device; the machine's first accelerator if None. With the CPU, nothing is copied.
-        offload_buffers: Whether buffers too, which are on the device otherwise.
-        state_dict: The values, where the model has none.
-        preload_module_classes: As for `dispatch_model`.
-        stream: How weights come and go.
+        execution_device: Device of the forward. None means the first accelerator. On the CPU, nothing is copied.
+        offload_buffers: Offload buffers too. If False, buffers stay on the device.
+        state_dict: Values of the model's tensors on the meta device.
+        preload_module_classes: Class names of modules that use the weights of submodules without calling them.
+        stream: Options of the transfer of weights.
 
     Returns:
         The model.
@@ -444,18 +439,19 @@ def disk_offload(
     *,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Keep a model's parameters on disk, and read them as the forward needs them.
+    """Keep a model's parameters on disk, and read them during the forward.
 
-    Parameters that are in a safetensors file already, as those of a model that was loaded with `device_map="disk"`,
-    are used from there. Others are written to the folder, and those of a model without values are read from it.
+    Parameters that were loaded from safetensors files with `device_map="disk"` are read from these files. Other
+    parameters are written to the folder. A model on the meta device gets its values from the folder.
 
     Args:
         model: The model.
-        offload_dir: The folder; for a model without values a checkpoint, or what an earlier `disk_offload` wrote.
-        execution_device: Where the model computes; the machine's first accelerator if None, else the CPU.
-        offload_buffers: Whether buffers too, which are on the device otherwise.
-        preload_module_classes: As for `dispatch_model`.
-        stream: How weights come and go.
+        offload_dir: The folder. For a model on the meta device, a checkpoint or the folder of an earlier
+            `disk_offload`.
+        execution_device: Device of the forward. None means the first accelerator, or the CPU if there is none.
+        offload_buffers: Offload buffers too. If False, buffers stay on the device.
+        preload_module_classes: Class names of modules that use the weights of submodules without calling them.
+        stream: Options of the transfer of weights.
 
     Returns:
         The model.
@@ -480,19 +476,19 @@ def group_offload(
     low_cpu_mem_usage: bool = False,
     offload_to_disk_path: Folder | None = None,
 ) -> nn.Module:
-    """Offload a model by groups of blocks, with the arguments of diffusers' function for it.
+    """Offload a model in groups of blocks, with the arguments of diffusers' `apply_group_offloading`.
 
     Args:
         model: The model.
-        onload_device: Where it computes; the machine's first accelerator if None.
-        offload_device: Where weights are between calls; only the CPU.
+        onload_device: Device of the forward. None means the first accelerator.
+        offload_device: Device of the weights between forwards. Only the CPU is supported.
         offload_type: `"block_level"` or `"leaf_level"`.
-        num_blocks_per_group: How many blocks that follow each other come and go together.
-        non_blocking: Accepted: copies are asynchronous where `use_stream` is on.
-        use_stream: Whether the next group is copied while one computes, if the device has room for both.
-        record_stream: Accepted: copies live until the device has used them.
-        low_cpu_mem_usage: With `use_stream`, whether weights are page-locked on their way, rather than all at once.
-        offload_to_disk_path: A folder to keep the weights in instead.
+        num_blocks_per_group: Number of consecutive blocks that are copied together.
+        non_blocking: Accepted and ignored. Copies are asynchronous if `use_stream` is True.
+        use_stream: Copy the next group while the current one computes, if the device has room for both.
+        record_stream: Accepted and ignored. Copies are freed only after the device has used them.
+        low_cpu_mem_usage: With `use_stream`, pin weights one group at a time instead of all at once.
+        offload_to_disk_path: Folder to keep the weights in, instead of CPU memory.
 
     Returns:
         The model.
@@ -504,7 +500,7 @@ def group_offload(
         )
     if loading.location(offload_device) != loading.CPU:
         raise ConfigurationError(
-            f"offload_device={offload_device!r}: weights can be on the CPU between calls, or on disk with "
+            f"offload_device={offload_device!r} is not supported. Use the CPU, or the disk with "
             "offload_to_disk_path=...",
         )
     options = StreamOptions(
@@ -528,12 +524,11 @@ def _offload(
     preload_module_classes: Sequence[str] | None,
     stream: StreamOptions | None,
 ) -> nn.Module:
-    """Offload all of a model."""
     main = loading.execution_device(device)
     detach(model)
     places = named_places(model)
     where = dict.fromkeys(places, rest)
-    _give_values(model, where, state_dict, folder, None)
+    _load_meta_tensors(model, where, state_dict, folder, None)
     offloaded = [name for name, place in places.items() if offload_buffers or place.is_parameter]
     beside = [name for name in places if name not in offloaded]
     _move(places, dict.fromkeys(beside, main))
@@ -547,14 +542,13 @@ def _offload(
     return model
 
 
-def _give_values(
+def _load_meta_tensors(
     model: nn.Module,
     where: Mapping[str, loading.Location],
     state_dict: Mapping[str, Tensor] | None,
     folder: Folder | None,
     index: Mapping[str, Any] | None,
 ) -> None:
-    """Fill what is on the meta device from weights that are given, or are in a folder already."""
     if state_dict is not None:
         fill_empty(model, open_weights(state_dict), dict.fromkeys(where, loading.CPU))
     if index is not None or (folder is not None and Path(folder, INDEX).is_file()):
@@ -564,16 +558,15 @@ def _give_values(
     left = [name for name in meta_leftovers(model) if where[name] != torch.device("meta")]
     if left:
         raise CheckpointError(
-            f"{listed(left)}: no values in the model, nor where others are. Load a checkpoint first, or use "
-            "load_checkpoint_and_dispatch; buffers that no checkpoint holds need "
-            "init_empty_weights(include_buffers=False)."
+            f"{listed(left)}: these tensors are on the meta device and have no values. Load a checkpoint first, or use "
+            "load_checkpoint_and_dispatch. Non-persistent buffers need init_empty_weights(include_buffers=False)."
         )
 
 
 def _with_shared_buffers(
     places: Mapping[str, Place], where: Mapping[str, loading.Location], main: torch.device
 ) -> dict[str, loading.Location]:
-    """Locations in which a buffer of several modules is not on disk where another of its names keeps it in reach."""
+    """Return locations in which shared buffers are on disk only if all of their names are."""
     found = dict(where)
     sharing: dict[int, list[str]] = {}
     for name, place in places.items():
@@ -586,9 +579,9 @@ def _with_shared_buffers(
 
 
 def _move(places: Mapping[str, Place], where: Mapping[str, torch.device]) -> None:
-    """Put tensors on devices, what is shared once for each device."""
+    """Move tensors to devices, shared tensors once per device."""
     moved: dict[tuple[int, torch.device], Tensor] = {}
-    kept: list[Tensor] = []  # so that no id is used again
+    kept: list[Tensor] = []  # a reference keeps each id unique
     for name, device in where.items():
         old = places[name].tensor
         if device.type == "meta" or (old.device == device and mapped_range(old) is None):
@@ -601,7 +594,7 @@ def _move(places: Mapping[str, Place], where: Mapping[str, torch.device]) -> Non
 
 
 def _to_disk(places: Mapping[str, Place], names: Sequence[str], folder: Folder | None) -> list[Place]:
-    """Let tensors be parts of files; returns the places of those that were written for that."""
+    """Replace tensors by memory-mapped ones. Returns the places of those that had to be written to the folder."""
     sharing: dict[int, list[str]] = {}
     for name in names:
         if mapped_range(places[name].tensor) is None:
@@ -610,8 +603,8 @@ def _to_disk(places: Mapping[str, Place], names: Sequence[str], folder: Folder |
         return []
     if folder is None:
         raise ConfigurationError(
-            f"{listed([same[0] for same in sharing.values()])}: on disk by the map, and in no safetensors file. Pass "
-            "offload_dir=..., where they are written.",
+            f"{listed([same[0] for same in sharing.values()])}: the device map puts these on disk, but they are in no "
+            "safetensors file. Pass offload_dir=... to write them.",
         )
     tensors = {same[0]: places[same[0]].tensor for same in sharing.values()}
     entries = [Entry(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()]

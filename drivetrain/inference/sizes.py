@@ -1,4 +1,4 @@
-"""How many bytes a model's modules hold, each tensor counted once."""
+"""Sizes of a model's modules in bytes, each tensor counted once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ _SHORT = {"fp4": 4, "nf4": 4, "fp8": 8}
 
 
 def dtype_byte_size(dtype: torch.dtype | str | Any) -> float:
-    """Bytes of one element of a dtype as it is stored packed: 0.5 for 4 bits, 0.125 for a bool.
+    """Return the bytes of one packed element of a dtype: 0.5 for 4 bits, 0.125 for a bool.
 
     Args:
-        dtype: The dtype; its name, also of one that torch has no tensors of (`"int4"`, `"nf4"`, `"fp8"`); or an
-            enumeration's member with such a value.
+        dtype: The dtype, its name (also `"int4"`, `"nf4"` or `"fp8"`), or an enum member with such a value.
 
     Raises:
-        ConfigurationError: It names no number of bits.
+        ConfigurationError: The number of bits cannot be derived from the name.
     """
     name = str(getattr(dtype, "value", dtype)).removeprefix("torch.")
     if name == "bool":
@@ -42,7 +41,7 @@ def dtype_byte_size(dtype: torch.dtype | str | Any) -> float:
         bits = dtype_byte_size(getattr(torch, name)) * 8
     if bits is None:
         raise ConfigurationError(
-            f"{dtype!r} is no dtype with a number of bits. Give one such as torch.bfloat16 or 'int4'."
+            f"{dtype!r} is not a dtype with a known number of bits. Give a dtype such as torch.bfloat16 or 'int4'."
         )
     return bits / 8
 
@@ -50,13 +49,13 @@ def dtype_byte_size(dtype: torch.dtype | str | Any) -> float:
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a module by name, each once.
+    """Yield name and tensor of a module's parameters and buffers, each tensor once.
 
     Args:
         module: The module.
-        include_buffers: Whether buffers too.
-        recurse: Whether those of modules within it too.
-        remove_non_persistent: Leave out buffers that are not saved.
+        include_buffers: Include buffers.
+        recurse: Include tensors of submodules.
+        remove_non_persistent: Exclude non-persistent buffers.
     """
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
@@ -73,18 +72,18 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Bytes of each module with all that is in it.
+    """Return the bytes of each module, submodules included.
 
-    Memory that several tensors share, in full or in part, is counted once: in the modules of the first of them.
+    Memory that several tensors share, fully or partly, is counted once, for the first of them.
 
     Args:
         model: The model.
-        dtype: Count floats as if they were of this dtype, where that is smaller.
-        special_dtypes: The same for single tensors, by name.
-        buffers_only: Count buffers alone.
+        dtype: Count floating-point weights in this dtype if it is smaller than their own.
+        special_dtypes: Dtypes of single tensors, by name.
+        buffers_only: Count buffers only.
 
     Returns:
-        Bytes by the names of modules, parameters and buffers; those of the whole model under the empty name.
+        A dict from the name of each module, parameter and buffer to bytes. The empty name is the whole model.
     """
     sizes: dict[str, int] = defaultdict(int)
     sizes[""] = 0
@@ -105,7 +104,6 @@ def dtype_scale(
     dtype: str | torch.dtype | None,
     special_dtypes: Mapping[str, str | torch.dtype] | None,
 ) -> float:
-    """By what a tensor's bytes are multiplied when it is loaded as another dtype. See `compute_module_sizes`."""
     if special_dtypes is not None and name in special_dtypes:
         return dtype_byte_size(special_dtypes[name]) / tensor.element_size()
     if dtype is not None and tensor.is_floating_point():
@@ -114,12 +112,11 @@ def dtype_scale(
 
 
 def new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) -> int:
-    """The bytes of a tensor that none before it covers."""
+    """Return the bytes of a tensor that no earlier tensor covers, and add them to `covered`."""
     return sum(_new_bytes(piece, covered) for piece in stored_pieces(tensor))
 
 
 def _new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) -> int:
-    """The bytes of a tensor that no tensor before it covers."""
     start, end = extent(tensor)
     taken = covered[id_tensor_storage(tensor)[:2]]
     left = end - start
@@ -138,15 +135,15 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: Sequence[str] | None,
 ) -> tuple[int, list[str]]:
-    """The largest part of a model that has to be on one device.
+    """Return the size of the largest part of a model that must be on one device.
 
     Args:
-        modules: Names and modules, parameters or buffers.
-        module_sizes: What `compute_module_sizes` returned.
-        no_split_module_classes: Names of classes whose modules stay whole.
+        modules: Names with modules, parameters or buffers.
+        module_sizes: Result of `compute_module_sizes`.
+        no_split_module_classes: Class names of modules that are not split.
 
     Returns:
-        Its bytes, and the names of all parts of that size.
+        The size in bytes, and the names of all parts of this size.
     """
     kept_whole = no_split_module_classes or ()
     largest, names = 0, list[str]()
@@ -167,13 +164,13 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Bytes of a model, and the largest part of it that has to be on one device.
+    """Return the bytes of a model, and of the largest part that must be on one device.
 
     Args:
-        model: The model; `_no_split_modules`, as transformers' models have it, names classes that stay whole.
+        model: The model. Its `_no_split_modules`, if any, are the class names of modules that are not split.
 
     Returns:
-        The bytes, and what `get_max_layer_size` returns.
+        The total bytes, and the result of `get_max_layer_size`.
     """
     sizes = compute_module_sizes(model)
     parts: list[tuple[str, Any]] = [
@@ -184,16 +181,16 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     return sizes[""], get_max_layer_size(parts, sizes, list(getattr(model, "_no_split_modules", None) or []))
 
 
-# The blocks that a model is placed by: modules that are kept whole, and together those that share weights
+# Blocks for the placement of a model
 
 
 class Loading(NamedTuple):
-    """As what a model's tensors are loaded.
+    """Options under which a model will be loaded, which determine the sizes of its blocks.
 
     Attributes:
-        dtype: Floats are of this dtype, where that is smaller.
-        special_dtypes: The same for single tensors, by name.
-        offload_buffers: Whether buffers of blocks that are kept elsewhere are kept there too.
+        dtype: Dtype of floating-point tensors if it is smaller than their own.
+        special_dtypes: Dtypes of single tensors, by name.
+        offload_buffers: Offload the buffers of offloaded blocks too.
     """
 
     dtype: str | torch.dtype | None = None
@@ -207,12 +204,11 @@ def blocks_of(
     loading: Loading,
     activations: Mapping[str, int] | None = None,
 ) -> list[Block]:
-    """A model's blocks in the order in which its modules are registered, which is that of execution."""
     units = units_of_placement(model, no_split_module_classes)
     tensors = all_tensors(model)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     holders = {name: _holder(name, units) for name in tensors}
-    tied = _Joined(units)
+    tied = _DisjointUnits(units)
     in_unit: dict[str, list[_Held]] = defaultdict(list)
     for number, group in enumerate(memory_groups(tensors, declared_ties(model))):
         size = _group_bytes(group, tensors, loading)
@@ -227,7 +223,7 @@ def blocks_of(
 
 
 class _Held(NamedTuple):
-    """What a unit has of the memory that tensors share, most of them with none: its group, and bytes."""
+    """Bytes of shared memory that belong to one unit of a model, with the group of tensors that share it."""
 
     group: int
     is_weight: bool
@@ -236,7 +232,7 @@ class _Held(NamedTuple):
 
 
 def units_of_placement(model: nn.Module, no_split_module_classes: Collection[str] | str | None) -> dict[str, int]:
-    """Names of the smallest parts that are placed, and the position of each: whole modules, and tensors beside them."""
+    """Return the names of the smallest parts that are placed, with their positions in registration order."""
     kept_whole = _kept_whole(model, no_split_module_classes)
     names: list[str] = []
 
@@ -264,7 +260,6 @@ def _kept_whole(model: nn.Module, classes: Collection[str] | str | None) -> Call
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a model under all of their names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -272,14 +267,12 @@ def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _holder(name: str, units: Collection[str]) -> str:
-    """The unit that a tensor is in."""
     while name not in units:
         name = name.rpartition(".")[0]
     return name
 
 
 def _group_bytes(group: Sequence[str], tensors: Mapping[str, torch.Tensor], loading: Loading) -> int:
-    """Bytes of tensors that share memory; those that are only declared as tied are loaded once."""
     special = loading.special_dtypes or {}
     named = next((name for name in group if name in special), group[0])
     covered: dict[Any, list[tuple[int, int]]] = defaultdict(list)
@@ -289,8 +282,8 @@ def _group_bytes(group: Sequence[str], tensors: Mapping[str, torch.Tensor], load
     return math.ceil(max(sizes.values()) * dtype_scale(named, tensors[named], loading.dtype, special))
 
 
-class _Joined:
-    """Units in groups that are joined; a group is where its first unit is."""
+class _DisjointUnits:
+    """Disjoint sets of units. Each set takes the position of its first unit."""
 
     def __init__(self, units: Collection[str]) -> None:
         self._groups = {name: [name] for name in units}
@@ -339,7 +332,7 @@ def activations_of(
     kwargs: Mapping[str, Any],
     dtype: str | torch.dtype | None = None,
 ) -> dict[str, int]:
-    """Bytes of what one forward has alive at most while it computes each unit, beside weights; nothing is allocated."""
+    """Return the peak activation bytes of each unit in one forward, measured on the meta device."""
     peaks: dict[str, int] = dict.fromkeys(units, 0)
     running: list[str] = []
 
@@ -361,15 +354,15 @@ def activations_of(
     try:
         with torch.no_grad(), torch.device("meta"), LiveBytes() as live:
             live.add(weights)
-            live.current = live.peak = 0  # weights live through all of it
+            live.current = live.peak = 0  # weights do not count as activations
             given = _to_meta((tuple(args), dict(kwargs)), dtype)
             live.add(given)
             torch.func.functional_call(model, weights, *given)
             close()
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigurationError(
-            f"The activations cannot be measured: the forward does not run on tensors without values ({error}). "
-            "Leave the example inputs out, and keep room for activations in max_memory.",
+            f"The activations cannot be measured: the forward does not run on the meta device ({error}). Leave the "
+            "example inputs out, and reserve room for activations in max_memory.",
         ) from error
     finally:
         for handle in handles:

@@ -1,4 +1,4 @@
-"""Which device each block of a model goes to, so that all of it provably fits."""
+"""Solver that assigns a model's blocks to devices so that every device's memory limit holds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Literal, TypeAlias
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.host import as_bytes
 
-# An exhaustive search for a place for each of a few things
-
 
 class Search:
-    """Puts things of given sizes into rooms of given sizes, by trying; exact for few things."""
+    """Backtracking search that packs items into bins of limited size. Exact for few items."""
 
     def __init__(
         self,
@@ -26,7 +24,7 @@ class Search:
         self.sizes, self.rooms, self.allowed, self.most_steps = sizes, rooms, allowed, most_steps
 
     def first(self, largest_first: bool = True) -> list[int] | None:
-        """The first solution, the rooms of things in their order; None if there is none, or if it is not soon found."""
+        """Return the bin index of each item, or None if there is no solution within the step limit."""
         order = list(range(len(self.sizes)))
         if largest_first:
             order.sort(key=lambda index: -self.sizes[index])
@@ -46,7 +44,7 @@ class Search:
                 continue
             room = options[-1].pop(0)
             size = self.sizes[order[len(chosen)]]
-            if size > free[room] or left > sum(free.values()):
+            if size > free[room] or left > sum(free.values()):  # too large, or the remaining items cannot all fit
                 continue
             chosen.append(room)
             if self.allowed is not None and not self.allowed(order[: len(chosen)], chosen):
@@ -70,25 +68,25 @@ Device: TypeAlias = "int | str"
 Policy: TypeAlias = Literal["sequential", "balanced", "balanced_low_0"]
 
 _MOST_RESERVES = 64
-"""Sizes of room for streamed blocks that are tried; a model has few that differ."""
+"""Maximum number of reserve sizes to try. Most models have far fewer different block sizes."""
 
 _QUICK, _THOROUGH = 2_000, 50_000
-"""Attempts of a search that is made often or of many blocks, and of one that is made once or of few."""
+"""Step limits of a repeated or large search, and of a single or small one."""
 
 _FEW = 12
 
 
 @dataclass(frozen=True)
 class Block:
-    """What goes to one device: a module that is kept whole, or several that share weights.
+    """Part of a model that stays on one device: an unsplit module, or several modules that share weights.
 
     Attributes:
-        names: Names of its modules.
-        positions: Where each of them is in the order of execution.
-        size: Bytes, each tensor once.
-        streamed: Bytes that are on the executing device at a time, where the block is kept elsewhere.
-        resident: Bytes that are always on the executing device, where the block is kept elsewhere.
-        activations: Bytes that computing it takes at most, beside all weights.
+        names: Names of the modules.
+        positions: Position of each module in the execution order.
+        size: Bytes, shared tensors counted once.
+        streamed: Bytes on the executing device at a time if the block is offloaded.
+        resident: Bytes always on the executing device if the block is offloaded.
+        activations: Peak bytes of activations.
     """
 
     names: tuple[str, ...]
@@ -101,12 +99,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a device has room for.
+    """Memory limit of one device, in bytes.
 
     Attributes:
-        device: The device, `"cpu"` or `"disk"`.
-        limit: Bytes; infinite where it is not limited.
-        kind: Accelerators compute what is on them. The host does where no accelerator computes for it, the disk never.
+        device: The device's number or name, `"cpu"` or `"disk"`.
+        limit: Bytes, or infinity.
+        kind: Accelerators compute their own blocks. The host computes only as the main device, and the disk never.
     """
 
     device: Device
@@ -116,11 +114,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where blocks go.
+    """Assignment of a model's blocks to devices.
 
     Attributes:
-        places: For each block the index of its budget.
-        main: The index of the budget of the device that computes what others only keep; None where nothing is kept.
+        places: Budget index of each block.
+        main: Budget index of the device that computes offloaded blocks, or None if no block is offloaded.
     """
 
     places: tuple[int, ...]
@@ -129,13 +127,13 @@ class Placement:
 
 @dataclass(frozen=True)
 class Share:
-    """What a device takes, and has.
+    """Memory use of one device, in bytes.
 
     Attributes:
-        weights: Bytes of the blocks that are on it.
-        streamed: Bytes for what is kept elsewhere and computed here: the largest such block, and resident buffers.
-        activations: Bytes that computing takes at most.
-        limit: Bytes that it has.
+        weights: Bytes of the blocks on the device.
+        streamed: Bytes reserved for offloaded blocks: the largest ones, and resident buffers.
+        activations: Peak bytes of activations.
+        limit: Memory limit in bytes.
     """
 
     weights: int = 0
@@ -145,18 +143,17 @@ class Share:
 
     @property
     def free(self) -> float:
-        """Bytes that are left; below 0 where it does not fit."""
         return self.limit - self.weights - self.streamed - self.activations
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Blocks in the order of execution, and budgets: accelerators first, then the host, then the disk.
+    """Blocks in execution order, and budgets in the order accelerators, host, disk.
 
     Attributes:
         blocks: The blocks.
         budgets: The budgets.
-        stream_buffers: How many of the blocks that are kept elsewhere are on the device that computes them at a time.
+        stream_buffers: Number of offloaded blocks that are on the executing device at a time.
     """
 
     blocks: Sequence[Block]
@@ -165,26 +162,24 @@ class Problem:
 
     @property
     def accelerators(self) -> list[int]:
-        """Indices of the accelerators that have any room."""
         return [i for i, each in enumerate(self.budgets) if each.kind == "accelerator" and each.limit > 0]
 
     @property
     def executors(self) -> list[int]:
-        """Indices of the devices that can compute for others, best first."""
+        """Indices of the devices that can compute offloaded blocks, accelerators first."""
         host = [i for i, each in enumerate(self.budgets) if each.kind == "host" and each.limit > 0]
         return [*self.accelerators, *host]
 
     @property
     def size(self) -> int:
-        """Bytes of all blocks."""
         return sum(block.size for block in self.blocks)
 
     def computes(self, place: int, main: int | None) -> bool:
-        """Whether a device computes what is on it."""
+        """Return True if a device computes its own blocks instead of only storing them."""
         return self.budgets[place].kind == "accelerator" or place == main
 
     def shares(self, placement: Placement) -> list[Share]:
-        """The proof of a placement: what each device takes. It fits where no share has less than 0 free."""
+        """Return the memory use of each device. The placement fits if no share has less than 0 bytes free."""
         weights, activations = [0] * len(self.budgets), [0] * len(self.budgets)
         largest = resident = 0
         for block, place in zip(self.blocks, placement.places, strict=True):
@@ -200,14 +195,13 @@ class Problem:
         return [Share(*each) for each in zip(weights, streamed, activations, limits, strict=True)]
 
     def fits(self, placement: Placement) -> bool:
-        """Whether no device takes more than it has, and what is kept on one is computed on another."""
+        """Return True if no device exceeds its limit and offloaded blocks have a main device."""
         kept = any(not self.computes(place, placement.main) for place in placement.places)
         if kept and placement.main is None:
             return False
         return all(share.free >= 0 for share in self.shares(placement))
 
     def boundaries(self, placement: Placement) -> int:
-        """How often the order of execution goes from one device to another."""
         order = sorted(
             (position, place)
             for block, place in zip(self.blocks, placement.places, strict=True)
@@ -224,7 +218,7 @@ def solve(
     fill_gaps: bool = False,
     on_host: bool = True,
 ) -> Placement | None:
-    """Place blocks so that they fit: on accelerators alone if that is possible, in as few runs as possible."""
+    """Find a placement that fits, or return None. All-accelerator placements with few transitions come first."""
     placement = _on_accelerators(problem, policy, reserve_largest) or _with_offload(problem, on_host)
     if placement is not None and fill_gaps:
         placement = _fill_gaps(problem, placement)
@@ -232,7 +226,6 @@ def solve(
 
 
 def _on_accelerators(problem: Problem, policy: Policy, reserve_largest: bool) -> Placement | None:
-    """All blocks on accelerators; None where there is no such placement."""
     if problem.size > sum(problem.budgets[room].limit for room in problem.accelerators):
         return None
     return _on_accelerators_in_order(problem, policy, reserve_largest) or (
@@ -254,7 +247,6 @@ def _on_accelerators_in_order(problem: Problem, policy: Policy, reserve_largest:
 
 
 def balanced_shares(problem: Problem, policy: Policy) -> dict[Device, int] | None:
-    """Bytes on each accelerator with any room, where blocks go there in order; None where they cannot."""
     placement = _on_accelerators_in_order(problem, policy, reserve_largest=False)
     if placement is None:
         return None
@@ -268,30 +260,29 @@ def _sequential(problem: Problem, limits: dict[int, float], reserve: bool) -> It
     yield alone.places if problem.fits(alone) else None
     if reserve:
         largest = max((block.streamed + block.resident for block in problem.blocks), default=0)
-        places = _whole(_Filling(problem, {**limits, first: limits[first] - largest}).in_order())
+        places = _complete(_Filling(problem, {**limits, first: limits[first] - largest}).in_order())
         yield places if places is not None and first in places else None
-    yield _whole(_Filling(problem, limits).in_order())
+    yield _complete(_Filling(problem, limits).in_order())
 
 
 def _balanced(problem: Problem, limits: dict[int, float]) -> tuple[int, ...] | None:
-    """The placement in order whose largest share is the smallest."""
-    return _least(lambda cap: _Filling(problem, {room: min(cap, most) for room, most in limits.items()}), limits)
+    return _smallest_cap(lambda cap: _Filling(problem, {room: min(cap, most) for room, most in limits.items()}), limits)
 
 
 def _low_zero(problem: Problem, limits: dict[int, float]) -> Iterator[tuple[int, ...] | None]:
     first, *others = limits
     if others:
         yield _balanced(problem, {room: limits[room] for room in others})
-    yield _least(lambda cap: _Filling(problem, {**limits, first: cap}), {first: limits[first]})
+    yield _smallest_cap(lambda cap: _Filling(problem, {**limits, first: cap}), {first: limits[first]})
 
 
-def _least(make: Callable[[float], _Filling], limits: dict[int, float]) -> tuple[int, ...] | None:
-    """The placement of the smallest cap that holds all blocks; in whole bytes."""
+def _smallest_cap(make: Callable[[float], _Filling], limits: dict[int, float]) -> tuple[int, ...] | None:
+    """Return the in-order placement with the smallest cap that holds all blocks, found by bisection, or None."""
     low, high = 0, int(min(max(limits.values()), sum(block.size + block.activations for block in make(0).blocks)))
-    found = _whole(make(high).in_order())
+    found = _complete(make(high).in_order())
     while found is not None and low < high:
         middle = (low + high) // 2
-        places = _whole(make(middle).in_order())
+        places = _complete(make(middle).in_order())
         if places is None:
             low = middle + 1
         else:
@@ -299,15 +290,12 @@ def _least(make: Callable[[float], _Filling], limits: dict[int, float]) -> tuple
     return found
 
 
-def _whole(places: list[int | None]) -> tuple[int, ...] | None:
-    """Places, where each block has one."""
+def _complete(places: list[int | None]) -> tuple[int, ...] | None:
     found = [place for place in places if place is not None]
     return tuple(found) if len(found) == len(places) else None
 
 
 class _Filling:
-    """Puts blocks into rooms one after the other."""
-
     def __init__(self, problem: Problem, limits: dict[int, float], main: int | None = None, reserve: int = 0) -> None:
         self.blocks, self.limits, self.main = problem.blocks, limits, main
         self.used = dict.fromkeys(limits, 0)
@@ -328,7 +316,7 @@ class _Filling:
             self.used[self.main] -= block.resident
 
     def in_order(self) -> list[int | None]:
-        """Fill one room, then the next, and do not come back; None for blocks after the last."""
+        """Fill the devices one after the other, without going back. Blocks beyond the last device get None."""
         rooms, current = list(self.limits), 0
         places: list[int | None] = []
         for block in self.blocks:
@@ -341,7 +329,7 @@ class _Filling:
         return places
 
     def around(self, fixed: dict[int, int]) -> list[int | None]:
-        """Put the blocks of `fixed` in their rooms, and others beside their predecessor, else where there is room."""
+        """Place the `fixed` blocks first, and each other block next to its predecessor or on any device with room."""
         for index, room in fixed.items():
             self.put(room, self.blocks[index])
         places: list[int | None] = []
@@ -359,10 +347,10 @@ class _Filling:
 
 
 def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
-    """Some blocks on the host or the disk, computed by the first device that has room to; as few as possible."""
+    """Return a placement with as few bytes as possible on the host or the disk, or None."""
     mains = problem.executors if on_host else problem.accelerators or problem.executors
     reserves = _reserves(problem)
-    # What runs a plain dict takes the first accelerator in it for the main device, so that one is, where it can be.
+    # For plain dicts, `dispatch_model` uses the first accelerator as the main device, so prefer such placements.
     for expected, main, in_order in product((True, False), mains, (True, False)):
         rooms = [room for room in problem.accelerators if room >= main or not expected]
         plans = [_streaming(problem, main, reserve, in_order, rooms) for reserve in reserves]
@@ -376,7 +364,7 @@ def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
 
 
 def _reserves(problem: Problem) -> list[int]:
-    """Bytes to keep free for streamed blocks, of which one is right: as many as some block has."""
+    """Return the sizes to try as the memory that is reserved for offloaded blocks, in ascending order."""
     sizes = sorted({block.streamed for block in problem.blocks} | {0})
     if len(sizes) <= _MOST_RESERVES:
         return sizes
@@ -385,7 +373,7 @@ def _reserves(problem: Problem) -> list[int]:
 
 
 def _first_accelerator(problem: Problem, placement: Placement) -> int | None:
-    """The first accelerator in the order of execution; where none has a block, the host, if it is the main device."""
+    """Return the first accelerator in execution order, or else the host if it is the main device, or None."""
     accelerators = [place for place in placement.places if problem.budgets[place].kind == "accelerator"]
     host = placement.main is not None and problem.budgets[placement.main].kind == "host"
     return accelerators[0] if accelerators else placement.main if host else None
@@ -397,7 +385,7 @@ def _computed_in_place(problem: Problem, placement: Placement) -> int:
 
 
 def _streaming(problem: Problem, main: int, reserve: int, in_order: bool, rooms: Sequence[int]) -> Placement | None:
-    """The placement that keeps room on the main device for blocks of up to `reserve` bytes, which are put elsewhere."""
+    """Return a placement with room on the main device for offloaded blocks of up to `reserve` bytes, or None."""
     limits = {room: problem.budgets[room].limit for room in sorted({*rooms, main})}
     filling = _Filling(problem, limits, main, reserve)
     large = [index for index, block in enumerate(problem.blocks) if block.streamed > reserve]
@@ -417,12 +405,11 @@ def _streaming(problem: Problem, main: int, reserve: int, in_order: bool, rooms:
                 return None
             stores[store] -= block.size
             places[index] = store
-    whole = _whole(places)
+    whole = _complete(places)
     return None if whole is None else Placement(whole, main)
 
 
 def _by_search(problem: Problem, main: int | None, places: list[int]) -> Placement | None:
-    """Any placement that fits, out of order if need be, by trying: exact for few blocks."""
     heavy = [index for index, block in enumerate(problem.blocks) if block.size]
     blocks = [problem.blocks[index] for index in heavy]
     part = replace(problem, blocks=blocks)
@@ -443,6 +430,7 @@ def _by_search(problem: Problem, main: int | None, places: list[int]) -> Placeme
     best = min(solutions, key=part.boundaries)
     by_index = dict(zip(heavy, best.places, strict=True))
     current = best.places[0] if best.places else places[0]
+    # Blocks without bytes fit anywhere, so they follow their predecessor.
     everywhere = []
     for index in range(len(problem.blocks)):
         current = by_index.get(index, current)
@@ -452,7 +440,6 @@ def _by_search(problem: Problem, main: int | None, places: list[int]) -> Placeme
 
 
 def _fill_gaps(problem: Problem, placement: Placement) -> Placement:
-    """Move blocks from where they are only kept to accelerators with room, first come, first served."""
     for index, block in enumerate(problem.blocks):
         if not block.size or problem.computes(placement.places[index], placement.main):
             continue
@@ -466,7 +453,7 @@ def _fill_gaps(problem: Problem, placement: Placement) -> Placement:
 
 
 def refuse(problem: Problem, unsplit: Container[str]) -> ConfigurationError:
-    """The error for blocks that no placement holds: which is the largest, how much is short, and what would do."""
+    """Return the error for an unsolvable problem: the largest block, the missing bytes, and remedies."""
     ways = "Raise a budget, add another device, or load the model in a smaller dtype"
     largest = max(problem.blocks, key=lambda block: block.streamed + block.activations)
     can_split = any(name not in unsplit for name in largest.names)
@@ -475,24 +462,22 @@ def refuse(problem: Problem, unsplit: Container[str]) -> ConfigurationError:
     if total > room:
         return ConfigurationError(
             f"The model takes {as_bytes(total)}, but the budgets hold {as_bytes(room)} in all: "
-            f'{as_bytes(total - room)} are short. {ways}; without a limit for "disk" the rest is kept there.',
+            f'{as_bytes(total - room)} are missing. {ways}, or remove the limit of "disk".',
         )
     computing = [problem.budgets[index] for index in problem.executors]
     needed = largest.streamed + largest.activations + sum(block.resident for block in problem.blocks)
     has = max(computing, key=lambda budget: budget.limit, default=None)
     if has is None or needed > has.limit:
         limit = 0 if has is None else has.limit
-        where = (
-            "no device that computes has a budget" if has is None else f"the largest budget is that of {has.device!r}"
-        )
+        where = "no device that can compute has a budget" if has is None else f"the largest budget is {has.device!r}"
         return ConfigurationError(
             f"{largest.names[0] or 'The model'!r} takes {as_bytes(needed)} on the device that computes it, but {where}"
-            f", {as_bytes(limit)}: {as_bytes(needed - limit)} are short. Give one device at least {int(needed)} bytes"
+            f", {as_bytes(limit)}: {as_bytes(needed - limit)} are missing. Give one device at least {int(needed)} bytes"
             f'{split}, or add "cpu" with that much to max_memory.',
         )
     return ConfigurationError(
         f"The model takes {as_bytes(total)}, and its blocks (the largest is {largest.names[0]!r}, "
-        f"{as_bytes(largest.size)}) do not go into the budgets: "
+        f"{as_bytes(largest.size)}) do not fit into the budgets: "
         + ", ".join(f"{each.device!r} {as_bytes(each.limit)}" for each in problem.budgets)
         + f". {ways}{split}.",
     )

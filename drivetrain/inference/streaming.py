@@ -1,4 +1,4 @@
-"""A model's weights come group by group as its forward needs them, and go again."""
+"""Streaming of offloaded weights: groups are copied to the device as the forward needs them, and freed again."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from drivetrain.runtime.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """How weights come and go.
+    """Options of the transfer of offloaded weights.
 
     Args:
-        groups: `"block"`: blocks that repeat, and of the rest each module that has weights itself; `"leaf"`: each
-            module that has weights itself.
-        num_blocks_per_group: How many blocks that follow each other come and go together.
-        prefetch: How many groups are fetched ahead, in the order of the forward before. If None, one; none where
-            the device's free memory does not hold the one that computes and the one after it.
-        budget: Bytes of the first groups that stay once they are there. On the CPU, where that is memory that the
-            system can take back, four fifths of what is available if None; on another device none.
-        pin: Whether weights in memory are page-locked where they are, rather than on their way.
+        groups: `"block"` makes one group of each repeated block, and of each other module with weights of its own.
+            `"leaf"` makes one group of each module with weights of its own.
+        num_blocks_per_group: Number of consecutive blocks that form one group.
+        prefetch: Number of groups to copy ahead, in the order of the previous forward. None means one, or zero if the
+            device has no room for two groups.
+        budget: Bytes of the first groups that stay on the device. None means zero, or four fifths of the available
+            memory on the CPU, where the pages are reclaimable.
+        pin: Pin the offloaded weights in place, instead of copying them through pinned buffers.
     """
 
     groups: str = "block"
@@ -44,18 +44,15 @@ class StreamOptions:
     def __post_init__(self) -> None:
         if (self.prefetch is not None and self.prefetch < 0) or (self.budget is not None and self.budget < 0):
             raise ConfigurationError(
-                f"prefetch={self.prefetch}, budget={self.budget}: give a number of groups, and bytes; 0 for none.",
+                f"prefetch={self.prefetch}, budget={self.budget}: neither may be negative. Give 0 for none.",
             )
 
 
 MOST_AHEAD = 1
-"""So many groups are fetched ahead by default. Copies follow each other on one stream, so that one is on its way while
-another computes; more take memory, and no time less."""
+"""Number of groups to prefetch by default. All copies share one stream, so prefetching more groups saves no time."""
 
 
 class _Mover(Protocol):
-    """How groups get to where a model computes, and leave it."""
-
     def enter(self, number: int, ahead: Sequence[int]) -> None: ...
 
     def leave(self, number: int) -> None: ...
@@ -64,24 +61,24 @@ class _Mover(Protocol):
 
 
 class WeightStream:
-    """Owns the order in which groups of weights are used, and lets each be there when its modules are called.
+    """Streaming of a model's weights in groups, each available while its modules run.
 
-    On the CPU weights are used straight from the safetensors files that they are in, and nothing is copied. On another
-    device each group is copied there while the one before it computes. Between calls a model's parameters are on the
-    host with their values, so that they can be read and saved.
+    On the CPU, weights are memory-mapped from their safetensors files and nothing is copied. On other devices, each
+    group is copied while the previous one computes. Between forwards, all parameters are on the host and can be read
+    and saved.
 
     Args:
-        model: The model; it computes as before, without gradients for these weights.
-        device: Where it computes.
-        names: The parameters and buffers that come and go; all parameters if None. On the CPU those that are in memory
-            stay there.
-        options: How.
-        preload_module_classes: Names of classes whose modules use weights of modules within them without calling those.
+        model: The model. The streamed weights get no gradients.
+        device: Device of the forward.
+        names: Names of the parameters and buffers to stream, or None for all parameters. On the CPU, weights that are
+            not memory-mapped are left out.
+        options: Options of the transfer.
+        preload_module_classes: Class names of modules that use the weights of submodules without calling them.
 
     Attributes:
-        groups: The groups, in the order of the model.
-        device: Where it computes.
-        prefetch: How many groups are fetched ahead.
+        groups: The groups, in model order.
+        device: Device of the forward.
+        prefetch: Number of groups that are copied ahead.
 
     Example:
         ```python
@@ -116,9 +113,9 @@ class WeightStream:
         wanted = {id(tensor): tensor for tensor in (places[name].tensor for name in chosen) if self._moves(tensor)}
         given = self._options
         self.groups = groups_of(model, wanted.keys(), given.groups, given.num_blocks_per_group, preload_module_classes)
-        self.prefetch = self._how_many_ahead() if given.prefetch is None else given.prefetch
+        self.prefetch = self._default_prefetch() if given.prefetch is None else given.prefetch
         self._mover = self._make_mover()
-        # Which group was used after each; until the first forward, the next one of the model.
+        # Successor of each group in the last forward. Before the first forward, the next group in model order.
         self._after = {number: number + 1 for number in range(len(self.groups) - 1)}
         self._open = [0] * len(self.groups)
         self._present: set[int] = set()
@@ -127,6 +124,7 @@ class WeightStream:
         self._frozen = [
             tensor for tensor in wanted.values() if isinstance(tensor, nn.Parameter) and tensor.requires_grad
         ]
+        # Gradients would be lost with the copies of the weights. `remove` restores the flags.
         for parameter in self._frozen:
             parameter.requires_grad_(False)
         self._trainable = [[t for t in group.rest if isinstance(t, nn.Parameter)] for group in self.groups]
@@ -139,14 +137,14 @@ class WeightStream:
     def _moves(self, tensor: Tensor) -> bool:
         return self.device.type != "cpu" or mapped_range(tensor) is not None
 
-    def _how_many_ahead(self) -> int:
-        """What the memory of the device has room for beside what computes."""
+    def _default_prefetch(self) -> int:
+        """Return the default number of groups to prefetch, depending on the device's free memory."""
         memory = None if self.device.type == "cpu" else get_device_kind(self.device.type).free_memory(self.device)
         if memory is None:
             return 1
         sizes, budget = [group.nbytes for group in self.groups], self._options.budget or 0
         free = memory[0] - sum(size for size, held in zip(sizes, accumulate(sizes), strict=True) if held <= budget)
-        return MOST_AHEAD if most_in_a_row(sizes, MOST_AHEAD + 1) <= free else 0
+        return MOST_AHEAD if max_consecutive_size(sizes, MOST_AHEAD + 1) <= free else 0
 
     def _make_mover(self) -> _Mover:
         given = self._options
@@ -155,24 +153,29 @@ class WeightStream:
         available = psutil.virtual_memory().available
         total = sum(group.nbytes for group in self.groups)
         budget = available * 4 // 5 if given.budget is None else given.budget
-        # A file that memory cannot hold displaces, each time it is read, what the next time begins with.
+        # Caching a file larger than memory would evict the pages that the next forward needs first.
         return MappedPages(self.groups, budget, cache=total <= available)
 
     def _watch(self, module: nn.Module, number: int, is_last: bool) -> list[RemovableHandle]:
         return [
+            # Prepended, so that other pre-hooks of the module already find its weights.
             module.register_forward_pre_hook(_Call(self, number, is_last).enter, prepend=True),
             module.register_forward_hook(_Call(self, number, is_last).leave, always_call=True),
         ]
 
     def enter(self, number: int) -> None:
-        """Let a group be there; called before each of its modules."""
+        """Make a group's weights available before one of its modules runs, and prefetch the next groups.
+
+        Args:
+            number: Index of the group.
+        """
         if torch.is_grad_enabled():
             self._refuse_gradients(number)
         last, self._last = self._last, number
         if last is not None and last != number:
             self._after[last] = number
             if not self._open[last]:
-                self._let_go(last)
+                self._release(last)
         self._open[number] += 1
         self._present.add(number)
         ahead = [number]
@@ -184,14 +187,19 @@ class WeightStream:
         self._mover.enter(number, ahead[1:])
 
     def leave(self, number: int, is_last: bool) -> None:
-        """Drop a group where its last module has returned; called after each of its modules."""
+        """Release a group's weights after its last module has returned.
+
+        Args:
+            number: Index of the group.
+            is_last: True if the module is the last one of the group.
+        """
         if not self._open[number]:
-            return  # it was refused before it began
+            return  # `enter` raised before the group was opened
         self._open[number] -= 1
         if is_last and not self._open[number]:
-            self._let_go(number)
+            self._release(number)
 
-    def _let_go(self, number: int) -> None:
+    def _release(self, number: int) -> None:
         if number in self._present:
             self._present.discard(number)
             self._mover.leave(number)
@@ -202,13 +210,13 @@ class WeightStream:
                 group = self.groups[number]
                 name = next(p.name for p, rest in zip(group.places, group.rest, strict=True) if rest is parameter)
                 raise StreamedModelError(
-                    f"{name} in {group.name or 'the model'} requires a gradient, but its values come and go. Call "
-                    "requires_grad_(False) on it and train other parameters beside it, such as LoRA's; or load the "
-                    "model into memory to train it."
+                    f"{name} in {group.name or 'the model'} requires a gradient, but is offloaded. Call "
+                    "requires_grad_(False) on it and train other parameters, such as LoRA's, or load the model into "
+                    "memory."
                 )
 
     def remove(self) -> None:
-        """Leave the model as any other, with its weights where they are between calls."""
+        """Remove all hooks and release all groups. The weights stay where they are between forwards."""
         self._mover.remove()
         for handle in self._handles:
             handle.remove()
@@ -218,29 +226,23 @@ class WeightStream:
         self._handles, self._frozen = [], []
 
 
-def most_in_a_row(sizes: Sequence[int], count: int) -> int:
-    """Bytes of the largest groups that follow each other, so many of them; after the last comes the first."""
+def max_consecutive_size(sizes: Sequence[int], count: int) -> int:
     around = [*sizes, *sizes[: count - 1]] if len(sizes) >= count else list(sizes)
     return max((sum(around[start : start + count]) for start in range(len(sizes))), default=0)
 
 
 class _Call:
-    """The hooks of one module, which can be copied and pickled with it."""
-
     def __init__(self, stream: WeightStream, number: int, is_last: bool) -> None:
         self._stream, self._number, self._is_last = stream, number, is_last
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Called before the module."""
         self._stream.enter(self._number)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Called after it, or after it has raised."""
         self._stream.leave(self._number, self._is_last)
 
 
 def _holders(model: nn.Module, wanted: Collection[int]) -> list[nn.Module]:
-    """The modules with one of these tensors in them, at any depth."""
     return [
         module
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""Puts single parameters and buffers of a module on a device."""
+"""Operations on single parameters and buffers of a module: devices, dtypes and ties."""
 
 from __future__ import annotations
 
@@ -13,27 +13,24 @@ from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.memory import wraps_others
 
-# Which tensors of a model are the same memory, or are meant to be
-
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """What two tensors have in common that share their memory, also on the meta device.
+    """Return an identifier of a tensor's storage. Tensors that share memory have equal identifiers.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor. It may be on the meta device.
 
     Returns:
-        The device, a number that is the storage's own as long as it lives, and its bytes.
+        The device, a number that is unique during the storage's lifetime, and the storage's size in bytes.
     """
     if wraps_others(tensor):
         return tensor.device, id(tensor), tensor.numel() * tensor.element_size()
     storage = tensor.untyped_storage()
-    # On the meta device all addresses are 0.
+    # All addresses on the meta device are 0.
     return tensor.device, storage.data_ptr() or storage._cdata, storage.nbytes()
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of its storage that a tensor covers, and the one after its last."""
     if wraps_others(tensor):
         return 0, tensor.numel() * tensor.element_size()
     if tensor.numel() == 0:
@@ -45,24 +42,23 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def find_tied_parameters(model: nn.Module, **_kwargs: Any) -> list[list[str]]:
-    """The names under which a model's parameters occur more than once.
+    """Return the groups of names under which a model has the same parameter.
 
-    Parameters are tied that share memory, in full or in part, and those that the model declares as tied (as
-    transformers' models do), also where each has memory of its own at present.
+    Parameters are tied if they share memory, fully or partly. Parameters that a transformers model declares as tied
+    count too, even if each currently has its own memory.
 
     Args:
         model: The model.
 
     Returns:
-        A list of names, sorted, for each such group.
+        A sorted list of names for each group of two or more.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return [sorted(group) for group in memory_groups(parameters, declared_ties(model)) if len(group) > 1]
 
 
 def memory_groups(tensors: Mapping[str, torch.Tensor], declared: Mapping[str, str]) -> list[list[str]]:
-    """The names of tensors, those together that share memory, in full or in part, or are declared as tied."""
-    groups = _Groups(tensors)
+    groups = _DisjointNames(tensors)
     storages: dict[Any, list[tuple[int, int, str]]] = defaultdict(list)
     for name, tensor in tensors.items():
         storages[id_tensor_storage(tensor)[:2]].append((*extent(tensor), name))
@@ -80,9 +76,7 @@ def memory_groups(tensors: Mapping[str, torch.Tensor], declared: Mapping[str, st
     return groups.all()
 
 
-class _Groups:
-    """Names in groups that are joined."""
-
+class _DisjointNames:
     def __init__(self, names: Iterable[str]) -> None:
         self._first = {name: name for name in names}
 
@@ -100,13 +94,13 @@ class _Groups:
 
 
 def declared_ties(model: nn.Module) -> Mapping[str, str]:
-    """The ties that a model of transformers declares: each name, and whose weight it has."""
+    """Return the ties that a transformers model declares, as a dict from name to the name of the source weight."""
     declared = getattr(model, "all_tied_weights_keys", None)
     return declared if isinstance(declared, Mapping) else {}
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether a model declares ties between its parameters, whatever they share at present.
+    """Return True if a model or its configuration declares tied parameters.
 
     Args:
         model: The model.
@@ -122,11 +116,11 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Let the names of each group hold one parameter again: the first among them that has memory.
+    """Tie the parameters of each group again, to the first one in the group that is not on the meta device.
 
     Args:
         model: The model.
-        tied_params: The groups, as `find_tied_parameters` returned them before.
+        tied_params: Groups of names, as `find_tied_parameters` returned them earlier.
     """
     for group in tied_params:
         held = [model.get_parameter(name) for name in group]
@@ -137,7 +131,7 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
 
 
 TiedTensors = MutableMapping[int, dict[torch.device, torch.Tensor]]
-"""Where tied weights are already: the address of a weight's memory, and what holds it on each device."""
+"""Copies of tied weights: a dict from a weight's memory address to its copy on each device."""
 
 
 def set_module_tensor_to_device(
@@ -151,38 +145,37 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Put a parameter or buffer of a module on a device, with another value if one is given.
+    """Move a parameter or buffer of a module to a device, optionally with a new value.
 
-    A parameter keeps its class, its attributes and whether it requires a gradient. A value that is on the device
-    already is not copied.
+    A parameter keeps its class, its attributes and `requires_grad`. A value that is already on the device is not
+    copied.
 
     Args:
         module: The module.
-        tensor_name: The name in the module, such as `"layers.0.weight"`.
+        tensor_name: Name of the tensor in the module, such as `"layers.0.weight"`.
         device: The device.
-        value: The value; the tensor's own if None.
-        dtype: The dtype to cast a tensor of floats to. If None, a value is cast to the dtype of what it replaces.
-        fp16_statistics: The scales of a weight of 8 bits, kept as its `SCB`.
-        tied_params_map: Weights that several modules share, by the address of their memory. A weight that is listed
-            and already on the device is used again; one that is not there yet is added.
-        non_blocking: Copy asynchronously where the device can and the source is in pinned memory.
-        clear_cache: Give the memory of a tensor that leaves an accelerator back to the device.
+        value: New value. None keeps the tensor's own value.
+        dtype: Dtype to cast a floating-point tensor to. None casts a new value to the old tensor's dtype.
+        fp16_statistics: Scales of an 8-bit weight, stored as its attribute `SCB`.
+        tied_params_map: Copies of tied weights, by memory address and device. An existing copy is reused, and a new one
+            is added.
+        non_blocking: Copy asynchronously if the source is pinned and the device supports it.
+        clear_cache: Empty the device's allocator cache if the tensor leaves an accelerator.
 
     Raises:
-        ConfigurationError: The module has no such tensor, the tensor has no value of its own and none is given, or
-            the value has another shape.
+        ConfigurationError: The module has no such tensor, the tensor has no value, or the new value has another shape.
     """
     table, name = locate(module, tensor_name)
     old: torch.Tensor = table[name]
     target = torch.device(device)
     if value is None and old.is_meta and target.type != "meta":
         raise ConfigurationError(
-            f"{tensor_name!r} is on the meta device and has no value to put on {target}; give value=..."
+            f"{tensor_name!r} is on the meta device and has no value to copy to {target}. Give value=..."
         )
     if value is not None and value.shape != old.shape and type(old) in (nn.Parameter, torch.Tensor):
         raise ConfigurationError(
-            f"{tensor_name!r} has the shape {tuple(old.shape)}, and the value given for it {tuple(value.shape)}; "
-            "give one of the same shape.",
+            f"{tensor_name!r} has the shape {tuple(old.shape)}, but the given value has {tuple(value.shape)}. "
+            "Give a value of the same shape.",
         )
     source = old if value is None else value
     address = tied_address(source, tied_params_map)
@@ -205,13 +198,12 @@ def set_module_tensor_to_device(
 
 
 def release_memory(device: torch.device) -> None:
-    """Give memory that the allocator of a device keeps back to it."""
     if device.type not in ("cpu", "meta"):
         get_device_kind(device.type).empty_cache()
 
 
 def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
-    """The table of a module that a tensor is in, and its name there."""
+    """Return the `_parameters` or `_buffers` dict that contains a tensor, and the tensor's name in it."""
     path, _, name = tensor_name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -227,7 +219,7 @@ def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
 
 
 def tied_tensors(module: nn.Module, recurse: bool = True) -> TiedTensors:
-    """The weights that a module has under several names, as `tied_params_map` lists them."""
+    """Return an empty `tied_params_map` for the parameters that a module has under several names."""
     found: dict[int, int] = {}
     for _, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
         if not parameter.is_meta and not wraps_others(parameter):
@@ -236,7 +228,7 @@ def tied_tensors(module: nn.Module, recurse: bool = True) -> TiedTensors:
 
 
 def tied_address(tensor: torch.Tensor, tied_params_map: TiedTensors | None) -> int | None:
-    """The address of a tensor's memory if it is listed as tied, else None."""
+    """Return the memory address of a tensor if it is listed as tied, or None."""
     if not tied_params_map or tensor.is_meta or wraps_others(tensor):
         return None
     address = tensor.data_ptr()
@@ -244,21 +236,20 @@ def tied_address(tensor: torch.Tensor, tied_params_map: TiedTensors | None) -> i
 
 
 def torch_dtype(given: str | torch.dtype) -> torch.dtype:
-    """A dtype from itself or from its name."""
     found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
         known = [name for name, each in vars(torch).items() if isinstance(each, torch.dtype)]
-        raise ConfigurationError(f"{given!r} is no dtype; give one such as 'bfloat16'.{nearest(str(given), known)}")
+        raise ConfigurationError(f"{given!r} is not a dtype, such as 'bfloat16'.{nearest(str(given), known)}")
     return found
 
 
 def _on(
     old: torch.Tensor, value: torch.Tensor | None, device: torch.device, dtype: torch.dtype | None, non_blocking: bool
 ) -> torch.Tensor:
-    """What takes the place of a tensor: its own value or another one, on a device and of a dtype."""
+    """Return a replacement for the parameter or buffer `old` on a device, with the old value or a new one."""
     kind: Any = type(old)
     if _moves_itself(old) and device.type != "meta":
-        # Quantised weights of other packages: their class quantises the value as it is moved.
+        # Parameter classes of other packages that quantize their value when they are moved.
         held: Any = old if value is None else kind(value, requires_grad=old.requires_grad, **vars(old))
         return held.to(device)  # type: ignore[no-any-return]
     data = (old if value is None else value).detach().to(device, dtype, non_blocking=non_blocking)
@@ -268,6 +259,7 @@ def _on(
     if kind is nn.Parameter or wraps_others(data):
         new: torch.Tensor = nn.Parameter(data, requires_grad=trains)
     else:
+        # The constructors of parameter subclasses may need other arguments.
         new = torch.Tensor._make_subclass(kind, data, trains)
     new.__dict__.update(vars(old))
     if value is None and old.grad is not None and device.type != "meta":
@@ -276,6 +268,5 @@ def _on(
 
 
 def _moves_itself(tensor: torch.Tensor) -> bool:
-    """Whether the class of a parameter has its own way of being moved."""
     mover: Callable[..., Any] = type(tensor).to
     return isinstance(tensor, nn.Parameter) and mover is not torch.Tensor.to

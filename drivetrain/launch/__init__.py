@@ -1,6 +1,6 @@
-"""How processes start: the launcher, what each rank runs first, and starting from a script or a notebook.
+"""Launchers: start several processes from the command line, from a script or from a notebook.
 
-Names are resolved on first use: every rank passes through this package before its script runs.
+Public names are imported on first use, since every rank imports this package before its script runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Torch's elastic agent, extended: it finds who failed first, stops all at once and forwards each signal once.
+"""Torch's elastic agent with failure detection, joint termination and signal forwarding.
 
-The agent starts each rank in a session of its own, so a Ctrl-C at the terminal reaches the launcher alone and
-is passed on from here: each rank sees it exactly once.
+Each rank runs in its own session, so a Ctrl-C in the terminal reaches only the launcher. The launcher forwards each
+signal exactly once.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from drivetrain.runtime.errors import LaunchError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.heartbeat import HEARTBEAT_VARIABLE, is_expendable
 
-# The ranks of one machine during one attempt: who lives, who failed and how, and ending them
+# Ranks of one machine
 
 
-# Windows has few of them.
+# Windows lacks most of these signals.
 PREEMPTION_SIGNALS = tuple(each for each in signal.Signals if each.name in ("SIGTERM", "SIGUSR1"))
 _ENDING = ("SIGINT", "SIGHUP", "SIGQUIT")
 FORWARDED_SIGNALS = (*PREEMPTION_SIGNALS, *(each for each in signal.Signals if each.name in _ENDING))
-EXIT_PATIENCE = 10.0  # seconds that a failed rank has for its exit handlers: trackers upload in them
-STOP_PATIENCE = 2.0  # seconds that the peers of a failed rank have between SIGTERM and SIGKILL
+EXIT_PATIENCE = 10.0  # seconds for the exit handlers of a failed rank, in which trackers upload
+STOP_PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL for the other ranks after a failure
 _POLL_INTERVAL = 0.02
-_DYING = 0.2  # seconds that a killed process may take to be gone after its peers have seen its sockets close
+_DYING = 0.2  # seconds that a killed process may still exist after its peers have seen its sockets close
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank's process ended: its exit code, and the last time it was seen alive, in seconds."""
+    """Exit code of a rank's process, and the last time in seconds at which it was seen alive."""
 
     exit_code: int
     last_seen: float
 
 
 class LocalRanks:
-    """The processes that one attempt has started on this machine, by local rank."""
+    """Processes of one attempt on this machine, by local rank."""
 
     def __init__(
         self,
@@ -79,17 +79,15 @@ class LocalRanks:
         self._last_poll = time.time()
         self.endings: dict[int, Ending] = {}
         self.stopped: set[int] = set()
-        self.hang: RankFailure | None = None  # what the watchdog found
+        self.hang: RankFailure | None = None  # set if the watchdog has found a hang
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids, by local rank."""
         return {local: process.pid for local, process in self._processes.items()}
 
-    # watching
+    # State
 
     def poll(self) -> None:
-        """Record which ranks have ended since the last poll."""
         now = time.time()
         for local, process in self._processes.items():
             if local not in self.endings and (code := process.poll()) is not None:
@@ -97,55 +95,53 @@ class LocalRanks:
         self._last_poll = now
 
     def alive(self) -> list[int]:
-        """Local ranks that have not ended."""
         return [local for local in self._processes if local not in self.endings]
 
     def all_succeeded(self) -> bool:
-        """Whether every rank has ended with exit code 0."""
         return not self.alive() and all(ending.exit_code == 0 for ending in self.endings.values())
 
     def ended_early(self) -> list[int]:
-        """Global ranks that had ended well before the others failed."""
+        """Return the global ranks that have exited with code 0."""
         return [self._global_ranks[local] for local, ending in self.endings.items() if ending.exit_code == 0]
 
     def is_failing(self, local: int) -> bool:
-        """Whether a rank, perhaps still alive, has recorded that it ends with an error."""
+        """Return True if a rank has recorded a final error. Its process may still run."""
         record = self._record(local)
         return record is not None and record.final
 
     def any_failed(self) -> bool:
-        """Whether a rank has ended, or is about to end, with another exit code than 0, and others cannot continue."""
+        """Return True if a rank has failed or is failing, unless all failed ranks are expendable."""
         failed = self._failed()
         return bool(failed) and not 0 < len(self.lost()) == len(failed)
 
     def lost(self) -> list[int]:
-        """Local ranks that have failed, and that the others can do without; none if all have failed."""
+        """Return the failed ranks that the run can continue without, by local rank. Empty if all ranks have failed."""
         failed = self._failed()
         if len(failed) == len(self._processes):
             return []
         return [
             local
             for local in failed
-            if local not in self.stopped and is_expendable(self._error_files[local]) and not self._was_asked(local)
+            if local not in self.stopped
+            and is_expendable(self._error_files[local])
+            and not self._was_asked_to_stop(local)
         ]
 
     def _failed(self) -> list[int]:
-        """Local ranks that have ended, or are about to end, with another exit code than 0."""
-        # A record counts before its process has ended: exit handlers may take long, the peers need not wait.
+        # A failure record counts before its process has ended, since exit handlers may take long.
         return [
             local
             for local in self._processes
             if (self.endings[local].exit_code != 0 if local in self.endings else self.is_failing(local))
         ]
 
-    def _was_asked(self, local: int) -> bool:
-        """Whether a rank has ended by preemption or by Ctrl-C, which is meant for all."""
+    def _was_asked_to_stop(self, local: int) -> bool:
         ending, record = self.endings.get(local), self._record(local)
         code = ending.exit_code if ending is not None else record.exit_code if record is not None else 0
         return code in (RESUME_EXIT_CODE, 128 + signal.SIGINT, -signal.SIGINT)
 
     def any_crashed(self, number: signal.Signals | None) -> bool:
-        """Whether a rank has raised or was killed, other than by the signal that was forwarded."""
+        """Return True if a rank has raised or was killed by a signal other than `number`."""
         others = self._processes.keys() - self.lost()
         endings = [self.endings[local] for local in others if local in self.endings]
         if any(ending.exit_code < 0 and ending.exit_code != -(number or 0) for ending in endings):
@@ -153,7 +149,7 @@ class LocalRanks:
         return any((record := self._record(local)) is not None and record.final and record.text for local in others)
 
     def failures(self, with_lost: bool = True) -> list[RankFailure]:
-        """The ranks that failed by themselves."""
+        """Return the failures of ranks that failed on their own, without those that the launcher stopped."""
         left_out = () if with_lost else self.lost()
         failures = [self.hang] if self.hang is not None else []
         for local, process in self._processes.items():
@@ -163,8 +159,8 @@ class LocalRanks:
             if record is None:
                 if ending is None or local in self.stopped:
                     continue
-                # A signal leaves no record: such a death is dated to before the rank was last seen alive, so that
-                # it comes before what it brought on its peers.
+                # A rank killed by a signal leaves no record. Date its failure slightly before it was last seen alive,
+                # so that it precedes the failures that it caused in other ranks.
                 record = FailureRecord("", ending.last_seen - _DYING, ending.exit_code)
             failures.append(
                 RankFailure(
@@ -180,45 +176,43 @@ class LocalRanks:
         return failures
 
     def was_preempted(self) -> bool:
-        """Whether the first rank to end by itself reported that the run has saved and can be resumed."""
+        """Return True if the first rank that exited on its own reported a saved, resumable run."""
         failures = self.failures(with_lost=False)
         return bool(failures) and first_failure(failures).exit_code == RESUME_EXIT_CODE
 
     def was_interrupted(self) -> bool:
-        """Whether the first rank to end by itself ended by Ctrl-C, which the others got as well."""
+        """Return True if the first rank that exited on its own was interrupted by Ctrl-C."""
         failures = self.failures(with_lost=False)
         return bool(failures) and first_failure(failures).exit_code == 128 + signal.SIGINT
 
     def _record(self, local: int) -> FailureRecord | None:
         return read_record(self._error_files[local])
 
-    # ending
+    # Termination
 
-    def await_deaths(self) -> None:
-        """Wait a moment for ranks that die, where one has failed: it may only have seen another's death first."""
+    def await_other_failures(self) -> None:
+        """Wait briefly for other dying ranks, since the first detected failure may be a consequence of another one."""
         self.wait((local for local in self.alive() if not self.is_failing(local)), _DYING)
 
     def stop(self, ranks: Iterable[int], patience: float = STOP_PATIENCE) -> None:
-        """Ask ranks to end, and end those that do not (they may sit in a collective and hear nothing)."""
+        """Send SIGTERM to ranks, and SIGKILL after `patience` seconds. Ranks in a collective ignore SIGTERM."""
         ranks = list(ranks)
-        self.stopped.update(ranks)
+        self.stopped.update(ranks)  # before the signal, so that its victims do not count as failed on their own
         if patience:
             self.send(ranks, signal.SIGTERM)
             self.wait(ranks, patience)
         self.kill(ranks)
 
     def send(self, ranks: Iterable[int], number: signal.Signals) -> None:
-        """Send a signal to ranks that live, and to the processes that they have started."""
+        """Send a signal to the processes of living ranks and to their child processes."""
         self._signal(ranks, number, os.killpg)
 
     def forward(self, ranks: Iterable[int], number: signal.Signals) -> None:
-        """Pass a signal on to ranks that live. Those that end without a word have not failed by themselves."""
         ranks = list(ranks)
         self.stopped.update(ranks)
         self._signal(ranks, number, self._forward_with)
 
     def global_rank(self, local: int) -> int:
-        """The global rank of a local one."""
         return self._global_ranks[local]
 
     def _signal(self, ranks: Iterable[int], number: signal.Signals, send: Callable[[int, int], None]) -> None:
@@ -230,13 +224,12 @@ class LocalRanks:
                     pass
 
     def kill(self, ranks: Iterable[int]) -> None:
-        """End ranks at once, with all that they have started."""
         left = [local for local in ranks if local not in self.endings]
         self.send(left, signal.SIGKILL)
         self.wait(left, STOP_PATIENCE)
 
     def wait(self, ranks: Iterable[int], patience: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait for ranks to end, for some seconds, or until something else is true."""
+        """Wait until the ranks have exited, `patience` seconds have passed, or `until()` is true."""
         waited_for = set(ranks)
         deadline = time.monotonic() + patience
         self.poll()
@@ -244,18 +237,18 @@ class LocalRanks:
             time.sleep(_POLL_INTERVAL)
             self.poll()
 
-    def end_what_they_left(self) -> None:
-        """End processes that ended ranks have left behind, which could still write where the next attempt writes.
+    def end_orphans(self) -> None:
+        """Terminate child processes that exited ranks have left behind, since they could write into the next attempt.
 
-        They are asked first: multiprocessing's resource tracker frees shared memory, and needs a moment for it.
+        SIGTERM comes first, because multiprocessing's resource tracker needs a moment to free shared memory.
         """
-        self._end_orphans(signal.SIGTERM)
+        self._signal_orphans(signal.SIGTERM)
         deadline = time.monotonic() + STOP_PATIENCE
         while self._orphans() and time.monotonic() < deadline:
             time.sleep(_POLL_INTERVAL)
-        self._end_orphans(signal.SIGKILL)
+        self._signal_orphans(signal.SIGKILL)
 
-    def _end_orphans(self, number: signal.Signals) -> None:
+    def _signal_orphans(self, number: signal.Signals) -> None:
         for orphan in self._orphans():
             try:
                 orphan.send_signal(number)
@@ -274,24 +267,24 @@ class LocalRanks:
         return found
 
 
-# How the launchers of several machines keep in step: failures, ends, signs of life, and counts of attempts
+# Communication between the launchers of several machines
 
 
-_PEERS_POLL_INTERVAL = 1.0  # seconds between two questions to the store while all is well
-_SETTLE = 2.5  # seconds in which machines that see one failure write theirs, or that they have none
-_STACKS_TIME = 4.0  # seconds that other machines have to ask their ranks for their stacks
-_FAREWELL = 3.0  # seconds that the machine that serves the store waits for the others to have read
+_PEERS_POLL_INTERVAL = 1.0  # seconds between two reads of the store
+_SETTLE = 2.5  # seconds for all machines to publish their failures
+_STACKS_TIME = 4.0  # seconds for other machines to collect their ranks' stacks
+_FAREWELL = 3.0  # seconds that the machine with the store waits for the others to read
 
 
 def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, failures: int) -> tuple[int, int]:
-    """Count alike on every machine, also on one that has joined late."""
+    """Return the maximum number of attempts and of failures over all machines, including late joiners."""
     store.set(f"drivetrain/counts/{machine}", json.dumps([attempts, failures]))
     counts = [json.loads(store.get(f"drivetrain/counts/{peer}")) for peer in range(machines)]
     return max(count[0] for count in counts), max(count[1] for count in counts)
 
 
 class Peers:
-    """The launchers of all machines of a run, seen from one of them, during one attempt."""
+    """Launchers of all machines of a run, which communicate through a store during one attempt."""
 
     def __init__(self, store: Any, machine: int, machines: int, attempt: int) -> None:
         self._store = store
@@ -303,37 +296,34 @@ class Peers:
         self._last_signs = {peer: (-1, time.monotonic()) for peer in range(machines) if peer != machine}
 
     def publish(self, failure: RankFailure | None) -> None:
-        """Publish to the others how the first rank of this machine failed; None if it was only stopped."""
+        """Publish the first failure of this machine, or None if its ranks were only stopped."""
         if self._machines == 1:
             return
         self._write("failed", failure.to_json() if failure is not None else "")
         self._write_for_all("failed")
 
     def publish_stopping(self) -> None:
-        """Publish to the others that this launcher was asked to end, and will not start its ranks again."""
         if self._machines > 1:
             self._write("stopping", "1")
 
     def any_stopping(self) -> bool:
-        """Whether another launcher was asked to end."""
         try:
             return any(self._store.check([key]) for key in self._keys("stopping") if self._machines > 1)
         except RuntimeError:
             return False
 
     def failed_elsewhere(self) -> bool:
-        """Whether another machine has published a failure."""
         if self._machines == 1:
             return False
         try:
             return bool(self._store.check([f"{self._prefix}/failed"]))
         except RuntimeError:
-            # Not a failure by itself: machine 0 may be through and gone while others still write files.
+            # No failure: machine 0, which serves the store, may have finished before the others.
             self._machines = 1
             return False
 
     def collect_stacks(self, own: str) -> str:
-        """The lines of all machines about their ranks, after asking them, a few seconds at most."""
+        """Collect the stack traces of all ranks from all machines. Machines that do not answer in time are listed."""
         if self._machines == 1:
             return own
         self._write("stacks", own)
@@ -348,11 +338,11 @@ class Peers:
                 here = self._store.check([key])
                 found.append(self._store.get(key).decode() if here else f"  machine {machine} did not answer.")
         except RuntimeError:
-            pass  # the machine that serves the store is gone
+            pass  # the machine that serves the store has exited
         return "\n".join(found)
 
     def stacks_wanted(self) -> bool:
-        """Whether another machine asks for the stacks of this one's ranks, which it was not given yet."""
+        """Return True if another machine waits for the stack traces of this machine's ranks."""
         if self._machines == 1:
             return False
         try:
@@ -361,12 +351,11 @@ class Peers:
         except RuntimeError:
             return False
 
-    def give_stacks(self, own: str) -> None:
-        """Answer a machine that asks for stacks."""
+    def publish_stacks(self, own: str) -> None:
         self._write("stacks", own)
 
     def is_time_to_poll(self) -> bool:
-        """Whether it is time to ask the store again; it is asked once in a while only, and given a sign of life."""
+        """Return True at most once per second, and publish a sign of life each time."""
         now = time.monotonic()
         if self._machines == 1 or now < self._next_poll:
             return False
@@ -376,7 +365,7 @@ class Peers:
         return True
 
     def lost(self) -> list[int]:
-        """Machines that gave no sign of life for `LOST_AFTER` seconds."""
+        """Return the machines that gave no sign of life for `LOST_AFTER` seconds."""
         now = time.monotonic()
         try:
             for peer, (beats, _) in self._last_signs.items():
@@ -391,17 +380,17 @@ class Peers:
         return [peer for peer, (_, last) in self._last_signs.items() if now - last > LOST_AFTER]
 
     def all_done(self) -> bool:
-        """Publish that this machine's ranks have ended well; whether those of all others have too."""
+        """Publish that this machine's ranks have succeeded. Returns True if those of all machines have."""
         if self._machines == 1:
             return True
         self._write("done", "1")
         try:
             return self._machines == 1 or bool(self._store.check(self._keys("done")))
         except RuntimeError:
-            return True  # the machine that serves the store has seen everybody and left
+            return True  # the machine that serves the store exits only after all machines are done
 
     def agree_on_first(self, own: RankFailure | None, *, final: bool = True) -> RankFailure | None:
-        """Find the first failure over all machines, after this machine's ranks have ended."""
+        """Return the first failure over all machines, or None. Call this after this machine's ranks have exited."""
         if self._machines == 1:
             return own
         self.publish(own)
@@ -416,11 +405,10 @@ class Peers:
             if final:
                 self._await_readers()
         except RuntimeError:
-            pass  # the machine that serves the store has read everything and left
+            pass  # the machine that serves the store exits only after all have read
         return first_failure(found) if found else None
 
     def _await_readers(self) -> None:
-        """Stay until everybody has read, for one of us serves the store."""
         self._write("read", "1")
         deadline = time.monotonic() + _FAREWELL
         while not self._store.check(self._keys("read")) and time.monotonic() < deadline:
@@ -439,14 +427,14 @@ class Peers:
         try:
             self._store.set(f"{self._prefix}/{what}", "1")
         except RuntimeError:
-            self._machines = 1  # the machine that served the store is gone
+            self._machines = 1  # the machine that serves the store has exited
 
 
-_LOST = "The others continue: it was taking items from a work queue, and the one that it had is given to another."
+_LOST = "The other ranks continue: it was processing items of a work queue, and its current item goes to another rank."
 
 
 class RankAgent(LocalElasticAgent):
-    """Starts the ranks of one machine, watches them and ends them together."""
+    """Elastic agent that starts, watches and terminates the ranks of one machine."""
 
     def __init__(
         self,
@@ -465,65 +453,62 @@ class RankAgent(LocalElasticAgent):
         self._can_shrink = can_shrink
         self._signal_all = signal_all
         self._watchdog = watchdog
-        self._attempt = -1  # number of restarts so far, the same on every machine
+        self._attempt = -1  # number of restarts so far, equal on every machine
         self._failed_attempts = 0
         self._machines = 0
-        self._ranks = LocalRanks({}, {}, {})  # of the attempt under way; none has begun yet
+        self._ranks = LocalRanks({}, {}, {})  # ranks of the current attempt
         self._peers = Peers(None, machine=0, machines=1, attempt=0)
         self._fresh_store: TCPStore | None = None
-        self._watching = False  # ranks run, and signals are for them
-        self._stopping = False  # one has failed, and all are being ended
+        self._watching = False  # True while ranks run, so that signals are forwarded to them
+        self._stopping = False  # True while ranks are terminated after a failure
         self._previous_handlers: dict[signal.Signals, Any] = {}
         self._seen: set[signal.Signals] = set()
         self.received: signal.Signals | None = None
         self.ended_by_signal = False
         self.preempted = False
         self.lost_machines = False
-        self.lost: dict[int, RankFailure] = {}  # ranks that the others can do without, by global rank
+        self.lost: dict[int, RankFailure] = {}  # expendable ranks that have failed, by global rank
         self.overdue: list[int] = []  # global ranks that did not end within the grace period
 
     @property
     def world_size(self) -> int:
-        """Processes of the run, over all machines."""
         workers = self._worker_group.workers
         return workers[0].world_size if workers else 0
 
     @property
     def restarting(self) -> bool:
-        """Whether an attempt has ended and the next one has not begun."""
+        """True after one attempt has ended and before the next one starts."""
         return self._attempt >= 0 and not self._watching
 
     def first_failure(self, *, final: bool = True) -> RankFailure | None:
-        """The first failure over all machines; None where no rank failed by itself."""
+        """Return the first failure over all machines, or None if no rank failed on its own."""
         failures = self._ranks.failures()
         return self._peers.agree_on_first(first_failure(failures) if failures else None, final=final)
 
     def ended_early(self) -> list[int]:
-        """Global ranks of this machine that had ended well before the others failed."""
         return self._ranks.ended_early()
 
     def all_succeeded(self) -> bool:
-        """Whether every rank of this machine has ended with exit code 0."""
         return self._ranks.all_succeeded()
 
     def restore_signals(self) -> None:
-        """Restore the handlers that the signals had before."""
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         self._previous_handlers.clear()
 
-    # what torch's agent calls
+    # Overrides of torch's agent
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # Torch keeps where the ranks meet from one round to the next, with the keys of ranks that are dead, and
-        # a machine that joins later does not get it (seen with 2.13). Forgotten, it makes a fresh store for each round.
+        # Torch 2.13 reuses the ranks' store in later rounds, with the keys of dead ranks, and a machine that joins
+        # later does not get its address. Clearing this attribute creates a new store for each round.
         worker_group.spec.rdzv_handler._bootstrap_store_info = None  # type: ignore[attr-defined]
         super()._rendezvous(worker_group)
         machine, machines = worker_group.group_rank or 0, worker_group.group_world_size or 1
         store: Any = worker_group.store
         self._attempt += 1
         if worker_group.spec.rdzv_handler.get_backend() == "static":
-            # Machines count alike: the failure of one is everybody's. But the store stays, with its old keys.
+            # Every machine restarts after any failure, so the counts agree. The store still has the old keys, so the
+            # ranks of a restart need a new one.
             if self._attempt > 0:
                 worker_group.master_port = self._fresh_port(store, machine, worker_group.master_addr or "")
         elif machines > 1:
@@ -536,7 +521,6 @@ class RankAgent(LocalElasticAgent):
         self._machines = machines
 
     def _fresh_port(self, store: Any, machine: int, address: str) -> Any:
-        """Where the ranks of a restart find a fresh store; machine 0 serves it."""
         key = f"drivetrain/port{self._attempt}"
         if machine == 0:
             self._fresh_store = TCPStore(address, 0, is_master=True, multi_tenant=True)
@@ -544,11 +528,11 @@ class RankAgent(LocalElasticAgent):
         return int(store.get(key))
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
-        # Where torch has put together what it gives the ranks, by local rank; in 2.9 too, which has no hook for one.
+        # Torch calls this method with the final environment of all ranks. Torch 2.9 has no other hook for it.
         super()._setup_local_watchdog(envs)
         for local_rank, variables in envs.items():
             variables.update(self._variables)
-            variables["TORCHELASTIC_RESTART_COUNT"] = str(self._attempt)  # torch counts failures of this machine alone
+            variables["TORCHELASTIC_RESTART_COUNT"] = str(self._attempt)  # torch counts only this machine's failures
             if self._watchdog is not None:
                 variables[HEARTBEAT_VARIABLE] = self._watchdog.path(local_rank)
 
@@ -586,28 +570,28 @@ class RankAgent(LocalElasticAgent):
                 self._stop_peers(ranks.alive())
                 return self._failed()
             if self._watchdog is not None and peers.stacks_wanted():
-                peers.give_stacks(self._watchdog.describe(self._watchdog.report(ranks.alive())))
+                peers.publish_stacks(self._watchdog.describe(self._watchdog.report(ranks.alive())))
         watchdog = self._watchdog if not ranks.any_failed() else None
         if watchdog is not None and (reports := watchdog.poll(ranks.alive())) is not None:
             return self._end_hang(watchdog, reports)
         if ranks.any_failed():
             self._stopping = True
-            ranks.await_deaths()
+            ranks.await_other_failures()
             if ranks.was_preempted():
                 return self._end_preempted()
             if ranks.was_interrupted():
-                ranks.wait(ranks.alive(), EXIT_PATIENCE)  # they may still be saving
+                ranks.wait(ranks.alive(), EXIT_PATIENCE)  # other ranks may still be saving
             failures = ranks.failures()
             peers.publish(first_failure(failures) if failures else None)
             self._stop_peers(local for local in ranks.alive() if not ranks.is_failing(local))
             ranks.wait(ranks.alive(), EXIT_PATIENCE)
             ranks.kill(ranks.alive())
         elif self._record_lost(ranks):
-            return self._without_lost(worker_group)
+            return self._continue_without_lost(worker_group)
         elif ranks.alive() or not peers.all_done():
             return RunResult(state=WorkerState.HEALTHY)
-        # Torch polls only now that all have ended: on a failure that it is the first to see, it waits
-        # half a minute for peers that do not hear SIGTERM.
+        # Torch polls only after all ranks have ended. If it detects a failure first, it waits 30 s for ranks that do
+        # not react to SIGTERM.
         self._watching = False
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
@@ -615,7 +599,7 @@ class RankAgent(LocalElasticAgent):
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        # Also called when machines come or go, which is no failure.
+        # Torch also calls this when machines join or leave, which is no failure.
         ranks, peers = self._ranks, self._peers
         if alive := ranks.alive():
             self._stopping = True
@@ -623,7 +607,7 @@ class RankAgent(LocalElasticAgent):
                 self._failed_attempts += 1
                 ranks.kill(alive)
             else:
-                ranks.forward(alive, signal.SIGTERM)  # machines have come: the ranks save and end
+                ranks.forward(alive, signal.SIGTERM)  # machines have joined: the ranks save and exit
                 self._await_savers(signal.SIGTERM)
         self._watching = False
         self._raise_if_signalled()
@@ -636,20 +620,18 @@ class RankAgent(LocalElasticAgent):
             most = worker_group.spec.max_restarts
             announce_restart(failure, self.world_size, self._failed_attempts, most)
         self.lost_machines = False
-        ranks.end_what_they_left()
+        ranks.end_orphans()
         self._raise_if_signalled()
         super()._restart_workers(worker_group)
 
-    # ending
+    # Ends of an attempt
 
     def _failed(self) -> RunResult:
-        """This attempt has failed. Torch's loop starts another where restarts are left."""
         self._watching = False
         self._failed_attempts += 1
         return RunResult(state=WorkerState.FAILED)
 
     def _record_lost(self, ranks: LocalRanks) -> bool:
-        """Report ranks that are gone, and that the others can do without; whether there are any."""
         gone = {ranks.global_rank(local) for local in ranks.lost()}
         for failure in ranks.failures():
             if failure.rank in gone and failure.rank not in self.lost:
@@ -657,8 +639,7 @@ class RankAgent(LocalElasticAgent):
                 write(describe(failure, self.world_size, then=_LOST))
         return bool(self.lost)
 
-    def _without_lost(self, worker_group: WorkerGroup) -> RunResult:
-        """Let the ranks that are not lost run to their end."""
+    def _continue_without_lost(self, worker_group: WorkerGroup) -> RunResult:
         ranks, peers = self._ranks, self._peers
         if not set(ranks.alive()) - set(ranks.lost()):
             ranks.wait(ranks.alive(), EXIT_PATIENCE)
@@ -675,11 +656,10 @@ class RankAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _stop_peers(self, locals_: Iterable[int]) -> None:
-        """End ranks that another's failure leaves alone: at once where they start again, else asking them first."""
+        """Terminate the remaining ranks after a failure: at once before a restart, or else with SIGTERM first."""
         self._ranks.stop(locals_, patience=0.0 if self._remaining_restarts else STOP_PATIENCE)
 
     def _end_hang(self, watchdog: Watchdog, reports: list[RankReport]) -> RunResult:
-        """End all ranks, of which one makes no progress."""
         ranks, peers = self._ranks, self._peers
         self._stopping = True
         ranks.hang = watchdog.failure(reports, peers.collect_stacks(watchdog.describe(reports)))
@@ -688,11 +668,11 @@ class RankAgent(LocalElasticAgent):
         return self._failed()
 
     def _end_preempted(self) -> RunResult:
-        """One rank has saved and ended. The others, who agreed on the step, get the time to do the same."""
+        """Wait until all ranks have saved after a preemption, and decide between restart and exit."""
         self._await_savers()
         self.preempted = True
         if self.received is None and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
-            # Asked to by another launcher, because machines have come: torch's loop starts the larger group.
+            # Another launcher asked to stop because machines have joined. Torch's loop starts the larger group.
             self._watching = False
             return RunResult(state=WorkerState.HEALTHY)
         leaving = self.received is not None or (not self._can_shrink and self._peers.any_stopping())
@@ -710,30 +690,30 @@ class RankAgent(LocalElasticAgent):
         return self._give_up()
 
     def _await_savers(self, number: signal.Signals | None = None) -> None:
-        """Wait for ranks that save and end; where one crashes meanwhile, the others cannot, and are ended."""
+        """Wait for ranks that save and exit. If one of them crashes, terminate the others."""
         ranks = self._ranks
         ranks.wait(ranks.alive(), self._grace_period, until=lambda: ranks.any_crashed(number))
         if ranks.any_crashed(number):
             ranks.stop(local for local in ranks.alive() if not ranks.is_failing(local))
             ranks.wait(ranks.alive(), EXIT_PATIENCE)
         else:
-            # One that has recorded how it ends has saved; ending an interpreter with torch takes seconds under load.
+            # Ranks with a final record have saved. Exiting an interpreter with torch takes seconds under load.
             ranks.wait([local for local in ranks.alive() if ranks.is_failing(local)], EXIT_PATIENCE)
             self.overdue = [ranks.global_rank(local) for local in ranks.alive()]
         ranks.stopped.update(ranks.alive())
         ranks.kill(ranks.alive())
 
-    # signals
+    # Signals
 
     def _take_signals(self, before: dict[signal.Signals, Any]) -> None:
-        """Put our handlers in the place of torch's, which raise wherever the program happens to be."""
+        """Replace torch's signal handlers, which raise an exception at an arbitrary point of the program."""
         for number, handler in before.items():
             self._previous_handlers.setdefault(number, handler)
-            # What was ignored stays so: `nohup drivetrain launch …` outlives its terminal.
+            # Ignored signals stay ignored, so that `nohup drivetrain launch …` outlives its terminal.
             signal.signal(number, signal.SIG_IGN if handler == signal.SIG_IGN else self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Record the first signal for the next poll; a second Ctrl-C or SIGTERM kills."""
+        """Store the first signal for the next poll. A second Ctrl-C or SIGTERM kills the ranks."""
         again = number == signal.SIGTERM and number in self._seen
         self._seen.add(signal.Signals(number))
         again = again or (number == signal.SIGINT and (self.received is not None or self._stopping))
@@ -742,19 +722,15 @@ class RankAgent(LocalElasticAgent):
         if self.received is None:
             self.received = signal.Signals(number)
         if not self._watching:
-            raise KeyboardInterrupt  # between two attempts, or waiting for other machines: nothing to end here
+            raise KeyboardInterrupt  # no ranks run: between two attempts, or while waiting for other machines
 
     def _raise_if_signalled(self) -> None:
-        """Start nothing again once a signal has come."""
         if self.received is not None:
             raise KeyboardInterrupt
 
 
-# The failure of processes under the name by which scripts over torch's elastic agent catch it
-
-
 class ProcessesFailed(LaunchError, ChildFailedError):
-    """A `LaunchError` that is torch's `ChildFailedError` too."""
+    """`LaunchError` that is also a `ChildFailedError`, which scripts for torch's elastic agent catch."""
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)

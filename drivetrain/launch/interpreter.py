@@ -1,4 +1,4 @@
-"""How this interpreter was started: its options, and the script, module or command that it runs."""
+"""Parser of the command line that started this Python interpreter."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _WITH_VALUE = "WX"
-# These concern the terminal or the launcher's own choice, not what a rank computes.
+# Options that concern the terminal or the launcher only, and not the computation of a rank.
 _NOT_PASSED_ON = "iqhuV?"
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """One Python command line.
+    """Command line of a Python interpreter.
 
     Attributes:
-        kind: `"script"`, `"module"`, `"command"` (`-c`) or `"stdin"` (nothing named).
-        target: The script's path, the module's name or the command; empty for stdin.
-        arguments: What follows it.
-        options: The interpreter's own options worth passing on, each an argument of its own.
+        kind: `"script"`, `"module"` (`-m`), `"command"` (`-c`) or `"stdin"`.
+        target: The script's path, the module's name or the command. Empty for stdin.
+        arguments: Arguments of the script.
+        options: Options of the interpreter to use for other ranks, one per item.
     """
 
     kind: str
@@ -29,12 +29,10 @@ class Invocation:
 
     @classmethod
     def current(cls) -> Invocation:
-        """The command line that started this process."""
         return cls.parse(sys.orig_argv[1:])
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> Invocation:
-        """Take a command line apart."""
         options: list[str] = []
         rest = list(arguments)
         while rest:
@@ -45,7 +43,7 @@ class Invocation:
             if given == "-" or not given.startswith("-"):
                 kind = "stdin" if given == "-" else "script"
                 return cls(kind, "" if kind == "stdin" else given, tuple(rest), tuple(options))
-            # Short options may be written together: `-Bm pkg.train`, `-Werror`.
+            # Short options may be combined: `-Bm pkg.train`, `-Werror`.
             letters = given[1:]
             for position, letter in enumerate(letters):
                 attached = letters[position + 1 :]

@@ -1,4 +1,4 @@
-"""Starts a script as N processes under torch's elastic agent, and turns how they end into an exit code."""
+"""Launcher that starts a script as several processes under torch's elastic agent and returns their exit code."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ from drivetrain.launch.worker import AFFINITY_VARIABLE
 from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device_kind
 from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, LaunchError
 
-# What the options of a launch mean on this machine: how many processes, on what, with which settings
+# Plan of a launch
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What the options mean on this machine.
+    """Number of processes, device kind and environment of a launch on this machine.
 
     Attributes:
-        local_processes: Processes to start here.
-        kind: Name of the kind of device that they run on.
-        variables: Environment variables through which the options reach them.
+        local_processes: Number of processes on this machine.
+        kind: Name of the device kind, such as `"cuda"`.
+        variables: Environment variables that pass the options to the processes.
     """
 
     local_processes: int
@@ -63,7 +63,7 @@ class LaunchPlan:
 
     @classmethod
     def make(cls, options: LaunchOptions) -> LaunchPlan:
-        """Hold the options against this machine's devices and cores."""
+        """Create the plan for this machine's devices and cores. Raises an error if the options do not fit them."""
         kind = _device_kind(options)
         if options.num_processes is not None:
             local_processes = options.num_processes // options.max_machines
@@ -75,15 +75,15 @@ class LaunchPlan:
             count = len(options.device_ids) if options.device_ids is not None else kind.count()
             if local_processes > count:
                 raise ConfigurationError(
-                    f"{local_processes} processes were asked for on this machine, but it has {count} {kind.name} "
-                    f"device(s). Ask for at most {count * options.max_machines} over all machines, or run on the "
+                    f"{local_processes} processes were requested on this machine, but it has {count} {kind.name} "
+                    f"device(s). Request at most {count * options.max_machines} over all machines, or run on the "
                     "CPU with cpu (`--cpu`).",
                 )
             if kind.drives_all and local_processes > 1:
                 raise ConfigurationError(
-                    f"{local_processes} processes were asked for on this machine, but one drives all of its {count} "
-                    f"{kind.name} device(s). Leave the number out. In a notebook, notebook_launcher can start one for "
-                    "each.",
+                    f"{local_processes} processes were requested on this machine, but one process drives all of its "
+                    f"{count} {kind.name} device(s). Leave the number out. In a notebook, notebook_launcher can start "
+                    "one process per device.",
                 )
         variables = options.variables
         if options.enable_cpu_affinity:
@@ -97,13 +97,12 @@ class LaunchPlan:
         if options.num_cpu_threads_per_process is not None:
             variables[THREADS_VARIABLE] = str(options.num_cpu_threads_per_process)
         elif THREADS_VARIABLE not in os.environ and local_processes > 1:
-            # Torch takes every core for each process, which is far slower than an equal share.
+            # By default torch uses all cores in every process, which is far slower than equal shares.
             variables[THREADS_VARIABLE] = str(max(1, _available_cores() // local_processes))
         return cls(local_processes, kind.name, variables)
 
     @contextmanager
     def environment(self) -> Iterator[None]:
-        """Set the variables in this process, whose environment the ranks inherit, and put back what was there."""
         before = {name: os.environ.get(name) for name in self.variables}
         os.environ.update(self.variables)
         try:
@@ -117,26 +116,25 @@ class LaunchPlan:
 
 
 def _device_kind(options: LaunchOptions) -> DeviceKind:
-    """Return the kind of device that the ranks run on."""
     if options.cpu:
         return get_device_kind("cpu")
     kind = detect_device_kind()
     if options.tpu and not kind.drives_all:
         raise DeviceNotAvailableError(
-            f"tpu asks for a TPU, but torch_xla finds none on this machine (found: {kind.name}). Leave it out, or "
+            f"tpu requires a TPU, but torch_xla finds none on this machine (found: {kind.name}). Leave it out, or "
             'install torch_xla: pip install "drivetrain[xla]".'
         )
     if kind.name == "cpu" and (options.multi_gpu or options.gpu_ids is not None):
         flag = "multi_gpu" if options.multi_gpu else f"gpu_ids={options.gpu_ids}"
         raise DeviceNotAvailableError(
-            f"{flag} asks for accelerators, but torch sees none on this machine. Leave it out to run on the "
-            "CPU, or install a torch built for your devices and check that their driver works."
+            f"{flag} requires accelerators, but torch finds none on this machine. Leave it out to run on the "
+            "CPU, or install a torch build for your devices and check that their driver works."
         )
     return kind
 
 
 def _available_cores() -> int:
-    """Count the physical cores that this process may use, within its affinity mask and its container's quota."""
+    """Return the number of physical cores within this process's affinity mask and its container's quota."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))
@@ -152,7 +150,7 @@ def _available_cores() -> int:
 
 _WORKER = "drivetrain.launch.worker"
 _LOOPBACK = "127.0.0.1"
-_RENDEZVOUS_TIMEOUT = 900  # seconds that machines wait for each other, as with torchrun
+_RENDEZVOUS_TIMEOUT = 900  # seconds that machines wait for each other, torchrun's default
 _CONNECT_TIMEOUT, _CONNECT_INTERVAL = 5.0, 0.5  # seconds
 _QUIET_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 
@@ -160,22 +158,22 @@ _QUIET_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
     """Run a script as several processes and wait for them.
 
-    The first rank that fails stops the others; its traceback is written to stderr, once.
+    The first rank that fails stops the others. Its traceback is written to stderr, once.
 
     Args:
-        options: How many processes, where, and with which settings.
-        script: The script's path, or a module's or program's name if the options ask for that.
-        args: Its arguments, passed on as they are.
+        options: Number of processes, devices, machines and settings.
+        script: Path of the script, or the name of a module or program if the options say so.
+        args: Arguments of the script.
 
     Returns:
-        0; the exit code of the first rank that failed; 128 + the number of the signal that ended it; the same for
-        a signal that ended the launcher (130 for Ctrl-C); 124, `HANG_EXIT_CODE`, where a rank made no progress; or 75,
-        `RESUME_EXIT_CODE`, where the run was preempted and has saved its state, so that it can be started again.
+        The exit code: 0 on success, or the exit code of the first rank that failed. Signals give 128 plus their number
+            (130 for Ctrl-C), a hang gives 124 (`HANG_EXIT_CODE`), and a preempted run that has saved its state gives 75
+            (`RESUME_EXIT_CODE`).
 
     Raises:
-        ConfigurationError: The script is not there, or the options do not fit this machine.
-        DeviceNotAvailableError: Accelerators were asked for where there are none.
-        LaunchError: The machines did not meet, a port is taken, or this is Windows.
+        ConfigurationError: The script does not exist, or the options do not fit this machine.
+        DeviceNotAvailableError: Accelerators were requested, but there are none.
+        LaunchError: The machines could not connect, a port is in use, or this is Windows.
     """
     options.check_script(script)
     if options.mpirun_config:
@@ -210,7 +208,7 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
 
 
 def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: str, watchdog: Watchdog | None) -> int:
-    """Meet the other machines, then start and watch the ranks. Returns the exit code."""
+    """Connect to the other machines, start and watch the ranks, and return the exit code."""
     parameters = _rendezvous(options)
     static = parameters.backend == "static"
     try:
@@ -218,7 +216,7 @@ def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: s
             _wait_for_machine_0(options, parameters)
         handler = get_rendezvous_handler(parameters)
         if options.max_machines > 1 and static:
-            _meet(handler, parameters.endpoint)
+            _join_static_rendezvous(handler, parameters.endpoint)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
@@ -239,7 +237,7 @@ def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: s
             role="default",
             local_world_size=plan.local_processes,
             entrypoint=program,
-            args=tuple(argument.replace("$", "$$") for argument in arguments),  # the agent takes them for templates
+            args=tuple(argument.replace("$", "$$") for argument in arguments),  # the agent substitutes templates
             rdzv_handler=handler,
             max_restarts=options.max_restarts,
             monitor_interval=options.monitor_interval,
@@ -264,24 +262,23 @@ def _run(options: LaunchOptions, plan: LaunchPlan, script: list[str], log_dir: s
 def _watch(
     options: LaunchOptions, parameters: RendezvousParameters, agent: RankAgent, handler: RendezvousHandler
 ) -> int:
-    """Run the agent to its end and turn what happened into an exit code."""
     shut_down = True
     try:
         result = agent.run()
         if agent.ended_by_signal:
-            shut_down = False  # it would close the rendezvous for machines that may continue
+            shut_down = False  # shutting down would close the rendezvous for machines that continue
             return _after_signal(options, agent)
         if agent.preempted:
             return resumable()
         if result is None or not result.is_failed():
-            return agent.lost[0].status if 0 in agent.lost else 0  # rank 0 speaks for all that have ended well
+            return agent.lost[0].status if 0 in agent.lost else 0  # the exit code of an expendable rank 0 still counts
         failure = agent.first_failure()
         if failure is None:
             if agent.lost_machines:
                 raise LaunchError(
                     f"Another machine gave no sign of life for {LOST_AFTER:g} s, so the processes here were stopped."
                 )
-            raise LaunchError("The processes were stopped, and none of them left a reason.")
+            raise LaunchError("The processes were stopped, and none of them reported a reason.")
         write(_described(options, failure, agent))
         return failure.status
     except (KeyboardInterrupt, SignalException) as stop:
@@ -300,7 +297,6 @@ def _watch(
 
 
 def _after_signal(options: LaunchOptions, agent: RankAgent) -> int:
-    """The exit code after a signal was forwarded to the ranks."""
     assert agent.received is not None
     failure = agent.first_failure() if not agent.preempted else None
     return exit_code_after(
@@ -321,25 +317,24 @@ def _described(options: LaunchOptions, failure: RankFailure, agent: RankAgent) -
 
 
 def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
-    """Where and how the ranks meet."""
     settings: dict[str, Any] = {"timeout": _RENDEZVOUS_TIMEOUT, **options.rendezvous_settings}
-    # A file that was written for several machines may name an address: one machine has no use for it.
+    # A configuration file for several machines may contain an address, which one machine must ignore.
     address = options.main_process_ip if options.max_machines > 1 else None
     port = options.main_process_port
     backend = options.rdzv_backend or ("static" if options.min_machines == options.max_machines else "c10d")
     local_address = None
-    run = "drivetrain"  # the same on every machine
+    run = "drivetrain"  # must be equal on every machine
     if options.max_machines == 1:
         run, local_address = uuid.uuid4().hex, _LOOPBACK
         if not port:
-            # Port 0: the store binds to a free port and reports it, so that two launches never collide.
+            # With port 0, the store binds to a free port and reports it, so that two launches never collide.
             backend, port = "c10d", 0
             settings["is_host"] = True
     if backend == "static":
         settings["rank"] = options.machine_rank
     elif address and options.max_machines > 1:
-        local_address = _own_address_towards(address)
-        if _is_unnamed_here(address):
+        local_address = _local_address_for(address)
+        if _is_unresolved_local_address(address):
             settings.setdefault("is_host", True)
     return RendezvousParameters(
         backend=backend,
@@ -353,7 +348,7 @@ def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
 
 
 def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters) -> None:
-    """Wait until machine 0 listens. Torch would wait in a call that no signal interrupts, and print nothing."""
+    """Wait until machine 0 listens. Torch's own wait prints nothing and cannot be interrupted."""
     host, _, port = parameters.endpoint.rpartition(":")
     serves = parameters.get("is_host", False) or _matches_machine_hostname(host)
     if options.machine_rank == 0 if parameters.backend == "static" else serves:
@@ -373,8 +368,8 @@ def _wait_for_machine_0(options: LaunchOptions, parameters: RendezvousParameters
         time.sleep(_CONNECT_INTERVAL)
 
 
-def _meet(handler: RendezvousHandler, endpoint: str) -> None:
-    """Make the handler's store, which waits for all machines in a call that no signal interrupts."""
+def _join_static_rendezvous(handler: RendezvousHandler, endpoint: str) -> None:
+    """Create the handler's store in a thread, since torch's wait for the other machines cannot be interrupted."""
     failures: list[Exception] = []
 
     def meet() -> None:
@@ -394,10 +389,10 @@ def _meet(handler: RendezvousHandler, endpoint: str) -> None:
         raise failures[0]
 
 
-def _own_address_towards(address: str) -> str | None:
-    """This machine's address on the network that another is on; None, for its name, where that is not known.
+def _local_address_for(address: str) -> str | None:
+    """Return this machine's IP address on the network of `address`, or None if it is unknown.
 
-    The others need not be able to look up its name.
+    Other machines may not be able to resolve this machine's name.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -407,10 +402,11 @@ def _own_address_towards(address: str) -> str | None:
         return None
 
 
-def _is_unnamed_here(address: str) -> bool:
-    """Whether an address is this machine's, though its own name does not lead there, as torch expects of the host.
+def _is_unresolved_local_address(address: str) -> bool:
+    """Return True if the address belongs to this machine although its host name does not resolve to it.
 
-    On a machine with several networks, or in a container, no machine would serve the meeting otherwise.
+    Torch expects the name to resolve to it. On machines with several networks and in containers, no machine would serve
+    the rendezvous otherwise.
     """
     if _matches_machine_hostname(address):
         return False
@@ -425,19 +421,18 @@ def _rendezvous_failed(options: LaunchOptions, parameters: RendezvousParameters,
     reason = f"{type(error).__name__}: {error.__cause__ or error}".splitlines()[0]
     if "in use" in str(error):
         return LaunchError(
-            f"The port of {parameters.endpoint} is taken already. Give another with --main_process_port, "
-            "or leave it out on one machine for a free one."
+            f"The port of {parameters.endpoint} is already in use. Give another one with --main_process_port, or leave "
+            "the flag out on one machine to use a free port."
         )
     return LaunchError(
-        f"Machine {options.machine_rank} of {options.num_machines} did not meet the others at "
+        f"Machine {options.machine_rank} of {options.num_machines} could not connect to the others at "
         f"{parameters.endpoint} ({reason}). Check that the same command runs on every machine with its own "
-        "machine_rank, and that this address and port can be reached."
+        "machine_rank, and that this address and port are reachable."
     )
 
 
 @contextmanager
 def _quiet_loggers() -> Iterator[None]:
-    """Keep the agent's messages from the terminal; what matters to users is printed here."""
     loggers = [logging.getLogger(name) for name in _QUIET_LOGGERS]
     silence = logging.NullHandler()
     for logger in loggers:
@@ -451,11 +446,11 @@ def _quiet_loggers() -> Iterator[None]:
             logger.propagate = True
 
 
-# Settings as a table for people: what is in force, and where each value comes from
+# Tables of settings
 
 
 def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
-    """Each setting that is given, its value, and where that comes from; with the reason where it changes nothing."""
+    """Return name, value and source of each given setting, and the reason if it has no effect."""
     rows = []
     for name, setting in SETTINGS.items():
         if name not in given or (setting.refused and not given[name].value):
@@ -464,13 +459,13 @@ def settings_rows(given: Mapping[str, Given]) -> list[tuple[str, str, str]]:
         idle = setting.inert
         if not idle and group is not None and group.switch and group.switch not in given:
             idle = f"{group.switch} is not set"
-        reason = f"; changes nothing: {idle}" if idle else ""
+        reason = f"; has no effect: {idle}" if idle else ""
         rows.append((name, setting.text(given[name].value), f"{given[name].source}{reason}"))
-    return rows or [("(none)", "", "every setting has its default")]
+    return rows or [("(none)", "", "all settings have their defaults")]
 
 
 def settings_table(options: LaunchOptions, given: Mapping[str, Given]) -> str:
-    """Every setting of the top, and those of groups that are given, with their values and where these come from."""
+    """Format all top-level settings, and the given settings of groups, with their values and sources."""
     rows = {name: (name, value, source) for name, value, source in settings_rows(given)}
     lines = []
     for name, setting in SETTINGS.items():
@@ -483,7 +478,6 @@ def settings_table(options: LaunchOptions, given: Mapping[str, Given]) -> str:
 
 
 def table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """Lines with aligned columns."""
     lines = [heads, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads) - 1)]
     return "\n".join(
@@ -492,14 +486,14 @@ def table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     )
 
 
-# What a launch would do: a table of processes, devices, environment, and where each value comes from
+# Preview of a launch
 
 
-_MOST_PROCESSES = 16  # that are listed one by one
+_MOST_PROCESSES = 16  # maximum number of processes to list
 
 
 def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, args: Sequence[str] = ()) -> str:
-    """Describe a launch without starting it."""
+    """Describe the processes, devices and environment of a launch without starting it."""
     plan = _on_ray(options) if options.launcher == "ray" else LaunchPlan.make(options)
     kind = "module" if options.module else "program" if options.no_python else "script"
     processes = plan.local_processes * options.max_machines
@@ -517,7 +511,7 @@ def preview(options: LaunchOptions, given: Mapping[str, Given], script: str, arg
 
 
 def _on_ray(options: LaunchOptions) -> LaunchPlan:
-    """What is known of a run on Ray before its cluster is asked."""
+    """Return the plan of a launch on Ray, as far as it is known without the cluster."""
     variables = options.variables
     if options.num_cpu_threads_per_process is not None:
         variables[THREADS_VARIABLE] = str(options.num_cpu_threads_per_process)
@@ -527,9 +521,9 @@ def _on_ray(options: LaunchOptions) -> LaunchPlan:
 def _processes(options: LaunchOptions, plan: LaunchPlan) -> list[tuple[str, str, str]]:
     if options.launcher == "ray":
         ranks = f"0 to {plan.local_processes - 1}" if options.num_processes else "one a GPU, or 0"
-        return [(ranks, "where Ray places it", "cpu" if options.cpu else "a GPU where the cluster has any")]
+        return [(ranks, "chosen by Ray", "cpu" if options.cpu else "a GPU if the cluster has any")]
     device = get_device_kind(plan.kind)
-    # With machines that come and go, ranks are given as they arrive.
+    # If machines may join and leave, ranks are assigned in the order of arrival.
     first = plan.local_processes * options.machine_rank if options.min_machines == options.max_machines else 0
     ids = options.device_ids
     rows = []
@@ -556,7 +550,7 @@ def _variables(options: LaunchOptions, plan: LaunchPlan, given: Mapping[str, Giv
     return rows + inherited
 
 
-# Starting the processes with mpirun, on the hosts of a file
+# Launch with mpirun
 
 
 _PROGRAMS = ("mpirun", "mpiexec")
@@ -565,24 +559,23 @@ _PROGRAMS = ("mpirun", "mpiexec")
 def launch_with_mpi(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
     """Run a script as several processes that mpirun starts, and wait for them.
 
-    Ranks find their place from MPI's variables.
+    Each process reads its rank from MPI's environment variables.
     """
     command, variables = mpi_command(options, script, args)
     return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
 
 
 def mpi_command(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
-    """The command line for mpirun, and the environment variables that its processes get."""
     program = next((found for name in _PROGRAMS if (found := shutil.which(name))), None)
     if program is None:
         raise LaunchError(
-            f"mpirun_hostfile={options.mpirun_config['mpirun_hostfile']!r} asks for mpirun, but neither "
+            f"mpirun_hostfile={options.mpirun_config['mpirun_hostfile']!r} needs mpirun, but neither "
             f"{' nor '.join(_PROGRAMS)} is on PATH. Install Open MPI (apt-get install openmpi-bin) or Intel MPI, or "
-            "leave it out: drivetrain's own launcher needs neither."
+            "leave the setting out to use drivetrain's own launcher."
         )
     if options.min_machines != options.max_machines:
         raise ConfigurationError(
-            f"num_machines is {options.num_machines!r}, but mpirun starts a fixed number. Give a single one.",
+            f"num_machines is {options.num_machines!r}, but mpirun needs a fixed number. Give a single number.",
         )
     plan = LaunchPlan.make(options)
     variables = {

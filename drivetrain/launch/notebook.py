@@ -1,4 +1,4 @@
-"""Several processes from a notebook: forked, so that a function needs no file and sees all variables, or spawned."""
+"""Launch of several processes from a notebook, by fork or by spawning new interpreters."""
 
 from __future__ import annotations
 
@@ -33,17 +33,14 @@ from drivetrain.runtime.errors import ConfigurationError, LaunchError, short_tra
 from drivetrain.runtime.state import PartialState, leave_run
 from drivetrain.runtime.terminal import flush_output
 
-# What starting ranks out of a notebook's process needs
-
-
 _MOST_LINES = 12
 
 
 class NotebookError(LaunchError):
-    """A process failed. A notebook shows the message in 12 lines at most, without the launcher's own frames."""
+    """Raised if a process fails. A notebook shows at most 12 lines of the message."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows in the cell."""
+        """Return the lines that IPython shows instead of the traceback."""
         lines = str(self).splitlines()
         left_out = len(lines) - _MOST_LINES
         if left_out <= 0:
@@ -53,7 +50,6 @@ class NotebookError(LaunchError):
 
 
 def cloudpickle_module() -> Any:
-    """What pickles functions by value, where it is installed, by itself or as a part of joblib; else None."""
     for name in ("cloudpickle", "joblib.externals.cloudpickle"):
         try:
             return importlib.import_module(name)
@@ -63,49 +59,44 @@ def cloudpickle_module() -> Any:
 
 
 def free_port() -> int:
-    """A port that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def refuse_existing_state() -> None:
-    """Raise where this process has taken its place in a run, which a function's processes would inherit."""
+def check_no_existing_state() -> None:
     if PartialState.existing() is not None:
         raise LaunchError(
-            "An Accelerator, Trainer or PartialState exists in this process already, so its processes could "
-            "not make their own. Restart the kernel, and make it only inside the function given to "
-            "notebook_launcher."
+            "An Accelerator, Trainer or PartialState already exists in this process, so new processes cannot create "
+            "their own. Restart the kernel, and create it only inside the function given to notebook_launcher."
         )
 
 
-def refuse_what_a_fork_would_break(kind: str) -> None:
-    """Raise where this process cannot be forked into ranks."""
+def check_forkable(kind: str) -> None:
     if "fork" not in multiprocessing.get_all_start_methods():
         raise LaunchError(
-            "This system has no fork, which starting processes from a notebook needs. Save the training as a file and "
-            "run `drivetrain launch` on it."
+            "Starting processes from a notebook needs fork, which this system does not have. Save the training as a "
+            "file and run `drivetrain launch` on it."
         )
     if get_device_kind(kind).is_started():
         raise LaunchError(
-            f"{kind} is in use in this process already, and its state does not survive a fork. Restart the "
-            f"kernel, and touch {kind} only in the processes that are started (inside the function given to "
-            'notebook_launcher, or the hooks of a task), or start new interpreters: start_method="spawn" of '
-            "notebook_launcher, strategy='ddp_spawn' of a Trainer."
+            f"{kind} is already in use in this process, and its state does not survive a fork. Restart the kernel and "
+            f"use {kind} only inside the function given to notebook_launcher or in the hooks of a task. Or start new "
+            "interpreters with notebook_launcher(start_method=\"spawn\") or Trainer(strategy='ddp_spawn')."
         )
     if threading.current_thread() is not threading.main_thread():
-        raise LaunchError("Processes must be forked from the main thread, where that is safe.")
+        raise LaunchError("Processes can be forked safely from the main thread only. Call notebook_launcher there.")
 
 
-# What goes to a new interpreter, as bytes: by pickle, and where that cannot, by cloudpickle if it is installed
+# Pickling for new interpreters
 
 
-_DEPTH = 4  # attributes of attributes that are searched for the one that cannot be sent
+_DEPTH = 4  # maximum nesting of attributes to search for the object that cannot be pickled
 _PLAIN = (str, bytes, int, float, type(None))
 
 
 def sent(value: Any, has_script: bool) -> bytes:
-    """The bytes that `pickle.loads` makes the value of in another process."""
+    """Pickle a value for a new interpreter, with cloudpickle if plain pickle fails."""
     cloud = cloudpickle_module()
     if has_script or cloud is None:
         try:
@@ -117,7 +108,7 @@ def sent(value: Any, has_script: bool) -> bytes:
     buffer = io.BytesIO()
 
     class Pickler(cloud.Pickler):  # type: ignore[misc, name-defined]
-        """Sends by value only what the other process cannot find by its name."""
+        """Pickler that pickles only those objects by value that the other process cannot import."""
 
         def reducer_override(self, given: Any) -> Any:
             if has_script and isinstance(given, type | FunctionType) and _is_of_script(given):
@@ -136,7 +127,7 @@ def _is_of_script(given: type | FunctionType) -> bool:
 
 
 def what_cannot_be_sent(parts: Mapping[str, Any], has_script: bool) -> str:
-    """Name the innermost object that keeps some parts from being sent, and why."""
+    """Return a message about the innermost object that cannot be pickled, or an empty string if all can be."""
     for name, value in parts.items():
         reason = _reason(value, has_script)
         if reason:
@@ -145,15 +136,14 @@ def what_cannot_be_sent(parts: Mapping[str, Any], has_script: bool) -> str:
 
 
 def _innermost(name: str, value: Any, reason: str, has_script: bool, depth: int) -> str:
-    for inner, held in _held(name, value) if depth else ():
+    for inner, held in _contents(name, value) if depth else ():
         found = _reason(held, has_script)
         if found:
             return _innermost(inner, held, found, has_script, depth - 1)
     return f"{name} ({type(value).__qualname__}) cannot be pickled: {reason}"
 
 
-def _held(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, by how a user writes it."""
+def _contents(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from ((f"{name}[{key!r}]", held) for key, held in value.items())
     elif isinstance(value, list | tuple):
@@ -176,11 +166,10 @@ def _reason(value: Any, has_script: bool) -> str:
     return ""
 
 
-# A function on a TPU from a notebook: in this process, which drives all devices, or forked into one for each
+# TPUs
 
 
 def runs_on_xla() -> bool:
-    """Whether ranks of this machine run on XLA devices where nothing else is asked for."""
     return detect_device_kind().drives_all and not os.environ.get("DRIVETRAIN_USE_CPU")
 
 
@@ -191,14 +180,14 @@ def launch_on_xla(
     mixed_precision: str,
     num_nodes: int,
 ) -> None:
-    """Run a function in one process, or in one for each XLA device of this machine.
+    """Run a function in one process that drives all XLA devices of this machine, or in one process per device.
 
-    The processes are forked by torch_xla, which gives each its device; what is in `args`, such as a model that was made
-    before, is shared with them until they change it.
+    torch_xla forks the processes and assigns their devices. Objects in `args`, such as a model, are shared with them
+    until they change them (copy on write).
     """
     if num_nodes > 1:
         raise ConfigurationError(
-            f"num_nodes={num_nodes}: on TPUs notebook_launcher runs on one host. Start the script on each host "
+            f"num_nodes={num_nodes}: on TPUs notebook_launcher supports one host only. Start the script on each host "
             "instead.",
         )
     devices = xla.device_count()
@@ -211,20 +200,20 @@ def launch_on_xla(
         return
     if xla.runs_on_cpu():
         raise ConfigurationError(
-            f"num_processes={processes}: XLA on the CPU cannot join several processes; each would train alone and seem "
-            "to work. Give num_processes=1; CPU_NUM_DEVICES=4 gives it four devices.",
+            f"num_processes={processes}: XLA on the CPU cannot connect several processes, so each would train alone. "
+            "Give num_processes=1. CPU_NUM_DEVICES=4 creates four devices.",
         )
     if not apart:
         raise ConfigurationError(
-            f"num_processes={processes}: on TPUs v2 and v3 a process drives two cores in threads, which share what "
-            "drivetrain keeps for each process. Give num_processes=1, which drives all cores.",
+            f"num_processes={processes}: on TPUs v2 and v3 a process drives two cores in threads, which would share "
+            "drivetrain's per-process state. Give num_processes=1, which drives all cores.",
         )
     if processes != devices:
         raise ConfigurationError(
-            f"num_processes={processes}, but this host has {devices} XLA devices. Allowed: 1, which drives all "
-            f"of them, or {devices}, one for each.",
+            f"num_processes={processes}, but this host has {devices} XLA devices. Allowed: 1 (one process drives all) "
+            f"or {devices} (one process per device).",
         )
-    refuse_what_a_fork_would_break("xla")
+    check_forkable("xla")
     variables = {**plan.variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     try:
         xla.import_torch_xla().launch(_run_xla_rank, args=(function, tuple(args), variables), start_method="fork")
@@ -233,7 +222,7 @@ def launch_on_xla(
 
 
 def _run_xla_rank(index: int, function: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str]) -> None:
-    """What each forked process does; its place comes from XLA's runtime, which starts here."""
+    """Run the function in a forked process. Starts XLA's runtime, which defines the rank."""
     runtime = importlib.import_module("torch_xla.runtime")
     places = {
         "RANK": runtime.global_ordinal(),
@@ -246,24 +235,24 @@ def _run_xla_rank(index: int, function: Callable[..., Any], args: tuple[Any, ...
     function(*args)
 
 
-# The running script's module in processes that start as new interpreters: imported again, up to what starts them
+# The script's module in new interpreters
 
 
-_NAME = "__mp_main__"  # multiprocessing's own, under which both it and pickle find it
+_NAME = "__mp_main__"  # multiprocessing and pickle look up the main module by this name
 _IMPORTS = "imports_script"
 
 
 class ScriptReached(BaseException):
-    """The script has come to what starts processes, in a process that it has started."""
+    """Raised in a child process when the imported script reaches the call that starts processes."""
 
 
 @dataclass(frozen=True)
 class ScriptMain:
-    """Where the code of `__main__` is.
+    """Location of the code of `__main__`.
 
     Attributes:
-        path: Its file.
-        module: Its name, where it was started by `python -m`.
+        path: Path of the file.
+        module: Name of the module if it was started with `python -m`, or None.
     """
 
     path: str
@@ -271,7 +260,7 @@ class ScriptMain:
 
     @classmethod
     def here(cls) -> ScriptMain | None:
-        """That of this process; None where there is no file, as in a notebook, or only that of a package's command."""
+        """Return the location for this process, or None if `__main__` has no file or is a package's command."""
         main = sys.modules["__main__"]
         path, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
         if path is None or not os.path.isfile(path):
@@ -281,9 +270,9 @@ class ScriptMain:
         return None if spec.name.rpartition(".")[2] == "__main__" else cls(os.path.abspath(path), spec.name)
 
     def load(self) -> None:
-        """Let the names that the script defines be those of `__main__` here.
+        """Run the script's top level as this process's `__main__` module, under another name than `"__main__"`.
 
-        Its top level runs under another name than `"__main__"`, until it comes to what would start processes again.
+        It stops at the call that would start processes again.
         """
         module = ModuleType(_NAME)
         module.__file__ = self.path
@@ -305,14 +294,14 @@ class ScriptMain:
 
 
 def stop_at_start_of_processes() -> None:
-    """End the top level of the script here, in a process that imports it for what it defines."""
+    """Stop the script's top level at this point if a child process is importing the script."""
     if PartialState.registry().get(_IMPORTS):
         raise ScriptReached
 
 
 @contextmanager
 def script_hidden() -> Iterator[None]:
-    """Let multiprocessing not import the script in the processes that the body starts, which do so themselves."""
+    """Prevent multiprocessing from importing the script in child processes, which import it themselves."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -321,21 +310,21 @@ def script_hidden() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-# The processes that run one function: started, waited for, and ended together
+# Processes that run one function
 
 
-_STOP_PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL for the peers of a failed process
-_INTERRUPT_PATIENCE = 30.0  # seconds to end cleanly after an interrupt; another interrupt cuts it short
-_SETTLE = 0.2  # seconds in which a peer's failure may still arrive with an earlier time
+_STOP_PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL for the other processes after a failure
+_INTERRUPT_PATIENCE = 30.0  # seconds to exit cleanly after an interrupt
+_SETTLE = 0.2  # seconds in which an earlier failure of another process may still be reported
 Prepare = tuple[Callable[..., Any], tuple[Any, ...]]
 _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
 class InterruptedProcessesError(KeyboardInterrupt):
-    """This process was interrupted, and the processes have ended as they do then.
+    """Raised in this process after an interrupt, once the child processes have ended.
 
     Attributes:
-        value: What the function returned in the first of them.
+        value: Return value of the function in the first process.
     """
 
     def __init__(self, value: Any) -> None:
@@ -344,13 +333,11 @@ class InterruptedProcessesError(KeyboardInterrupt):
 
 
 class Call:
-    """What each process calls."""
-
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], prepare: Prepare | None = None) -> None:
         self._function, self._args, self._prepare = function, args, prepare
 
     def prepare(self) -> None:
-        """Get ready, before the process has its place among the others."""
+        """Run the preparation function, before the process gets its rank."""
         if self._prepare is not None:
             function, args = self._prepare
             function(*args)
@@ -360,25 +347,24 @@ class Call:
 
 
 class PickledCall(Call):
-    """A call by value, for a new interpreter, which imports the running script again."""
+    """Function call for new interpreters, which import the running script again."""
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], prepare: Prepare | None = None) -> None:
         self._script, self._prepare = ScriptMain.here(), prepare
         if self._script is None and function.__module__ == "__main__" and cloudpickle_module() is None:
             raise LaunchError(
                 f"start_method='spawn' needs cloudpickle for {function.__qualname__!r}, which no file defines. Run "
-                "`pip install cloudpickle`, or write it to a file (`%%writefile training.py`) and import it here."
+                "`pip install cloudpickle`, or write it to a file (`%%writefile training.py`) and import it."
             )
         try:
             self._pickled = sent((function, tuple(args)), self._script is not None)
         except Exception as error:
             raise LaunchError(
                 f"{function.__qualname__!r} and its arguments cannot be pickled for start_method='spawn' ({error}). "
-                "Give what it needs as arguments that can be, or use start_method='fork'."
+                "Pass arguments that can be pickled, or use start_method='fork'."
             ) from error
 
     def prepare(self) -> None:
-        """Import the script, for what it defines."""
         if self._script is not None:
             self._script.load()
         super().prepare()
@@ -389,8 +375,6 @@ class PickledCall(Call):
 
 
 class Processes:
-    """The processes of one attempt."""
-
     def __init__(
         self,
         method: str,
@@ -405,7 +389,7 @@ class Processes:
         context: Any = multiprocessing.get_context(method)
         self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
         self._reports: dict[int, Connection] = {}
-        self._received: dict[int, tuple[str, Any, float]] = {}  # by rank: what it was, the text or value, and when
+        self._received: dict[int, tuple[str, Any, float]] = {}  # rank -> kind, text or value, and time
         self._last_seen = time.time()
         flush_output()
         with script_hidden() if method == "spawn" else nullcontext():
@@ -418,26 +402,26 @@ class Processes:
         own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         given = (call, own, sender, self._forwards)
         process = context.Process(target=_run_rank, args=given, name=f"rank{rank}", daemon=False)
-        # Forked from a thread that has never computed: GNU OpenMP keeps its pool by thread, and a child of the
-        # thread that used it would wait for ever for workers that the fork left behind (seen with torch 2.13).
+        # Fork from a new thread: GNU OpenMP keeps a pool per thread, and a child forked from a thread that has used
+        # its pool waits for ever for workers that do not exist in the child (seen with torch 2.13).
         starter = threading.Thread(target=process.start)
         starter.start()
         starter.join()
         if process.pid is None:
             self._end()
-            raise LaunchError(f"Process {rank} could not be started; is the limit on processes or memory reached?")
+            raise LaunchError(f"Process {rank} could not be started. Check the limits on processes and memory.")
         sender.close()
         self._processes[rank], self._reports[rank] = process, receiver
 
     def run(self) -> Any:
-        """Wait for all and return the first one's value; on a failure or an interrupt, end the others first."""
+        """Wait for all processes and return the first one's value. After a failure, the others are terminated."""
         try:
             with self._signals_forwarded():
                 self._wait()
             time.sleep(_SETTLE if any(process.exitcode for process in self._processes.values()) else 0)
             failures = self._failures()
         except KeyboardInterrupt:
-            # The terminal (or the notebook) interrupts the whole group: each process in it has seen it already.
+            # The terminal or the notebook has sent the signal to all processes of this process group already.
             if self._forwards:
                 self._send(signal.SIGINT)
             self._wait(_INTERRUPT_PATIENCE)
@@ -452,7 +436,7 @@ class Processes:
         return self._returned()
 
     def _wait(self, patience: float = float("inf")) -> None:
-        """Wait until all have ended or one has failed; within an interrupt, for so many seconds."""
+        """Wait until all processes have exited, one has failed, or `patience` seconds have passed."""
         deadline = time.monotonic() + patience
         while alive := [process for process in self._processes.values() if process.exitcode is None]:
             left = deadline - time.monotonic()
@@ -460,15 +444,14 @@ class Processes:
                 return
             unread = [report for rank, report in self._reports.items() if rank not in self._received]
             ended = wait([*(process.sentinel for process in alive), *unread], timeout=min(1.0, left))
-            self._read_reports()  # a large value waits in its process until it is read
+            self._read_reports()  # a process with a large value blocks until its report is read
             if patience == float("inf") and any(process.exitcode for process in self._processes.values()):
                 return
-            if not ended:  # one that has ended may not have an exit code yet, but was not seen alive
+            if not ended:  # an ended process may not have an exit code yet, but it no longer counts as alive
                 self._last_seen = time.time()
         self._read_reports()
 
     def _value(self) -> bytes | None:
-        """The pickle of what the function returned in the first process; None without one."""
         kind, value, _ = self._received.get(self._first_rank, ("nothing", "", 0.0))
         return value if kind == "value" else None
 
@@ -478,12 +461,11 @@ class Processes:
             return pickle.loads(value)
         kind, text, _ = self._received.get(self._first_rank, ("nothing", "", 0.0))
         if kind == "unpicklable":
-            warnings.warn(f"What the function returned is not returned here: {text}.", stacklevel=4)
+            warnings.warn(f"The function's return value is lost: {text}.", stacklevel=4)
         return None
 
     @contextmanager
     def _signals_forwarded(self) -> Iterator[None]:
-        """Let a scheduler's signals reach the processes, which save and end; in the main thread only."""
         before: dict[int, Any] = {}
         if self._forwards and threading.current_thread() is threading.main_thread():
             for number in _PREEMPTING:
@@ -501,16 +483,15 @@ class Processes:
                 os.kill(process.pid, number)
 
     def _read_reports(self) -> None:
-        """Read what processes have left so far."""
         for rank, report in self._reports.items():
             try:
                 if rank not in self._received and report.poll():
                     self._received[rank] = report.recv()
             except EOFError:
-                self._received[rank] = ("nothing", "", self._last_seen)  # it ended without a word
+                self._received[rank] = ("nothing", "", self._last_seen)  # it exited without a report
 
     def _failures(self) -> list[RankFailure]:
-        """Those that have failed by now, before any is stopped by us."""
+        """Return the failures of the processes so far. Call this before any of them is terminated."""
         failures = []
         self._read_reports()
         for local_rank, (rank, process) in enumerate(self._processes.items()):
@@ -538,13 +519,13 @@ class Processes:
 
 
 def _run_rank(call: Call, variables: dict[str, str], report: Connection, leaves_group: bool) -> None:
-    """What each process does; its failure goes to the parent instead of the screen, and so does what it returns."""
+    """Run the call in a child process, and send its return value or its traceback to the parent."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if leaves_group:
         os.setpgrp()
     threading.Thread(target=_end_with_parent, name="drivetrain-parent", daemon=True).start()
     try:
-        call.prepare()
+        call.prepare()  # before the rank is set, so that the script's top level cannot join the run
         os.environ.update(variables)
         if "OMP_NUM_THREADS" in variables:
             torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
@@ -573,7 +554,7 @@ def _run_rank(call: Call, variables: dict[str, str], report: Connection, leaves_
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it is gone, which could not end it."""
+    """Exit this process when its parent process is gone."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -606,33 +587,35 @@ def notebook_launcher(
     """Run a function in several processes and wait for them.
 
     Args:
-        function: What each process runs. It makes its own Trainer or Accelerator.
-        args: Its arguments.
-        num_processes: Processes over all machines; one per accelerator, or one on the CPU, if None. With one
-            process altogether, the function runs in this one.
-        mixed_precision: Default number format in the processes.
-        use_port: Port where they meet; 0 for a free one (on one machine).
+        function: Function to run in each process. It must create its own Trainer or Accelerator.
+        args: Arguments of the function.
+        num_processes: Number of processes over all machines. None means one per accelerator, or one on the CPU. A
+            single process runs in this one, without a new process.
+        mixed_precision: Default precision in the processes.
+        use_port: Port of the rendezvous. 0 uses a free port, on one machine only.
         master_addr: Address of machine 0.
-        node_rank: Which machine this is, from 0.
-        num_nodes: Machines that take part; the same call runs on each.
-        rdzv_backend: Without effect: machines meet at `master_addr`, and `node_rank` orders them.
-        rdzv_endpoint: That address and port in one, as in `"10.0.0.1:29500"`.
-        rdzv_conf: Without effect.
-        rdzv_id: Without effect.
-        max_restarts: How often all processes are started again after a failure; on one machine.
-        monitor_interval: Without effect: a process's end is seen at once.
-        log_line_prefix_template: Without effect.
-        start_method: `"fork"`, or `"spawn"` for new interpreters, also where a device is in use here
-            already. What is spawned gets the function and its arguments by pickle, and sees no other variable.
-        cpu: Run on the CPU, also where there are accelerators.
+        node_rank: Index of this machine, from 0.
+        num_nodes: Number of machines. The same call must run on each.
+        rdzv_backend: Ignored. Machines connect to `master_addr`, ordered by `node_rank`.
+        rdzv_endpoint: Address and port in one string, such as `"10.0.0.1:29500"`.
+        rdzv_conf: Ignored.
+        rdzv_id: Ignored.
+        max_restarts: Maximum number of restarts of all processes after a failure, on one machine only.
+        monitor_interval: Ignored. The end of a process is detected at once.
+        log_line_prefix_template: Ignored.
+        start_method: `"fork"`, or `"spawn"` for new interpreters, which also works if a device is already in use in
+            this process. Spawned processes get the function and its arguments by pickle, and no other variables.
+        cpu: Run on the CPU even if there are accelerators.
 
     Returns:
-        What the function returned in the first process of this machine, if it can be pickled.
+        The return value of the function in the first process of this machine, or None with a warning if it cannot be
+        pickled.
 
     Raises:
-        LaunchError: A process failed; the message holds the first one's traceback. Or the processes cannot be
-            started: an accelerator or an Accelerator is in use here already. A notebook shows it in 12 lines at most.
-        ConfigurationError: An argument that cannot be.
+        LaunchError: A process failed, with the first traceback in the message. Or the processes cannot be started
+            because an accelerator or an Accelerator is already in use in this process. A notebook shows at most 12
+            lines.
+        ConfigurationError: An argument is invalid.
 
     Example:
         ```python
@@ -673,7 +656,7 @@ def call_in_processes(
     prepare: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
     takes_over: bool = False,
 ) -> Any:
-    """Run a function in the processes of this machine, and wait for them. They end with this process."""
+    """Run a function in several processes of this machine and wait for them. They exit if this process exits."""
     stop_at_start_of_processes()
     plan = LaunchPlan.make(options)
     world_size = plan.local_processes * options.max_machines
@@ -682,8 +665,8 @@ def call_in_processes(
             return function(*args)
     if start_method == "fork":
         if not takes_over:
-            refuse_existing_state()
-        refuse_what_a_fork_would_break(plan.kind)
+            check_no_existing_state()
+        check_forkable(plan.kind)
     call = (Call if start_method == "fork" else PickledCall)(function, args, prepare)
     variables = {
         **plan.variables,
@@ -710,8 +693,8 @@ def _check_start(method: str, restarts: int, machines: int) -> None:
         raise ConfigurationError(f"start_method is {method!r}, but must be one of {', '.join(_START_METHODS)}.")
     if restarts and machines > 1:
         raise ConfigurationError(
-            f"max_restarts is {restarts} for {machines} machines, which would start again one by one. Leave it "
-            "out, or save the training as a file and run `drivetrain launch --max_restarts` on it.",
+            f"max_restarts is {restarts} for {machines} machines, which would restart separately. Leave it out, or "
+            "save the training as a file and run `drivetrain launch --max_restarts` on it.",
         )
 
 
@@ -719,7 +702,7 @@ def _port(given: str | int, machines: int) -> int | None:
     try:
         port = int(given)
     except ValueError:
-        raise ConfigurationError(f"use_port is {given!r}, but must be a number; 0 takes a free port.") from None
+        raise ConfigurationError(f"use_port is {given!r}, but must be a number. 0 uses a free port.") from None
     if port == 0 and machines > 1:
-        raise ConfigurationError("use_port is 0, but several machines must agree on one. Give the same port on each.")
+        raise ConfigurationError("use_port is 0, but several machines need a common port. Give the same one on each.")
     return port

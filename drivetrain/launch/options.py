@@ -1,7 +1,7 @@
-"""The settings of a launch, each described once, and what a launch is asked to do.
+"""Launch settings and the options of a launch.
 
-A field of `LaunchOptions`, or an entry of a group, gives a flag of `drivetrain launch` and its help, a key of its file,
-and a variable of its processes.
+Each field of `LaunchOptions`, and each entry of a group, defines a flag of `drivetrain launch`, a key of the
+configuration file and an environment variable of the processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from drivetrain.launch.settings.setting import (
 from drivetrain.runtime.environment import COMMAND_VARIABLE, LAUNCHED_VARIABLE
 from drivetrain.runtime.errors import FULL_VARIABLE, ConfigurationError, nearest
 
-DEFAULT_PORT = 29500  # where machines meet when no port is named, as with torchrun
+DEFAULT_PORT = 29500  # port of the rendezvous, torchrun's default
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 HANG_TIMEOUT_VARIABLE = "DRIVETRAIN_HANG_TIMEOUT"
 MIXED_PRECISIONS = (
@@ -55,20 +55,20 @@ STAND_INS = ("accelerate", "lightning")
 LAUNCHERS = ("elastic", "ray")
 RENDEZVOUS_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 _NO_SAGEMAKER = (
-    "drivetrain starts no jobs on SageMaker. Run `drivetrain launch` as the entry point of a job, and leave it out."
+    "drivetrain starts no jobs on SageMaker. Run `drivetrain launch` as the entry point of a job, without this setting."
 )
 _NO_POD = (
-    "drivetrain launch opens no connection to the machines of a pod. Run it on each of them, such as with "
-    '`drivetrain tpu-config --command "drivetrain launch train.py"`, and leave it out here.'
+    "drivetrain launch does not connect to the machines of a pod. Run it on each of them, such as with "
+    '`drivetrain tpu-config --command "drivetrain launch train.py"`, without this setting.'
 )
-_NO_PRELOADING = "each process imports everything by itself"
-_OF_A_POD = "it concerns the machines of a pod, on each of which `drivetrain launch` is run by itself"
+_NO_PRELOADING = "each process imports everything itself"
+_OF_A_POD = "it is for TPU pods, where `drivetrain launch` runs on each machine separately"
 _STAND_INS = Path(__file__).parents[1] / "compat" / "stand_ins"
-# Of machines that this launcher starts processes on by itself.
+# Settings that have no effect under Ray, which chooses machines and devices.
 _NOT_ON_RAY = ("main_process_ip", "hang_timeout", "enable_cpu_affinity", "tee", "log_dir", "tpu")
 
 GROUPS: dict[str, Group] = {group.name: group for group in (FSDP, DEEPSPEED, GRID, MEGATRON, FP8, DYNAMO, MPI)}
-# Of each, one: a stronger source that gives one takes the place of a weaker source's others.
+# Mutually exclusive settings. One of them in a stronger source overrides all others in weaker sources.
 ALTERNATIVES = (
     ("use_fsdp", "use_deepspeed", "use_megatron_lm"),
     ("cpu", "multi_gpu", "tpu"),
@@ -78,27 +78,25 @@ ALTERNATIVES = (
 
 @dataclass(frozen=True)
 class Given:
-    """A value of a setting."""
-
     value: Any
     source: str
 
 
 def _option(section: str, help: str, kind: str = "text", default: Any = None, **more: Any) -> Any:
-    """Make a field of `LaunchOptions` with its `Setting`."""
     value = False if kind == "switch" and default is None else default
     return field(default=value, metadata={"setting": Setting("", help, kind, section, **more)})
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How many processes to start, where, and with which settings.
+    """Options of a launch: number of processes, machines, devices and settings.
 
-    Each argument is the flag of `drivetrain launch` of the same name; `module`, `stand_in` and `tee` are `-m`, `--as`
-    and `-t`. The settings of a group, such as `fsdp_config`, are a mapping with the keys of a configuration file.
+    Each argument equals the flag of `drivetrain launch` with the same name. `module`, `stand_in` and `tee` are the
+    flags `-m`, `--as` and `-t`. Groups of settings, such as `fsdp_config`, are dicts with the keys of a configuration
+    file.
 
     Raises:
-        ConfigurationError: A value that cannot be, or two that contradict each other.
+        ConfigurationError: A value is invalid, or two contradict each other.
 
     Example:
         ```python
@@ -110,14 +108,14 @@ class LaunchOptions:
 
     num_processes: int | None = _option(
         "Processes",
-        "Processes over all machines. Default: one per accelerator, or one on the CPU.",
+        "Number of processes over all machines. Default: one per accelerator, or one on the CPU.",
         "int",
         variable="DRIVETRAIN_NUM_PROCESSES",
         of_launcher=True,
     )
     num_machines: int | str = _option(
         "Several machines",
-        "Machines that take part. Default: 1. With 1:2, the run continues when one of two dies or comes.",
+        "Number of machines. Default: 1. With 1:2, the run continues if one of two machines fails or joins.",
         "text",
         1,
         flags=("--nnodes",),
@@ -127,7 +125,7 @@ class LaunchOptions:
     )
     machine_rank: int = _option(
         "Several machines",
-        "Which one this is, from 0.",
+        "Index of this machine, from 0.",
         "int",
         0,
         flags=("--node_rank",),
@@ -144,7 +142,7 @@ class LaunchOptions:
     )
     main_process_port: int | None = _option(
         "Several machines",
-        "Port on machine 0. Default: 29500; a free one where there is one machine.",
+        "Port on machine 0. Default: 29500, or a free port on a single machine.",
         "int",
         flags=("--master_port",),
         variable="DRIVETRAIN_MAIN_PROCESS_PORT",
@@ -152,19 +150,19 @@ class LaunchOptions:
     )
     cpu: bool = _option(
         "Processes",
-        "Run on the CPU, also where there are accelerators.",
+        "Run on the CPU even if there are accelerators.",
         "switch",
         keys=("use_cpu",),
         flags=("--use_cpu",),
         variable="DRIVETRAIN_USE_CPU",
         theirs="ACCELERATE_USE_CPU",
     )
-    multi_gpu: bool = _option("Processes", "Insist on accelerators: an error where there are none.", "switch")
-    tpu: bool = _option("TPU", "Insist on a TPU: an error where there is none.", "switch")
+    multi_gpu: bool = _option("Processes", "Require accelerators: an error if there are none.", "switch")
+    tpu: bool = _option("TPU", "Require a TPU: an error if there is none.", "switch")
     gpu_ids: str | None = _option("Processes", 'Accelerators to use, such as "0,2"; "all" for all.', metavar="IDS")
     mixed_precision: str | None = _option(
-        "Numbers and speed",
-        f"Default number format: {', '.join(MIXED_PRECISIONS)}.",
+        "Precision and speed",
+        f"Default precision: {', '.join(MIXED_PRECISIONS)}.",
         "choice",
         choices=MIXED_PRECISIONS,
         metavar="NAME",
@@ -172,19 +170,19 @@ class LaunchOptions:
         theirs="ACCELERATE_MIXED_PRECISION",
     )
     downcast_bf16: bool = _option(
-        "Numbers and speed",
-        "On XLA devices, let bf16 round 32-bit floats to bfloat16 and compute 64-bit ones in 32 bits.",
+        "Precision and speed",
+        "On XLA devices under bf16, round float32 to bfloat16 and float64 to float32.",
         "switch",
         variable="DRIVETRAIN_DOWNCAST_BF16",
     )
     gradient_accumulation_steps: int | None = field(default=None, metadata={"setting": GRADIENT_ACCUMULATION})
-    module: bool = _option("Script", "SCRIPT is a module's name, as in python -m.", "switch", flags=("-m",))
-    no_python: bool = _option("Script", "SCRIPT is a program of its own, not Python.", "switch")
-    preload: str | None = _option("Script", "Accepted, and will be removed.", metavar="MODULES", inert=_NO_PRELOADING)
-    no_preload: bool = _option("Script", "Accepted, and will be removed.", "switch", inert=_NO_PRELOADING)
+    module: bool = _option("Script", "SCRIPT is the name of a module, as in python -m.", "switch", flags=("-m",))
+    no_python: bool = _option("Script", "SCRIPT is an executable, not a Python file.", "switch")
+    preload: str | None = _option("Script", "Deprecated and ignored.", metavar="MODULES", inert=_NO_PRELOADING)
+    no_preload: bool = _option("Script", "Deprecated and ignored.", "switch", inert=_NO_PRELOADING)
     stand_in: str | None = _option(
         "Script",
-        f"Give SCRIPT, and what it imports, drivetrain under the name of: {', '.join(STAND_INS)}.",
+        f"Replace a package by drivetrain in SCRIPT and its imports: {', '.join(STAND_INS)}.",
         "choice",
         flags=("--as",),
         shown="--as",
@@ -193,8 +191,7 @@ class LaunchOptions:
     )
     launcher: str = _option(
         "Ray",
-        "Who starts the processes: elastic (here, or one launch on each machine; the default), or ray (on the workers "
-        "of a Ray cluster).",
+        "elastic (default; one launch per machine), or ray (workers of a Ray cluster).",
         "choice",
         "elastic",
         choices=LAUNCHERS,
@@ -202,7 +199,7 @@ class LaunchOptions:
     )
     ray_address: str | None = _option(
         "Ray",
-        "The cluster: HOST:PORT, auto for the one that this machine is in, or local to start one here for the run. "
+        "Address of the Ray cluster: HOST:PORT, auto (this machine's cluster) or local (start one for this run). "
         "Default: RAY_ADDRESS, or auto.",
         metavar="ADDRESS",
         variable="RAY_ADDRESS",
@@ -210,29 +207,29 @@ class LaunchOptions:
     )
     rdzv_backend: str | None = _option(
         "Several machines",
-        f"How machines meet: {', '.join(RENDEZVOUS_BACKENDS)}. Default: static, or c10d with MIN:MAX.",
+        f"Rendezvous backend: {', '.join(RENDEZVOUS_BACKENDS)}. Default: static, or c10d with MIN:MAX.",
         "choice",
         choices=RENDEZVOUS_BACKENDS,
         metavar="NAME",
     )
     rdzv_conf: str = _option(
-        "Several machines", "Further settings of that, such as timeout=60.", "text", "", metavar="KEY=VALUE,..."
+        "Several machines", "Options of the rendezvous, such as timeout=60.", "text", "", metavar="KEY=VALUE,..."
     )
-    same_network: bool = _option(
-        "Several machines", "Accepted; --rdzv_backend decides how machines meet.", "switch", True
+    same_network: bool = _option("Several machines", "Accepted and ignored. See --rdzv_backend.", "switch", True)
+    max_restarts: int = _option(
+        "Failures and output", "Maximum restarts of all processes after a failure. Default: 0.", "int", 0
     )
-    max_restarts: int = _option("Failures and output", "Start all again after a failure. Default: 0.", "int", 0)
     preemption_grace_period: float = _option(
         "Failures and output",
-        "Time to save and end after SIGTERM, SIGUSR1 or Ctrl-C. Default: 60.",
+        "Time to save and exit after SIGTERM, SIGUSR1 or Ctrl-C. Default: 60.",
         "float",
         60.0,
         metavar="SECONDS",
     )
     hang_timeout: float | None = _option(
         "Failures and output",
-        "End a run in which a rank makes no progress for so long, and report where each waits; 0 never. "
-        "Default: just before the collectives' own time-out.",
+        "Stop the run if a rank makes no progress for this long, and report where each rank waits. 0 disables it. "
+        "Default: just before the time-out of collectives.",
         "float",
         metavar="SECONDS",
     )
@@ -245,21 +242,21 @@ class LaunchOptions:
     enable_cpu_affinity: bool = _option("Processes", "Bind each process to its own equal share of the cores.", "switch")
     tee: str | None = _option(
         "Failures and output",
-        "Which: 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:1. Default: 3 with --log_dir.",
+        "Streams to print: 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:1. Default: 3 with --log_dir.",
         flags=("-t",),
         metavar="WHICH",
     )
     log_dir: str | None = _option(
-        "Failures and output", "Write each rank's output to files there as well.", metavar="DIRECTORY"
+        "Failures and output", "Also write each rank's output to files in this folder.", metavar="DIRECTORY"
     )
     debug: bool = _option(
         "Failures and output",
-        "Show what is decided, and compare the calls of all processes before each collective and barrier.",
+        "Print the launch plan, and compare the calls of all processes before each collective and barrier.",
         "switch",
     )
     full_traceback: bool = _option(
         "Failures and output",
-        "Show all frames of an error's traceback, also those inside drivetrain.",
+        "Show all frames of tracebacks, including those inside drivetrain.",
         "switch",
         variable=FULL_VARIABLE,
     )
@@ -279,7 +276,7 @@ class LaunchOptions:
     )
     use_parallelism_config: bool = _option(
         "Strategy",
-        "Arrange the processes in a grid: tensor and context parallelism.",
+        "Use a device mesh: tensor and context parallelism.",
         "switch",
         variable="DRIVETRAIN_USE_PARALLELISM_CONFIG",
         theirs="ACCELERATE_USE_PARALLELISM_CONFIG",
@@ -298,7 +295,7 @@ class LaunchOptions:
     fp8_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     dynamo_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     mpirun_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    # of num_machines
+    # Derived from num_machines
     min_machines: int = field(init=False, repr=False, compare=False)
     max_machines: int = field(init=False, repr=False, compare=False)
 
@@ -306,7 +303,7 @@ class LaunchOptions:
         if self.preload is not None or self.no_preload:
             from drivetrain.runtime.errors import warn_ignored
 
-            hint = "Each process imports everything by itself."
+            hint = "Each process imports everything itself."
             warn_ignored("launch", "preload", self.preload, hint, since="0.1.0", removed_in="0.3.0")
             warn_ignored("launch", "no_preload", self.no_preload or None, hint, since="0.1.0", removed_in="0.3.0")
         for setting in TOP:
@@ -332,7 +329,7 @@ class LaunchOptions:
         if self.use_parallelism_config and (self.use_deepspeed or self.use_megatron_lm):
             other = "use_deepspeed" if self.use_deepspeed else "use_megatron_lm"
             raise ConfigurationError(
-                f"use_parallelism_config and {other} contradict each other: a grid goes with use_fsdp. Give one.",
+                f"use_parallelism_config and {other} contradict each other. Use a device mesh with use_fsdp only.",
             )
         self._check_values()
         self._check_machines()
@@ -340,26 +337,26 @@ class LaunchOptions:
 
     @classmethod
     def from_sources(cls, *sources: Mapping[str, Any]) -> LaunchOptions:
-        """Build the options from several sources, such as the command line and then a file.
+        """Create the options from several sources, such as the command line and a file.
 
         Args:
-            sources: Mappings from option to value; of an option that several give, the first one
-                counts. None means not given.
+            sources: Dicts from option to value, the strongest first. The first source with an option wins. None means
+                not given.
 
         Raises:
-            ConfigurationError: An option that does not exist, or a value that cannot be.
+            ConfigurationError: An option does not exist, or a value is invalid.
         """
         return cls.from_given(merge({name: Given(value, "") for name, value in source.items()} for source in sources))
 
     @classmethod
     def from_given(cls, given: Mapping[str, Given]) -> LaunchOptions:
-        """Build the options from settings that were collected; those that mean nothing here are left out.
+        """Create the options from collected settings. Settings without an effect are left out.
 
         Args:
-            given: By name of setting.
+            given: Values by name of the setting.
 
         Raises:
-            ConfigurationError: A value that cannot be.
+            ConfigurationError: A value is invalid.
         """
         known = {each.name for each in fields(cls)}
         merged: dict[str, Any] = {}
@@ -376,7 +373,7 @@ class LaunchOptions:
 
     @property
     def values(self) -> dict[str, Any]:
-        """What was asked for, by name of setting."""
+        """All settings that differ from their defaults, by name."""
         found: dict[str, Any] = {}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -388,38 +385,38 @@ class LaunchOptions:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables of a run that depend on no machine: settings, and what the script imports."""
+        """Environment variables of the processes that do not depend on the machine."""
         variables = {LAUNCHED_VARIABLE: "1", COMMAND_VARIABLE: shlex.join(sys.orig_argv), **variables_of(self.values)}
         if self.debug:
             variables["DRIVETRAIN_DEBUG"] = "1"
         if self.stand_in is not None:
-            # Found before the original by every Python that a rank is or starts, also by one that is not ours.
+            # A path, not an import hook, so that every Python process that a rank starts finds the replacement first.
             paths = [str(_STAND_INS / self.stand_in), os.environ.get("PYTHONPATH", "")]
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         for names in ALTERNATIVES:
             if any(getattr(self, name) for name in names):
-                # What the environment asks for otherwise would reach the processes too.
+                # The processes inherit contradictory variables of the environment unless they are overridden.
                 others = {str(SETTINGS[name].variable) for name in names if not getattr(self, name)}
                 variables |= {variable: "false" for variable in others if variable in os.environ}
         return variables
 
     def check_script(self, script: str) -> None:
-        """Refuse a script, a program or a file of settings that is not there. Ranks look for a module themselves.
+        """Raise an error if the script, the program or a settings file does not exist. Modules are not checked.
 
         Raises:
-            ConfigurationError: It is not there.
+            ConfigurationError: A file does not exist.
         """
         for name in ("deepspeed_config_file", "mpirun_hostfile"):
             file = self.values.get(name)
             if file is not None and not os.path.isfile(os.path.expanduser(file)):
-                raise ConfigurationError(f"{name} is {file!r}, but there is no such file. Give its path.")
+                raise ConfigurationError(f"{name} is {file!r}, but this file does not exist. Check the path.")
         if self.module:
             return
         if self.no_python:
             if shutil.which(script) is None:
                 raise ConfigurationError(
-                    f"There is no program {script!r}. Give its path or a name on PATH, or leave no_python out if it "
-                    "is Python.",
+                    f"There is no program {script!r}. Give its path or a name on PATH, or leave no_python out for a "
+                    "Python script.",
                 )
         elif not os.path.exists(script):
             beside = glob.glob(os.path.join(glob.escape(os.path.dirname(script)), "*.py"))
@@ -430,15 +427,15 @@ class LaunchOptions:
 
     @property
     def compares_calls(self) -> bool:
-        """Whether processes compare their calls before each collective: by `debug`, or by the environment."""
+        """True if processes compare their calls before each collective, because of `debug` or the environment."""
         return self.debug or os.environ.get("DRIVETRAIN_DEBUG", "").lower() in {"1", "true", "yes", "on"}
 
     @property
     def hang_limit(self) -> float | None:
-        """Seconds without progress that are a hang: `hang_timeout`, or the environment's; None if neither.
+        """Seconds without progress that count as a hang, from `hang_timeout` or the environment, or None.
 
         Raises:
-            ConfigurationError: The variable's value is no number of seconds.
+            ConfigurationError: The variable's value is not a number of seconds.
         """
         given = os.environ.get(HANG_TIMEOUT_VARIABLE)
         if self.hang_timeout is not None or not given:
@@ -449,22 +446,22 @@ class LaunchOptions:
             limit = -1.0
         if not limit >= 0:
             raise ConfigurationError(
-                f"{HANG_TIMEOUT_VARIABLE}={given!r} is no number of seconds. Give one above 0, or 0 for no limit.",
+                f"{HANG_TIMEOUT_VARIABLE}={given!r} is not a number of seconds. Give one above 0, or 0 for no limit.",
             )
         return limit
 
     @property
     def rendezvous_settings(self) -> dict[str, str]:
-        """`rdzv_conf` taken apart."""
+        """The keys and values of `rdzv_conf`."""
         pairs = (pair.split("=", 1) for pair in self.rdzv_conf.split(",") if pair.strip())
         return {key.strip(): value.strip() for key, value in pairs}
 
     @property
     def device_ids(self) -> tuple[str, ...] | None:
-        """`gpu_ids` taken apart; None for all."""
+        """The ids in `gpu_ids`, or None for all devices."""
         if self.gpu_ids is None or self.gpu_ids.strip().lower() == "all":
             return None
-        return tuple(part.strip() for part in self.gpu_ids.strip().removesuffix(",").split(","))  # "0," is one
+        return tuple(part.strip() for part in self.gpu_ids.strip().removesuffix(",").split(","))  # "0," means one id
 
     def _check_values(self) -> None:
         minimums = {
@@ -477,7 +474,7 @@ class LaunchOptions:
         for name, minimum in minimums.items():
             value = getattr(self, name)
             if value is not None and value < minimum:
-                of_processes = " Leave it out for one process per accelerator (or one on the CPU)."
+                of_processes = " Leave it out for one process per accelerator, or one on the CPU."
                 hint = of_processes if name == "num_processes" else ""
                 raise ConfigurationError(f"{name} is {value}, but must be at least {minimum}.{hint}")
         for name in ("monitor_interval", "preemption_grace_period"):
@@ -485,7 +482,7 @@ class LaunchOptions:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be more than 0 seconds.")
         if self.hang_timeout is not None and not self.hang_timeout >= 0:
             raise ConfigurationError(
-                f"hang_timeout is {self.hang_timeout}, but must be at least 0 seconds; 0 is no limit."
+                f"hang_timeout is {self.hang_timeout}, but must be at least 0 seconds. 0 means no limit."
             )
         if any("=" not in pair for pair in self.rdzv_conf.split(",") if pair.strip()):
             raise ConfigurationError(
@@ -501,7 +498,7 @@ class LaunchOptions:
         numbers = str(self.num_machines).split(":")
         if len(numbers) > 2 or not all(number.strip().removeprefix("-").isdigit() for number in numbers):
             raise ConfigurationError(
-                f'num_machines is {self.num_machines!r}, but must be a number, or "least:most", such as "1:2".',
+                f'num_machines is {self.num_machines!r}, but must be a number or "MIN:MAX", such as "1:2".',
             )
         least, most = int(numbers[0]), int(numbers[-1])
         object.__setattr__(self, "min_machines", least)
@@ -510,7 +507,7 @@ class LaunchOptions:
             raise ConfigurationError(f"num_machines is {self.num_machines}, but must be at least 1.")
         if most < least:
             raise ConfigurationError(
-                f"num_machines is {self.num_machines!r}, but the most cannot be fewer than the least. "
+                f"num_machines is {self.num_machines!r}, but the maximum cannot be below the minimum. "
                 f'Give "{most}:{least}".',
             )
         if self.machine_rank >= most:
@@ -520,25 +517,25 @@ class LaunchOptions:
             )
         if most > 1 and not self.main_process_ip:
             raise ConfigurationError(
-                f"num_machines is {self.num_machines}, but main_process_ip is not given. "
-                "Name the address of machine 0, the same on every machine.",
+                f"num_machines is {self.num_machines}, but main_process_ip is missing. "
+                "Give the address of machine 0 on every machine.",
             )
         if least != most and self.rdzv_backend == "static":
             raise ConfigurationError(
-                f"num_machines is {self.num_machines!r}, but with rdzv_backend='static' it cannot change. "
+                f"num_machines is {self.num_machines!r}, but rdzv_backend='static' needs a fixed number. "
                 "Leave rdzv_backend out, or give a single number of machines.",
             )
         if self.num_processes is not None and self.num_processes % most:
             raise ConfigurationError(
-                f"num_processes is {self.num_processes} over all machines, which {most} "
-                f"machines cannot share equally. Take a multiple of {most}.",
+                f"num_processes is {self.num_processes} over all machines, which is not divisible by {most} "
+                f"machines. Give a multiple of {most}.",
             )
         lowest = 0 if most == 1 else 1
         port = self.main_process_port
         if port is not None and not lowest <= port <= 65535:
             raise ConfigurationError(
                 f"main_process_port is {port}, but must be {lowest} to 65535. "
-                "Leave it out for a free port on one machine.",
+                "Leave it out on one machine to use a free port.",
             )
 
     def _check_devices(self) -> None:
@@ -550,8 +547,8 @@ class LaunchOptions:
             unused += ["mpirun_hostfile"] if self.mpirun_config else []
             if unused:
                 raise ConfigurationError(
-                    f"{unused[0]} is {self.values[unused[0]]!r}, which has no effect with launcher='ray': Ray decides "
-                    "which machines and devices the processes get. Leave one of the two out.",
+                    f"{unused[0]} is {self.values[unused[0]]!r}, which has no effect with launcher='ray': Ray chooses "
+                    "the machines and devices. Leave one of the two out.",
                 )
         asked = "gpu_ids" if self.gpu_ids is not None else "multi_gpu" if self.multi_gpu else None
         if self.cpu and asked is not None:
@@ -566,58 +563,59 @@ class LaunchOptions:
         if self.num_processes is not None and self.num_processes // self.max_machines > len(ids):
             raise ConfigurationError(
                 f"gpu_ids names {len(ids)} device(s) for {self.num_processes // self.max_machines} processes "
-                "on this machine. Name one device for each process, or leave num_processes out.",
+                "on this machine. Give one device per process, or leave num_processes out.",
             )
 
 
-# Of other launchers, or what only the launcher reads: flags and keys without a field.
+# Flags and keys without a field in `LaunchOptions`, most of them from other launchers.
+_IGNORED = "Accepted and ignored."
 _WITHOUT_FIELD = (
     Setting(
         "rdzv_endpoint",
-        "The same as --main_process_ip and --main_process_port in one.",
+        "--main_process_ip and --main_process_port in one flag.",
         "text",
         "Several machines",
         metavar="ADDRESS:PORT",
     ),
     Setting(
         "quiet",
-        "Accepted: only the traceback of the rank that failed first is shown.",
+        "Accepted and ignored: only the traceback of the rank that failed first is shown.",
         "switch",
         "Failures and output",
         flags=("-q",),
         inert="only the traceback of the rank that failed first is shown",
     ),
-    Setting("role", "Accepted.", "text", "Failures and output", inert="ranks are named by their number"),
+    Setting("role", "Accepted and ignored.", "text", "Failures and output", inert="ranks are named by their number"),
     Setting(
         "main_training_function",
-        "Accepted: the script runs from its top.",
+        "Accepted and ignored: the script runs from its start.",
         "text",
         "TPU",
-        inert="the script runs from its top",
+        inert="the script runs from its start",
     ),
     Setting(
         "tpu_use_cluster",
-        "A pod: run `drivetrain launch` on each machine.",
+        "Not supported: run `drivetrain launch` on each machine of the pod.",
         "switch",
         "TPU",
         flags=("--tpu_cluster",),
         refused=_NO_POD,
     ),
-    Setting("no_tpu_cluster", "Accepted.", "switch", "TPU", inert="there is no other way"),
-    Setting("tpu_use_sudo", "Accepted.", "switch", "TPU", inert=_OF_A_POD),
-    Setting("tpu_name", "Accepted.", "text", "TPU", metavar="NAME", inert=_OF_A_POD),
-    Setting("tpu_zone", "Accepted.", "text", "TPU", metavar="NAME", inert=_OF_A_POD),
-    Setting("tpu_vm", "Accepted.", "words", "TPU", flags=("--vm",), metavar="NAMES", inert=_OF_A_POD),
-    Setting("tpu_env", "Accepted.", "words", "TPU", flags=("--env",), metavar="NAME=VALUE", inert=_OF_A_POD),
-    Setting("command_file", "Accepted.", "text", "TPU", metavar="FILE", inert=_OF_A_POD),
-    Setting("commands", "Accepted.", "words", "TPU", inert=_OF_A_POD),
-    Setting("aws_access_key_id", "SageMaker: not here.", "text", "SageMaker", refused=_NO_SAGEMAKER),
-    Setting("aws_secret_access_key", "SageMaker: not here.", "text", "SageMaker", refused=_NO_SAGEMAKER),
+    Setting("no_tpu_cluster", _IGNORED, "switch", "TPU", inert="the launcher never connects to a pod"),
+    Setting("tpu_use_sudo", _IGNORED, "switch", "TPU", inert=_OF_A_POD),
+    Setting("tpu_name", _IGNORED, "text", "TPU", metavar="NAME", inert=_OF_A_POD),
+    Setting("tpu_zone", _IGNORED, "text", "TPU", metavar="NAME", inert=_OF_A_POD),
+    Setting("tpu_vm", _IGNORED, "words", "TPU", flags=("--vm",), metavar="NAMES", inert=_OF_A_POD),
+    Setting("tpu_env", _IGNORED, "words", "TPU", flags=("--env",), metavar="NAME=VALUE", inert=_OF_A_POD),
+    Setting("command_file", _IGNORED, "text", "TPU", metavar="FILE", inert=_OF_A_POD),
+    Setting("commands", _IGNORED, "words", "TPU", inert=_OF_A_POD),
+    Setting("aws_access_key_id", "Not supported: SageMaker.", "text", "SageMaker", refused=_NO_SAGEMAKER),
+    Setting("aws_secret_access_key", "Not supported: SageMaker.", "text", "SageMaker", refused=_NO_SAGEMAKER),
 )
 _SECTIONS = (
     "Script",
     "Processes",
-    "Numbers and speed",
+    "Precision and speed",
     "Strategy",
     "Ray",
     "Several machines",
@@ -641,7 +639,6 @@ SETTINGS: dict[str, Setting] = {
 
 
 def merge(sources: Iterable[Mapping[str, Given]]) -> dict[str, Given]:
-    """Merge sources, the strongest first."""
     merged: dict[str, Given] = {}
     for source in sources:
         chosen = {name for name, given in merged.items() if given.value}
@@ -659,7 +656,6 @@ def merge(sources: Iterable[Mapping[str, Given]]) -> dict[str, Given]:
 
 
 def variables_of(values: Mapping[str, Any]) -> dict[str, str]:
-    """The environment variables through which settings reach the processes."""
     variables = {}
     for name, value in values.items():
         setting = SETTINGS[name]

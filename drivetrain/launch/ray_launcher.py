@@ -1,4 +1,4 @@
-"""Runs a script on the workers of a Ray cluster: one rank a worker, where Ray places it."""
+"""Launcher for Ray clusters, with one rank per Ray worker."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from drivetrain.launch.report import (
 from drivetrain.runtime.errors import DeviceNotAvailableError, LaunchError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 
-# What a worker of Ray runs: one rank as a process beside it, with its output and how it ends
+# Ray actor of one rank
 
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-# Of the machine that a process is on: that of the launcher means nothing on another one.
+# Variables that describe the launcher's own machine and must not reach ranks on other machines.
 _OF_A_MACHINE = ("HOSTNAME", "TMPDIR", "DISPLAY", VISIBLE_DEVICES)
 _PREFIXES_OF_A_MACHINE = ("RAY_", "SLURM_", "OMPI_", "PMI_", "SSH_", "XDG_")
 _INTERVAL = 0.02
@@ -47,12 +47,12 @@ _PIPE = 65536  # bytes
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker is.
+    """Location of a Ray worker.
 
     Attributes:
-        node: Ray's name of the machine.
-        host: Its address.
-        devices: The GPUs that Ray has given to the worker, by their ids on that machine.
+        node: Ray's id of the machine.
+        host: IP address of the machine.
+        devices: Ids of the worker's GPUs on that machine.
     """
 
     node: str
@@ -62,13 +62,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Report:
-    """News of a rank.
+    """Changes of a rank since the last report.
 
     Attributes:
-        output: What it has written since the last report: 1 or 2, for stdout or stderr, and bytes, in order.
-        alive: Whether its process is there.
-        failing: Whether it has ended, or is about to end, with another exit code than 0.
-        failures: How it failed, if it failed by itself.
+        output: New output in order: 1 for stdout or 2 for stderr, and the bytes.
+        alive: True if the process still runs.
+        failing: True if the rank has exited or is about to exit with an error.
+        failures: The rank's own failure, if any.
     """
 
     output: tuple[tuple[int, bytes], ...] = ()
@@ -78,23 +78,23 @@ class Report:
 
 
 class Stream:
-    """What a process writes to a pipe, in whole lines; the rest of a line once nothing follows it."""
+    """Reader of a process's pipe that returns whole lines, and an unfinished line after a pause."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._lock = threading.Lock()
         self._written = b""
-        self._taken_at = 0  # length of an unfinished line when it was last left here
+        self._taken_at = 0  # length of the unfinished line at the previous call of `take`
         self._reader = threading.Thread(target=self._read, args=(pipe,), daemon=True)
         self._reader.start()
 
     def take(self, *, last: bool = False) -> bytes:
-        """What is there, up to the end of a line."""
+        """Return the new output up to the last line end."""
         if last:
-            self._reader.join(STOP_PATIENCE)  # a process that it has left behind may hold the pipe
+            self._reader.join(STOP_PATIENCE)  # an orphaned child process may keep the pipe open
         with self._lock:
             end = self._written.rfind(b"\n") + 1
             if last or len(self._written) - end == self._taken_at:
-                end = len(self._written)  # such as a progress bar, which ends no line
+                end = len(self._written)  # output without a line end, such as a progress bar
             taken, self._written = self._written[:end], self._written[end:]
             self._taken_at = len(self._written)
         return taken
@@ -105,11 +105,11 @@ class Stream:
                 with self._lock:
                     self._written += data
                 while len(self._written) > 64 * _PIPE:
-                    time.sleep(_INTERVAL)  # as with a full pipe, the rank waits until this is taken
+                    time.sleep(_INTERVAL)  # stop reading, so that the pipe fills up and the rank blocks
 
 
 class RayWorker:
-    """One rank on one worker. Ray makes an actor of this class: calls are taken one after the other."""
+    """Ray actor that runs one rank as a child process. Ray executes its calls one after the other."""
 
     def __init__(self) -> None:
         self._ranks: LocalRanks | None = None
@@ -118,7 +118,6 @@ class RayWorker:
         self._last = (True, False)
 
     def place(self) -> Place:
-        """Where this worker is."""
         import ray
         from ray.util import get_node_ip_address
 
@@ -127,7 +126,6 @@ class RayWorker:
         return Place(context.get_node_id(), get_node_ip_address(), devices)
 
     def free_port(self) -> int:
-        """A port that nothing on this machine listens on."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
@@ -135,15 +133,14 @@ class RayWorker:
     def start(
         self, command: Sequence[str], variables: Mapping[str, str], directory: str, *, python: bool = True
     ) -> int:
-        """Start the rank."""
         if not os.path.isdir(directory):
             raise LaunchError(
-                f"{socket.gethostname()} has no directory {directory}. The script must be at the same path on every "
+                f"{socket.gethostname()} has no folder {directory}. The script must have the same path on every "
                 "machine of the cluster, such as on a shared file system."
             )
         error_file = os.path.join(self._directory.name, "error.json")
         environment = environment_of_rank(variables, os.environ) | {ERROR_FILE_VARIABLE: error_file}
-        # Ray's workers hear no SIGINT, and what they start would not either.
+        # Ray's workers block SIGINT, and child processes inherit the signal mask.
         before = signal.pthread_sigmask(signal.SIG_SETMASK, ())
         try:
             process = subprocess.Popen(
@@ -153,7 +150,7 @@ class RayWorker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,
+                start_new_session=True,  # signals can then reach the rank with all of its child processes
             )
         except OSError as error:
             raise LaunchError(f"{command[0]} could not be started on {socket.gethostname()}: {error}.") from None
@@ -167,7 +164,7 @@ class RayWorker:
         return process.pid
 
     def poll(self, patience: float) -> Report:
-        """Wait for news of the rank, for some seconds at most."""
+        """Wait up to `patience` seconds for new output or a change of state."""
         ranks = self._running()
         deadline = time.monotonic() + patience
         while True:
@@ -180,20 +177,18 @@ class RayWorker:
             time.sleep(_INTERVAL)
 
     def forward(self, number: int) -> None:
-        """Pass a signal on to the rank."""
         ranks = self._running()
         ranks.forward(ranks.alive(), signal.Signals(number))
 
     def stop(self, patience: float) -> None:
-        """End the rank: ask it, then kill it."""
         ranks = self._running()
         ranks.stop(ranks.alive(), patience)
 
     def clean_up(self) -> None:
-        """End what the rank has left behind."""
+        """Kill the rank and its remaining child processes, and remove temporary files."""
         if self._ranks is not None:
             self.stop(0)
-            self._ranks.end_what_they_left()
+            self._ranks.end_orphans()
         self._directory.cleanup()
 
     def _running(self) -> LocalRanks:
@@ -202,15 +197,14 @@ class RayWorker:
 
 
 def environment_of_rank(given: Mapping[str, str], of_machine: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of a rank."""
     environment = {**of_machine, **given}
     if environment.get("PYTHONBREAKPOINT", "").startswith("ray."):
-        del environment["PYTHONBREAKPOINT"]  # of Ray's workers alone
+        del environment["PYTHONBREAKPOINT"]  # Ray's debugger works in its own workers only
     return environment
 
 
 def variables_to_pass_on(environ: Mapping[str, str], leave: Iterable[str] = ()) -> dict[str, str]:
-    """What of the launcher's environment reaches ranks on other machines: all that is not about this machine."""
+    """Return the launcher's environment without the variables that describe its own machine."""
     left = {*_OF_A_MACHINE, *leave}
     return {
         name: value
@@ -219,19 +213,18 @@ def variables_to_pass_on(environ: Mapping[str, str], leave: Iterable[str] = ()) 
     }
 
 
-# A Ray cluster: reaching it, and reserving a worker for each rank. Ray is imported when a run asks for it
+# Ray cluster
 
 
 INSTALL = 'pip install "drivetrain[ray]"'
 _CONNECT_PATIENCE = 5.0
-_NOTICE_AFTER = 10.0  # seconds without the resources after which the user reads what is waited for
+_NOTICE_AFTER = 10.0  # seconds after which a message says which resources are missing
 _RESERVE_TIMEOUT = 900.0  # seconds; an autoscaler may have to start machines
 _CLEAN_UP_PATIENCE = 5.0
 _CLUSTER_INTERVAL = 0.2
 
 
 def import_ray() -> Any:
-    """Ray itself."""
     try:
         return import_module("ray")
     except ImportError as error:
@@ -240,12 +233,12 @@ def import_ray() -> Any:
 
 @contextmanager
 def connected(options: LaunchOptions) -> Iterator[Any]:
-    """Connect to the cluster, or start one for this run; Ray, for as long as the context lasts."""
+    """Connect to a Ray cluster, or start one for this run. Yields the ray module."""
     ray = import_ray()
     address = options.ray_address or os.environ.get("RAY_ADDRESS") or "auto"
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == "local":
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it is a run's own, not a cluster to report on
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a temporary cluster should not report usage
         wanted = (options.num_processes or 1) * cores_of_worker(options)
         settings |= {"num_cpus": max(os.cpu_count() or 1, wanted), "include_dashboard": False}
     elif address != "auto":
@@ -261,11 +254,11 @@ def connected(options: LaunchOptions) -> Iterator[Any]:
 
 
 def _check_reachable(address: str) -> None:
-    """Refuse an address where nothing listens: Ray itself tries for minutes, and ends the process then."""
+    """Raise an error if nothing listens at the address. Ray itself retries for minutes and then kills the process."""
     if "://" in address:
         raise LaunchError(
-            f"ray_address is {address!r}, but ranks cannot be started through Ray's client. Run the command on a "
-            "machine of the cluster, with HOST:PORT or auto."
+            f"ray_address is {address!r}, but Ray's client cannot start ranks. Run the command on a machine of the "
+            "cluster, with HOST:PORT or auto."
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -279,27 +272,26 @@ def _check_reachable(address: str) -> None:
 
 def _unreachable(address: str, reason: str) -> str:
     return (
-        f"No Ray cluster could be reached at {address!r}: {' '.join(reason.split())}\n"
-        "Start one (`ray start --head`), give its address with --ray_address HOST:PORT or RAY_ADDRESS, or let this "
-        "launch start one with --ray_address local."
+        f"No Ray cluster is reachable at {address!r}: {' '.join(reason.split())}\n"
+        "Start one (`ray start --head`), give its address with --ray_address HOST:PORT or RAY_ADDRESS, or start one "
+        "for this launch with --ray_address local."
     )
 
 
 def cores_of_worker(options: LaunchOptions) -> int:
-    """Cores that each rank reserves, and threads that it computes with."""
     return options.num_cpu_threads_per_process or 1
 
 
 def count_of_ranks(ray: Any, options: LaunchOptions) -> tuple[int, bool]:
-    """How many ranks there are, and whether each gets a GPU."""
+    """Return the number of ranks, and True if each gets a GPU."""
     devices = int(ray.cluster_resources().get("GPU", 0))
     on_devices = not options.cpu and (devices > 0 or options.multi_gpu)
     if options.num_processes is not None:
         return options.num_processes, on_devices
     if options.multi_gpu and devices == 0:
         raise DeviceNotAvailableError(
-            "multi_gpu asks for one process a GPU, but the Ray cluster has none now. Give num_processes to wait for "
-            "GPUs that it adds, or leave multi_gpu out to run on the CPU."
+            "multi_gpu starts one process per GPU, but the Ray cluster has no GPU now. Give num_processes to wait for "
+            "GPUs that are added, or leave multi_gpu out to run on the CPU."
         )
     return (devices if on_devices else 1), on_devices
 
@@ -308,7 +300,7 @@ def count_of_ranks(ray: Any, options: LaunchOptions) -> tuple[int, bool]:
 def reserved(
     ray: Any, options: LaunchOptions, count: int, on_devices: bool, stopped: Callable[[], bool]
 ) -> Iterator[list[Any]]:
-    """Reserve a worker for each rank, all of them at once, and give all back in the end."""
+    """Reserve a Ray worker for each rank, all at once, and release them at the end."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -336,7 +328,7 @@ def reserved(
 def _await_resources(
     ray: Any, options: LaunchOptions, group: Any, needed: dict[str, float], count: int, stopped: Callable[[], bool]
 ) -> bool:
-    """Wait until all are reserved; False where the wait was stopped."""
+    """Wait until the workers are reserved. Returns False if the wait was stopped by a signal."""
     begin = time.monotonic()
     limit = float(options.rendezvous_settings.get("timeout", _RESERVE_TIMEOUT))
     noticed = False
@@ -346,12 +338,12 @@ def _await_resources(
             return False
         if waited >= limit:
             raise LaunchError(
-                f"Ray did not have {_amount(needed, count)} within {limit:g} s; it has {_has(ray)}. Ask for fewer "
+                f"Ray did not have {_amount(needed, count)} within {limit:g} s, it has {_has(ray)}. Request fewer "
                 "(--num_processes, --num_cpu_threads_per_process), add machines, or wait longer with "
                 f"--rdzv_conf timeout={limit * 2:g}."
             )
         if waited >= _NOTICE_AFTER and not noticed:
-            announce(f"waiting until Ray has {_amount(needed, count)}; it has {_has(ray)}.")
+            announce(f"waiting until Ray has {_amount(needed, count)}. It has {_has(ray)}.")
             noticed = True
     return True
 
@@ -366,11 +358,11 @@ def _has(ray: Any) -> str:
     return ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name} free" for name in ("CPU", "GPU"))
 
 
-def in_order(places: list[Place]) -> list[int]:
-    """The workers in the order of their ranks: those of a machine follow each other, by their devices."""
+def rank_order(places: list[Place]) -> list[int]:
+    """Return the workers in rank order: grouped by machine, then sorted by device id."""
     nodes = list(dict.fromkeys(place.node for place in places))
 
-    # By number where the ids are numbers: 10 comes after 9.
+    # Sort ids by length first, so that 10 comes after 9.
     def key(worker: int) -> tuple[int, list[tuple[int, str]], int]:
         place = places[worker]
         return nodes.index(place.node), [(len(name), name) for name in place.devices], worker
@@ -380,15 +372,15 @@ def in_order(places: list[Place]) -> list[int]:
 
 _WORKER = "drivetrain.launch.worker"
 _LOOPBACK = "127.0.0.1"
-_POLL_PATIENCE = 0.2  # seconds that a worker waits for news; a signal waits as long
-_SETTLE = 0.5  # seconds for news of the other ranks, where one has failed: it may only have seen another's death
+_POLL_PATIENCE = 0.2  # seconds that a worker waits for a change, which is also the delay of a signal
+_SETTLE = 0.5  # seconds to wait for other failures, since the first detected one may be a consequence
 
 
 def launch_with_ray(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
     """Run a script as several processes on the workers of a Ray cluster, and wait for them.
 
-    Each worker reserves cores and, where the cluster has any, one GPU. Ranks get the environment of this process but
-    for what is about this machine, and run in the same directory.
+    Each worker reserves cores and, if the cluster has GPUs, one GPU. Ranks inherit this process's working directory and
+    environment, except for variables that describe this machine.
     """
     with connected(options) as ray, _signals() as signals:
         count, on_devices = count_of_ranks(ray, options)
@@ -411,8 +403,6 @@ def launch_with_ray(options: LaunchOptions, script: str, args: Sequence[str] = (
 
 
 class RayRanks:
-    """The ranks of one attempt, each on a worker."""
-
     def __init__(self, ray: Any, workers: Sequence[Any]) -> None:
         self._ray = ray
         self._workers = list(workers)
@@ -422,32 +412,26 @@ class RayRanks:
 
     @property
     def size(self) -> int:
-        """Processes of the run."""
         return len(self._workers)
 
     def alive(self) -> list[int]:
-        """Ranks that have not ended."""
         return [rank for rank, report in enumerate(self._reports) if report.alive]
 
     def failures(self) -> list[RankFailure]:
-        """The ranks that failed by themselves."""
         return [failure for report in self._reports for failure in report.failures]
 
     def first_failure(self) -> RankFailure | None:
-        """The one that failed first."""
         return first_failure(self.failures()) if self.failures() else None
 
     def succeeded(self) -> bool:
-        """Whether all have ended with exit code 0."""
         return not any(report.alive or report.failing for report in self._reports)
 
     def preempted(self) -> bool:
-        """Whether the first rank to end by itself reported that the run has saved and can be resumed."""
         failure = self.first_failure()
         return failure is not None and failure.exit_code == RESUME_EXIT_CODE
 
     def watch(self, options: LaunchOptions, signals: Sequence[signal.Signals]) -> RankFailure | None:
-        """Wait for the end of all; where one fails or a signal comes, end the others."""
+        """Wait until all ranks have exited. After a failure or a signal, terminate the others."""
         while self.alive():
             self.poll()
             if signals:
@@ -457,7 +441,7 @@ class RayRanks:
         return self.first_failure()
 
     def poll(self) -> None:
-        """Take the news of all workers that have some, and write what their ranks have written."""
+        """Read the reports of workers that have some, and print the output of their ranks."""
         ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_POLL_PATIENCE)
         more, _ = self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
         for news in {*ready, *more}:
@@ -475,7 +459,6 @@ class RayRanks:
                 self._pending[self._workers[rank].poll.remote(_POLL_PATIENCE)] = rank
 
     def wait(self, patience: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait for all to end, for some seconds, or until something else is true."""
         deadline = time.monotonic() + patience
         while self.alive() and time.monotonic() < deadline and not until():
             self.poll()
@@ -486,7 +469,6 @@ class RayRanks:
                 self._workers[rank].stop.remote(patience)
 
     def _end_failed(self, options: LaunchOptions, signals: Sequence[signal.Signals]) -> None:
-        """One has failed: give the others the time that their end takes, and end them."""
         self.wait(_SETTLE)
         failure = self.first_failure()
         code = failure.exit_code if failure is not None else 1
@@ -499,39 +481,38 @@ class RayRanks:
         self._kill()
 
     def _end_by_signal(self, options: LaunchOptions, signals: Sequence[signal.Signals]) -> None:
-        """Pass the first signal on, once, and wait; a second one kills."""
+        """Forward the first signal and wait. A second signal kills the ranks."""
         for rank in self.alive():
             self._workers[rank].forward.remote(int(signals[0]))
         if signals[0] == signal.SIGINT:
             announce(INTERRUPTED)
         self.wait(options.preemption_grace_period, until=lambda: len(signals) > 1 or self._crashed())
         if len(signals) == 1 and not self._crashed():
-            # Those that have recorded how they end have saved, and only their interpreters are left to end.
+            # Ranks with a final record have saved, and only their interpreters have to exit.
             self.wait(EXIT_PATIENCE, until=lambda: not any(self._reports[rank].failing for rank in self.alive()))
             self.overdue = self.alive()
         self._kill()
 
     def _crashed(self) -> bool:
-        """Whether one has raised, so that the others, which may wait for it, cannot end by themselves."""
+        """Return True if a rank has raised, so that the others may wait for it for ever."""
         return any(failure.text for failure in self.failures())
 
     def _kill(self) -> None:
         self._stop(0)
         self.wait(EXIT_PATIENCE)
-        for rank in self.alive():  # its worker does not answer
+        for rank in self.alive():  # ranks whose worker does not answer
             self._reports[rank] = Report(alive=False, failing=True)
 
 
 def _start(
     ray: Any, options: LaunchOptions, workers: list[Any], script: list[str], attempt: int, stopped: Callable[[], bool]
 ) -> RayRanks | None:
-    """Start the rank of each worker; None where a signal came before all were there."""
-    places = _answers(ray, [worker.place.remote() for worker in workers], stopped)
+    places = _results(ray, [worker.place.remote() for worker in workers], stopped)
     if not places:
         return None
-    order = in_order(places)
+    order = rank_order(places)
     workers, places = [workers[i] for i in order], [places[i] for i in order]
-    port = _answers(ray, [workers[0].free_port.remote()], stopped)
+    port = _results(ray, [workers[0].free_port.remote()], stopped)
     if not port:
         return None
     several = len({place.node for place in places}) > 1
@@ -547,12 +528,12 @@ def _start(
     command = _command(options, script)
     started = [
         worker.start.remote(command, {**shared, **own}, os.getcwd(), python=not options.no_python)
-        for worker, own in zip(workers, places_of_ranks(places), strict=True)
+        for worker, own in zip(workers, variables_of_ranks(places), strict=True)
     ]
     if options.debug:
         for rank, place in enumerate(places):
             announce(f"rank {rank} on {place.host}, devices: {', '.join(place.devices) or 'the CPU'}")
-    return RayRanks(ray, workers) if _answers(ray, started, stopped) else None
+    return RayRanks(ray, workers) if _results(ray, started, stopped) else None
 
 
 def _command(options: LaunchOptions, script: list[str]) -> list[str]:
@@ -562,10 +543,10 @@ def _command(options: LaunchOptions, script: list[str]) -> list[str]:
     return [*Invocation.current().options, "-m", _WORKER, kind, *script]
 
 
-def places_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
-    """The variables by which each rank finds its place, and the devices of its machine that it sees.
+def variables_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
+    """Yield each rank's environment variables for its rank, its world size and its visible devices.
 
-    A rank sees the devices of all ranks of its machine, its own at its local rank, as under the other launchers.
+    As with other launchers, a rank sees the devices of all ranks on its machine, and uses the one at its local rank.
     """
     nodes = list(dict.fromkeys(place.node for place in places))
     for rank, place in enumerate(places):
@@ -583,25 +564,24 @@ def places_of_ranks(places: Sequence[Place]) -> Iterator[dict[str, str]]:
         yield own | ({VISIBLE_DEVICES: ",".join(devices)} if devices else {})
 
 
-def _answers(ray: Any, calls: list[Any], stopped: Callable[[], bool]) -> list[Any]:
-    """What workers answer; nothing where the wait was stopped."""
+def _results(ray: Any, calls: list[Any], stopped: Callable[[], bool]) -> list[Any]:
+    """Return the results of Ray calls, or an empty list if the wait was stopped by a signal."""
     while len(ray.wait(calls, num_returns=len(calls), timeout=_POLL_PATIENCE)[0]) < len(calls):
         if stopped():
             return []
     try:
         answers: list[Any] = ray.get(calls)
-    except LaunchError as error:  # what a worker raised, as Ray hands it on: with its traceback in the message
+    except LaunchError as error:  # Ray adds the worker's traceback to the message
         raise LaunchError(str(getattr(error, "cause", error))) from None
     except ray.exceptions.RayError as error:
         raise LaunchError(
-            f"A worker of Ray could not start: {error}\nCheck that drivetrain is installed where Ray's workers run."
+            f"A Ray worker could not start: {error}\nCheck that drivetrain is installed on the workers."
         ) from None
     return answers
 
 
 def _lost(rank: int, error: Exception) -> RankFailure:
-    """The failure of a rank whose worker is gone."""
-    text = f"Its worker is gone, with its machine or killed by Ray or the system: {error}"
+    text = f"Its Ray worker died: the machine failed, or Ray or the system killed the worker. {error}"
     return RankFailure(rank, 0, 0, 1, time.time(), text, socket.gethostname())
 
 
@@ -620,7 +600,7 @@ def _after_signals(options: LaunchOptions, signals: Sequence[signal.Signals], ra
 
 @contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
-    """The signals that ask this process to end, as they come."""
+    """Yield a list that collects the termination signals of this process as they arrive."""
     received: list[signal.Signals] = []
     before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
     for number in FORWARDED_SIGNALS:

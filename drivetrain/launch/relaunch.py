@@ -1,4 +1,4 @@
-"""Start the running script again under the launcher: what `Trainer(devices=2)` does in `python train.py`."""
+"""Relaunch of the running script as several processes, which `Trainer(devices=2)` does in `python train.py`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from drivetrain.runtime.errors import LaunchError
 
 
 def already_launched() -> bool:
-    """Whether a launcher started this process: ours, or another that gave it a rank in a larger world."""
+    """Return True if a launcher started this process: drivetrain's, or another one that set a rank and a world size."""
     return ProcessEnvironment.detect().is_launched
 
 
 def relaunch_script(num_processes: int, cpu: bool = False) -> NoReturn:
     """Run this process's own script as several processes, then exit with their exit code.
 
-    The script runs from its top again in each of them, with the same arguments and interpreter options.
-    What it did in this process before the call is done once more than there are processes.
+    The script runs from its start in each process, with the same arguments and interpreter options. Code before this
+    call therefore runs once in this process and once more in each new one.
 
     Args:
-        num_processes: How many.
-        cpu: Run them on the CPU, also where there are accelerators.
+        num_processes: Number of processes to start.
+        cpu: Run them on the CPU even if there are accelerators.
 
     Raises:
-        LaunchError: There is no script to run again: in a notebook, an interactive session, `python -c`, a
-            script read from stdin, a test, or a child process.
+        LaunchError: There is no script to run: this is a notebook, an interactive session, `python -c`, a script from
+            stdin, a test, or a child process.
 
     Example:
         ```python
@@ -43,24 +43,22 @@ def relaunch_script(num_processes: int, cpu: bool = False) -> NoReturn:
     invocation = Invocation.current()
     if (where := _why_not(invocation)) is not None:
         raise LaunchError(
-            f"{num_processes} processes were asked for, but {where}, so there is no script that could be run "
-            "again in each of them. In a notebook or an interactive session, put the training into a function "
-            f"and call `notebook_launcher(function, num_processes={num_processes})` from drivetrain.launch. "
-            "Otherwise save it as a file and run "
-            f"`drivetrain launch --num_processes {num_processes} file.py`."
+            f"{num_processes} processes were requested, but {where}, so there is no script to run in each of them. "
+            "In a notebook or an interactive session, put the training into a function and call "
+            f"`notebook_launcher(function, num_processes={num_processes})` from drivetrain.launch. "
+            f"Otherwise save it as a file and run `drivetrain launch --num_processes {num_processes} file.py`."
         )
-    from drivetrain.launch.launcher import launch_script  # here: every Trainer imports this module, and few relaunch
+    from drivetrain.launch.launcher import launch_script  # slow to import, and most Trainers do not relaunch
     from drivetrain.launch.options import LaunchOptions
 
     options = LaunchOptions(num_processes=num_processes, cpu=cpu, module=invocation.kind == "module")
     target = invocation.target
-    if not options.module and not os.path.exists(target):  # the directory has changed since
+    if not options.module and not os.path.exists(target):  # the working directory has changed since the start
         target = str(getattr(sys.modules["__main__"], "__file__", target))
     sys.exit(launch_script(options, target, invocation.arguments))
 
 
 def _why_not(invocation: Invocation) -> str | None:
-    """Return why there is no script to run again; None if there is one."""
     if multiprocessing.parent_process() is not None:
         return "this is a child process that another Python process started"
     if "PYTEST_CURRENT_TEST" in os.environ:

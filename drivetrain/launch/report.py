@@ -1,7 +1,7 @@
-"""How a rank's failure reaches the user: the record that the rank leaves, and what the launcher shows.
+"""Failure reports: the record that a rank writes, and the message that the launcher prints.
 
-The record has the layout of torch elastic's error files, so tools that read those read these too, with our
-own fields beside: elastic keeps whole seconds only, too coarse to order failures.
+The record has the layout of torch elastic's error files, so that other tools can read it. Additional fields contain
+precise times, since elastic's whole seconds are too coarse to order failures.
 """
 
 from __future__ import annotations
@@ -23,42 +23,41 @@ from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.heartbeat import ERROR_FILE_VARIABLE as ERROR_FILE_VARIABLE
 from drivetrain.runtime.terminal import flush_output, print_text
 
-INTERRUPTED = "interrupted: the processes are ending; Ctrl-C again kills them."
-LOST_AFTER = 30.0  # seconds without a sign of life after which a machine counts as gone
+INTERRUPTED = "interrupted: waiting for the processes to exit. Press Ctrl-C again to kill them."
+LOST_AFTER = 30.0  # seconds without a sign of life after which a machine counts as lost
 _OWN_FIELDS = "drivetrain"
 
 _LIKELY_CAUSES = {
-    "SIGKILL": "Most often the system had run out of memory (see `dmesg`); also `kill -9` or a scheduler's limit.",
-    "SIGSEGV": "It crashed in native code: a compiled extension, or libraries that do not fit each other. "
+    "SIGKILL": "Most likely the system ran out of memory (see `dmesg`). Other causes: `kill -9`, a scheduler's limit.",
+    "SIGSEGV": "It crashed in native code: a compiled extension, or incompatible libraries. "
     "The Python stack, if it could be written, is above.",
-    "SIGBUS": "Most often shared memory ran out: make /dev/shm larger, or use fewer loader workers.",
-    "SIGABRT": "Native code aborted (an assertion, a CUDA error, a collective's time-out); its message is above.",
+    "SIGBUS": "Most likely shared memory ran out: enlarge /dev/shm, or use fewer loader workers.",
+    "SIGABRT": "Native code aborted (an assertion, a CUDA error, a collective's time-out). Its message is above.",
     "SIGILL": "A library was built for another processor.",
     "SIGFPE": "Native code divided by zero.",
     "SIGTERM": "It was asked to stop, by `kill` or a scheduler.",
-    "SIGINT": "This process alone was interrupted.",
+    "SIGINT": "Only this process was interrupted.",
 }
 
 COMPARE_CALLS = (
-    "All processes must call the same collectives in the same order, on the same shapes: start with "
-    "`drivetrain launch --debug`, and the first call that differs is an error that names it."
+    "All processes must call the same collectives in the same order, with the same shapes. Run "
+    "`drivetrain launch --debug` to get an error at the first call that differs."
 )
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank failed.
+    """Failure of one rank.
 
     Attributes:
         rank: Global rank.
         local_rank: Rank on its machine.
         pid: Process id on its machine.
-        exit_code: As `subprocess` gives it: negative for a signal.
-        timestamp: Seconds since the epoch: when it raised, or when it was last seen alive.
-        text: Traceback, or the message given to `sys.exit`; empty where the rank left none. Where the run hangs, what
-            is known of each rank.
-        host: Its machine.
-        hung: Whether the launcher ended it because the run made no progress.
+        exit_code: Exit code as in `subprocess`: negative for a signal.
+        timestamp: Seconds since the epoch at which the rank raised or was last seen alive.
+        text: Traceback, the message passed to `sys.exit`, or the state of all ranks for a hang. Empty if unknown.
+        host: Name of its machine.
+        hung: True if the launcher terminated the rank because the run made no progress.
     """
 
     rank: int
@@ -72,28 +71,26 @@ class RankFailure:
 
     @property
     def status(self) -> int:
-        """What a shell would show: the exit code, or 128 + the signal's number."""
+        """Exit code as in a shell: 128 plus the signal's number for signals."""
         return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
 
     def to_json(self) -> str:
-        """One line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> RankFailure:
-        """Read what `to_json` wrote."""
         return cls(**json.loads(text))
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """What a rank wrote about its failure.
+    """Failure record that a rank has written.
 
     Attributes:
-        text: A traceback, or the message given to `sys.exit`.
+        text: Traceback, or the message passed to `sys.exit`.
         timestamp: Seconds since the epoch.
-        exit_code: What it was about to end with; its exit handlers may still have kept it until it was killed.
-        final: Whether the rank certainly ends with it; a script that writes elastic's own record may continue.
+        exit_code: Intended exit code. The process may have been killed in its exit handlers.
+        final: True if the rank certainly exits. A script that writes elastic's own record may continue.
     """
 
     text: str
@@ -103,7 +100,6 @@ class FailureRecord:
 
 
 def write_record(path: str, text: str, summary: str, exit_code: int = 1) -> None:
-    """Write a rank's failure so that the file appears complete or not at all."""
     now = time.time()
     extra = {"py_callstack": text, "timestamp": str(int(now))}
     own = {"timestamp": now, "exit_code": exit_code}
@@ -115,7 +111,7 @@ def write_record(path: str, text: str, summary: str, exit_code: int = 1) -> None
 
 
 def read_record(path: str) -> FailureRecord | None:
-    """Read a rank's record, ours or elastic's own; None where there is none that can be read."""
+    """Read a failure record of drivetrain or of torch elastic, or return None if there is none."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
@@ -131,12 +127,11 @@ def read_record(path: str) -> FailureRecord | None:
 
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
-    """The failure that came first; the others are its consequences."""
     return min(failures, key=lambda failure: failure.timestamp)
 
 
 def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: bool = True, debug: bool = False) -> str:
-    """Explain to the user how a rank failed."""
+    """Return the message for the user about the failure of a rank."""
     peers = world_size - 1
     stopped = f" The other {peers} processes were stopped." if peers > 1 else " The other process was stopped."
     if failure.hung:
@@ -158,24 +153,21 @@ def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: b
 
 
 def write(text: str) -> None:
-    """Write to stderr, after what has been written to stdout."""
     flush_output()
     print_text(text, file=sys.stderr)
 
 
 def announce(text: str) -> None:
-    """Write a line in drivetrain's name."""
     write(text if text.startswith("drivetrain: ") else f"drivetrain: {text}")
 
 
 def resumable(what: str = "the run was preempted and has saved its state") -> int:
-    """Explain that the run can be resumed; the exit code that means so."""
+    """Print that the run can be resumed, and return the exit code for it."""
     announce(f"{what}: start it again to resume (exit code {RESUME_EXIT_CODE}).")
     return RESUME_EXIT_CODE
 
 
 def announce_restart(failure: RankFailure | None, world_size: int, number: int, most: int) -> None:
-    """Write why all processes start again, in one line, and the traceback where there is one."""
     count = f" (restart {number} of {most})" if number else ""
     then = f"Starting all processes again{count}."
     if failure is None:
@@ -195,12 +187,12 @@ def exit_code_after(
     succeeded: bool,
     described: str,
 ) -> int:
-    """Explain how a run ended after a signal was passed on to its ranks; the exit code for it."""
+    """Print how a run ended after a signal was forwarded to its ranks, and return the exit code."""
     if overdue:
         ranks = ", ".join(str(rank) for rank in overdue)
         announce(
-            f"{grace_period:g} s after {received.name}, rank {ranks} had not ended and was killed. Give more time with "
-            "--preemption_grace_period."
+            f"rank {ranks} had not exited {grace_period:g} s after {received.name} and was killed. Allow more time "
+            "with --preemption_grace_period."
         )
     if preempted:
         return resumable()
@@ -211,21 +203,19 @@ def exit_code_after(
     return 128 + received
 
 
-# The stack that a rank writes when its launcher asks, and what can be read from it: the collective and the line
+# Stacks of ranks
 
 
 _FRAME = re.compile(r'^  File "(?P<filename>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
 
-# Parts of drivetrain/runtime that wait for other processes.
+# Modules of drivetrain/runtime that wait for other processes.
 _WAITING_FILES = {"collectives.py", "collective_checks.py", "process_group.py", "assembly.py"}
 _UNNAMED = ("_", "<", "wrapper")
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of a stack."""
-
     filename: str
     line: int
     function: str
@@ -238,17 +228,17 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """What the main thread of a rank does.
+    """Stack of a rank's main thread.
 
     Attributes:
-        frames: Innermost first.
+        frames: The frames, innermost first.
     """
 
     frames: tuple[Frame, ...]
 
     @classmethod
     def parse(cls, text: str) -> Stack | None:
-        """Read what `faulthandler` wrote; None where it holds no frame. Of several stacks the last one counts."""
+        """Parse the output of `faulthandler`, or return None if it has no frames. The last of several stacks counts."""
         frames: list[Frame] = []
         for line in text.splitlines():
             if line.startswith(("Stack ", "Current thread ", "Thread ")):
@@ -259,22 +249,22 @@ class Stack:
 
     @property
     def user_frame(self) -> Frame:
-        """The innermost line outside drivetrain, torch and the standard library."""
+        """Innermost frame outside drivetrain, torch and the standard library."""
         return next((frame for frame in self.frames if not is_library(frame.filename)), self.frames[0])
 
     @property
     def collective(self) -> str | None:
-        """The collective that the rank waits in; None where it waits in none."""
+        """Name of the collective that the rank waits in, or None."""
         inside = list(takewhile(lambda frame: is_library(frame.filename), self.frames))
         ours = [frame for frame in inside if in_package(frame.filename, "runtime")]
         torchs = [frame for frame in inside if in_torch(frame.filename, "distributed")]
         if torchs or any(os.path.basename(frame.filename) in _WAITING_FILES for frame in ours):
-            # The outermost function is the one that was called: `gather`, and not what it consists of.
+            # The outermost function is the one that the user called: `gather`, not its internal parts.
             named = [frame.function for frame in (*torchs, *ours) if not frame.function.startswith(_UNNAMED)]
             return named[-1] if named else inside[-1].function
         if inside and in_torch(inside[0].filename, os.path.join("nn", "parallel", "distributed.py")):
             return inside[0].function
-        # Gradients are reduced inside the backward pass, where Python has no frame.
+        # Gradients are reduced inside the backward pass, which has no Python frames.
         return "backward" if any(in_torch(frame.filename, "autograd") for frame in inside) else None
 
     def __str__(self) -> str:

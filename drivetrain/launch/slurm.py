@@ -1,6 +1,6 @@
-"""The launch options that follow from a SLURM job, so that none of them has to be given on the command line.
+"""Launch options from a SLURM job, and batch files for SLURM and Kubernetes.
 
-Imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 
 _STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
-# Flags that set how machines meet.
+# Flags of the rendezvous. If one is given, the job's own values do not apply.
 _OWN = ("num_machines", "machine_rank", "main_process_ip", "rdzv_backend", "rdzv_endpoint")
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """The job, or the step of it, that this process belongs to.
+    """SLURM job, or job step, of this process.
 
     Attributes:
-        job: Its number.
-        hosts: Names of its machines.
-        machine: Which of them this is, from 0.
-        in_step: Whether srun has started this process.
-        tasks: Tasks that were asked for, over all machines; None where they were not.
-        tasks_here: Tasks of the step on this machine.
+        job: Id of the job.
+        hosts: Host names of its machines.
+        machine: Index of this machine in `hosts`.
+        in_step: True if srun has started this process.
+        tasks: Number of requested tasks over all machines, or None if not requested.
+        tasks_here: Number of the step's tasks on this machine.
     """
 
     job: str
@@ -45,7 +45,7 @@ class SlurmJob:
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] | None = None) -> SlurmJob | None:
-        """Read SLURM's variables; None outside a job."""
+        """Read the job from SLURM's environment variables, or return None outside a job."""
         variables = os.environ if environ is None else environ
         job = variables.get("SLURM_JOB_ID")
         in_step = any(variables.get(name) for name in _STEP)
@@ -66,21 +66,20 @@ class SlurmJob:
             )
         except ValueError as error:
             raise ConfigurationError(
-                f"A variable of SLURM's is no number ({error}). Unset it, or SLURM_JOB_ID."
+                f"A SLURM variable is not a number ({error}). Unset it, or unset SLURM_JOB_ID."
             ) from None
 
     @property
     def port(self) -> int:
-        """Where the machines meet: one port for each job, which two jobs on a machine rarely share."""
+        """Port of the rendezvous, derived from the job id, so that two jobs on one machine rarely collide."""
         digits = "".join(character for character in self.job if character.isdigit())
         return 20000 + int(digits[-4:]) if digits else DEFAULT_PORT
 
     def options(self) -> dict[str, Any]:
-        """Launch options that follow from the job."""
         if self.tasks_here > 1:
             raise ConfigurationError(
-                f"srun has started {self.tasks_here} tasks on this machine, each of which would launch processes of "
-                "its own. Give srun --ntasks-per-node=1, or let it start the script itself: `srun python train.py`.",
+                f"srun has started {self.tasks_here} tasks on this machine, each of which would launch its own "
+                "processes. Use srun --ntasks-per-node=1, or run the script directly: `srun python train.py`.",
             )
         found: dict[str, Any] = {}
         if len(self.hosts) > 1:
@@ -95,24 +94,25 @@ class SlurmJob:
         return found
 
     def srun(self, command: Sequence[str]) -> list[str]:
-        """The command that runs another one once on each machine of the job, with all of its cores."""
+        """Return an srun command that runs `command` once on each machine of the job, with all cores."""
         machines = len(self.hosts)
         where = [f"--nodes={machines}", f"--ntasks={machines}", "--ntasks-per-node=1"]
-        # Else srun binds each task to one core, and ends all where one machine's launcher has ended well.
+        # By default srun binds each task to one core, and stops all tasks soon after one launcher has exited.
         return ["srun", *where, "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", *command]
 
 
 def slurm_options(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Launch options from this process's SLURM job; empty outside one, or where flags set how machines meet.
+    """Return the launch options of this process's SLURM job. Empty outside a job or if rendezvous flags are given.
 
-    In the batch script of a job on several machines this does not return: srun runs the same command on each.
+    In the batch script of a job with several machines, this function does not return: it replaces the process by srun,
+    which runs the same command on each machine.
     """
     job = SlurmJob.detect(environ)
     on_ray = given.get("launcher") == "ray"  # Ray has its own machines
     if job is None or on_ray or any(given.get(name) is not None for name in _OWN):
         return {}
     if len(job.hosts) > 1 and not job.in_step:
-        # The tasks that were asked for count processes: each machine's launcher starts its share.
+        # The requested tasks are the processes of the run. Each machine's launcher starts its share.
         if job.tasks is not None and job.tasks > len(job.hosts) and given.get("num_processes") is None:
             os.environ["DRIVETRAIN_SLURM_PROCESSES"] = str(job.tasks)
         command = job.srun([sys.executable, "-m", "drivetrain", *sys.argv[1:]])
@@ -120,8 +120,8 @@ def slurm_options(given: Mapping[str, Any], environ: Mapping[str, str] | None = 
             os.execvp(command[0], command)
         except FileNotFoundError:
             raise ConfigurationError(
-                f"This job has {len(job.hosts)} machines, but there is no srun on PATH to start the launcher on each. "
-                "Load SLURM's commands, or give --num_machines 1 to run on this machine alone.",
+                f"This job has {len(job.hosts)} machines, but srun, which starts the launcher on each, is not on PATH. "
+                "Load SLURM's commands, or give --num_machines 1 to run on this machine only.",
             ) from None
     found = job.options()
     passed = (os.environ if environ is None else environ).get("DRIVETRAIN_SLURM_PROCESSES")
@@ -130,7 +130,7 @@ def slurm_options(given: Mapping[str, Any], environ: Mapping[str, str] | None = 
     return found
 
 
-# Batch files for schedulers: an sbatch file for SLURM, and a JobSet for Kubernetes. Imports no torch
+# Batch files
 
 
 _TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
@@ -151,7 +151,7 @@ def _check_count(name: str, value: int | None, minimum: int = 1) -> None:
 
 @dataclass(frozen=True)
 class SbatchFile:
-    """An sbatch file that launches a script, and hands the job back to the queue when it was preempted."""
+    """An sbatch file that launches a script and requeues the job after a preemption."""
 
     nodes: int = 1
     gpus_per_node: int | None = None
@@ -171,14 +171,13 @@ class SbatchFile:
             _check_count(name, getattr(self, name))
         _check_count("signal_seconds", self.signal_seconds, minimum=30)
         if self.signal_seconds > 65535:
-            raise ConfigurationError(f"signal_seconds is {self.signal_seconds}, but SLURM takes 65535 at most.")
+            raise ConfigurationError(f"signal_seconds is {self.signal_seconds}, but SLURM allows at most 65535.")
         _check("time", self.time, _TIME, "minutes, MM:SS, HH:MM:SS, or D-HH:MM:SS, such as 1-12:00:00")
         _check("memory", self.memory, _MEMORY, "a number with K, M, G or T, such as 64G; 0 for all")
         for name in ("partition", "account", "job_name", "output"):
             _check(name, getattr(self, name), re.compile(r"[^\s'\"]+"), "without blanks and quotes")
 
     def render(self, script: str, args: Sequence[str] = (), flags: Sequence[str] = ()) -> str:
-        """The file's text."""
         directives: dict[str, object] = {
             "job-name": self.job_name,
             "nodes": self.nodes,
@@ -206,7 +205,7 @@ class SbatchFile:
         )
 
 
-# A trap ends `wait` early, also where the launcher ends at the same moment: only waiting again gives its code.
+# A trap interrupts `wait` even if the launcher exits at the same moment. Only another `wait` returns its exit code.
 _BODY = f"""\
 {{}} &
 launcher=$! code=127 signalled=1
@@ -215,10 +214,10 @@ trap 'signalled=1; kill -TERM $launcher' TERM
 while [ $signalled ]; do
     signalled=
     wait $launcher 2>/dev/null; status=$?
-    [ $status -eq 127 ] || code=$status   # 127: its end was seen before
+    [ $status -eq 127 ] || code=$status   # 127: an earlier wait has returned its code
 done
 
-if [ $code -eq {RESUME_EXIT_CODE} ]; then   # it has saved, and can resume
+if [ $code -eq {RESUME_EXIT_CODE} ]; then   # the run has saved and can resume
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $code
@@ -227,7 +226,7 @@ exit $code
 
 @dataclass(frozen=True)
 class JobSetManifest:
-    """A Kubernetes JobSet that launches a script: one pod a machine, all of which start again together."""
+    """Kubernetes JobSet that launches a script, with one pod per machine and joint restarts."""
 
     image: str
     name: str = "drivetrain"
@@ -252,13 +251,12 @@ class JobSetManifest:
             _check(name, getattr(self, name), _QUANTITY, "a quantity, such as 16 or 64Gi")
 
     def build(self, script: str, args: Sequence[str] = (), flags: Sequence[str] = ()) -> dict[str, Any]:
-        """The manifest."""
         metadata = {"name": self.name, **({"namespace": self.namespace} if self.namespace else {})}
         job = {
             "parallelism": self.nodes,
             "completions": self.nodes,
             "completionMode": "Indexed",
-            "backoffLimit": 0,  # a pod alone cannot start again: the JobSet starts all
+            "backoffLimit": 0,  # a single pod cannot rejoin the run, so the JobSet restarts all pods
             "template": {"spec": self._pod(self._command(script, args, flags))},
         }
         return {
@@ -277,7 +275,7 @@ class JobSetManifest:
         if self.nodes > 1:
             command += [
                 f"--num_machines={self.nodes}",
-                "--machine_rank=$(JOB_COMPLETION_INDEX)",  # which Kubernetes fills in
+                "--machine_rank=$(JOB_COMPLETION_INDEX)",  # Kubernetes substitutes the variable
                 f"--main_process_ip={self.name}-machine-0-0.{self.name}",
                 f"--main_process_port={DEFAULT_PORT}",
             ]

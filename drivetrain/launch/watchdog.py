@@ -1,7 +1,7 @@
-"""Finds ranks that make no progress, and reports where each rank of the machine waits.
+"""Watchdog that detects ranks without progress and reports where each rank of this machine waits.
 
-A rank makes progress when it begins a collective, takes an optimizer step or gets a batch, which it counts in its
-heartbeat file, and where its main thread uses CPU time (not on accelerators, for which Python waits spinning).
+A rank makes progress if it starts a collective, takes an optimizer step or gets a batch. It counts these in its
+heartbeat file. CPU time of its main thread counts too, except on accelerators, where Python busy-waits.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from drivetrain.runtime.exit_codes import HANG_EXIT_CODE
 from drivetrain.runtime.heartbeat import STACK_SIGNAL, Sign, read_sign
 
 _LONGEST_INTERVAL = 1.0  # seconds between two readings
-_LONGEST_PAUSE = 5.0  # a launcher that was suspended itself has not seen its ranks stand still
+_LONGEST_PAUSE = 5.0  # maximum seconds to count between two polls, since the launcher itself may have been suspended
 _ANSWER_TIME = 1.0  # seconds that ranks have to write their stacks
 _POLL_INTERVAL = 0.02
-_BUSY = 0.01  # share of the time that a main thread computes in, from which on it counts as busy
-_CPU_NOISE = 0.05  # seconds of CPU time that are no progress
-# Torch raises after its own time-out: the report comes a little earlier, and short time-outs are left to torch.
+_BUSY = 0.01  # minimum CPU share of a busy main thread
+_CPU_NOISE = 0.05  # seconds of CPU time that do not count as progress
+# Report a hang before torch raises because of its own time-out, unless that time-out is short.
 BEFORE_TIMEOUT, _SHORTEST_TIMEOUT = 15.0, 60.0
 _ALSO_COMPUTE = {"forward", "backward"}
 _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
@@ -31,7 +31,7 @@ _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
 @dataclass
 class _Progress:
-    """What was last seen of a rank, and when it changed, in seconds of the watchdog's clock."""
+    """Last known signs of a rank, and the watchdog's time at which they changed."""
 
     pid: int
     path: str
@@ -41,7 +41,6 @@ class _Progress:
     sign: Sign | None = None
 
     def update(self, now: float) -> None:
-        """Read the rank's signs."""
         self.sign = read_sign(self.path, self.pid)
         if self.sign is None:
             self.since = now
@@ -55,14 +54,14 @@ class _Progress:
 
 @dataclass(frozen=True)
 class RankReport:
-    """Where one rank is.
+    """State of one rank during a hang.
 
     Attributes:
         rank: Global rank.
         pid: Process id.
-        status: The state of the process, such as `"sleeping"` or `"stopped"`.
+        status: State of the process, such as `"sleeping"` or `"stopped"`.
         idle: Seconds without progress.
-        stack: Its stack; None where it did not answer.
+        stack: Stack of the main thread, or None if the rank did not answer.
     """
 
     rank: int
@@ -72,7 +71,6 @@ class RankReport:
     stack: Stack | None
 
     def describe(self, *, whole_stack: bool) -> str:
-        """The rank, the collective and the line, and the whole stack where it is asked for."""
         who = f"  rank {self.rank} (pid {self.pid}, no progress for {self.idle:.0f} s)"
         if self.stack is None and self.status in _STOPPED:
             return f"{who} is stopped (SIGSTOP, Ctrl-Z or a debugger)"
@@ -86,8 +84,6 @@ class RankReport:
 
 @dataclass
 class Watchdog:
-    """Watches the ranks of one machine."""
-
     directory: str
     limit: float | None
     debug: bool = False
@@ -99,18 +95,16 @@ class Watchdog:
     _next_poll: float = 0.0
 
     def path(self, local_rank: int) -> str:
-        """The heartbeat file of a rank."""
         return os.path.join(self.directory, str(local_rank))
 
     def start(self, pids: dict[int, int], global_ranks: dict[int, int], world_size: int) -> None:
-        """Watch the ranks of a new attempt."""
         self._alone = world_size < 2
         self._last_time = time.monotonic()
         self._global_ranks = global_ranks
         self._watched = {local: _Progress(pid, self.path(local), self._clock) for local, pid in pids.items()}
 
     def poll(self, alive: Iterable[int]) -> list[RankReport] | None:
-        """Read the ranks' signs, once in a while only."""
+        """Read the ranks' signs, at most once per second. Returns reports of all ranks after a hang, or else None."""
         now = time.monotonic()
         if now < self._next_poll:
             return None
@@ -125,14 +119,14 @@ class Watchdog:
             return None
         reports = self.report(ranks)
         if self.limit is None and not any(self._waits(local, reports[ranks.index(local)]) for local in overdue):
-            # Not evidently a hang: a long computation, or a read. Asked again after as long a time.
+            # Possibly a long computation or a read, so check again after the same time.
             for local in overdue:
                 self._watched[local].since = self._clock
             return None
         return reports
 
     def report(self, alive: Iterable[int]) -> list[RankReport]:
-        """Ask ranks for their stacks and describe where each is, by global rank."""
+        """Request the ranks' stacks, and return a report for each rank."""
         ranks = [local for local in alive if local in self._watched]
         stacks = self._ask_for_stacks(ranks)
         reports = []
@@ -145,11 +139,10 @@ class Watchdog:
         return reports
 
     def describe(self, reports: Iterable[RankReport]) -> str:
-        """Several lines: each rank, its collective and its line."""
         return "\n".join(each.describe(whole_stack=self.debug) for each in reports)
 
     def failure(self, reports: list[RankReport], text: str) -> RankFailure:
-        """How a hang is passed on: as the failure of the rank that has stood still for the longest time."""
+        """Return a hang as the failure of the rank that has been idle longest."""
         worst = max(reports, key=lambda report: report.idle)
         limit = f"--hang_timeout {self.limit:g}" if self.limit is not None else "the default of --hang_timeout"
         lines = [f"the run hangs: no progress for {worst.idle:.0f} s ({limit}). The processes were stopped.", text]
@@ -168,10 +161,10 @@ class Watchdog:
         )
 
     def _waits(self, local: int, report: RankReport) -> bool:
-        """Whether a rank certainly waits for others, and does not compute."""
+        """Return True if a rank certainly waits in a collective and does not compute."""
         collective = report.stack.collective if report.stack is not None else None
         sign = self._watched[local].sign
-        # Where CPU time is no sign of progress, these may be computing.
+        # On accelerators, CPU time does not count, and a forward or backward may still be computing.
         return collective is not None and (bool(sign and sign.counts_cpu_time) or collective not in _ALSO_COMPUTE)
 
     def _is_overdue(self, progress: _Progress) -> bool:
@@ -186,7 +179,6 @@ class Watchdog:
         return self._clock - progress.since >= limit
 
     def _ask_for_stacks(self, ranks: list[int]) -> dict[int, Stack | None]:
-        """Send the signal to ranks that will answer it, and read what they write."""
         starts: dict[int, int] = {}
         for local in ranks:
             progress = self._watched[local]
@@ -231,10 +223,10 @@ def _status(pid: int) -> str:
 
 
 def _main_thread_time(pid: int) -> float:
-    """Seconds of CPU time of a process's main thread; of the whole process where the system does not give it."""
+    """Return the CPU seconds of a process's main thread, or of the whole process if the system does not provide it."""
     try:
         with open(f"/proc/{pid}/task/{pid}/stat", encoding="ascii", errors="replace") as file:
-            # After the name in brackets, which may hold spaces: state is field 3, user and system time 14 and 15.
+            # The name in brackets may contain spaces. After it, state is field 3, user and system time are 14 and 15.
             fields = file.read().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
@@ -247,7 +239,7 @@ def _main_thread_time(pid: int) -> float:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Whether a process handles a signal, whose default would end it. True where the system does not show it."""
+    """Return True if a process handles a signal, or if this is unknown. A signal without a handler would kill it."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             masks = [line.split()[1] for line in file if line.startswith("SigCgt:")]

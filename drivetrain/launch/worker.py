@@ -1,7 +1,7 @@
-"""What each rank runs first: it prepares the process as plain Python would, runs the script, and reports a failure.
+"""Entry point of each rank: prepare the process, run the script, and report a failure to the launcher.
 
-An exception is not printed here: it goes to the file that the elastic agent named, and the launcher shows the
-first one of all ranks, once. Started as `python -m drivetrain.launch.worker script train.py --lr 1`.
+Exceptions are written to the error file of the elastic agent, and the launcher prints the first one of all ranks.
+Usage: `python -m drivetrain.launch.worker script train.py --lr 1`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run the script named on the command line as this process's main program."""
+    """Run the script on the command line as this process's main program, and return the exit code."""
     kind, target, *arguments = sys.argv[1:]
     rank_process = os.getpid()
-    # Registered before the script has registered anything, so it runs after all of the script's exit handlers.
+    # Registered before the script registers its exit handlers, so it runs after all of them.
     atexit.register(_leave_process_group, rank_process)
     if os.environ.get(ERROR_FILE_VARIABLE):
         _end_with_parent()
     _take_share_of_cores()
     for stream in (sys.stdout, sys.stderr):
-        # Whole lines at once, also into a pipe (and under PYTHONUNBUFFERED, which would write the parts of a line one
-        # by one): ranks do not write into each other's lines, and little is lost when one is killed.
+        # Write whole lines, even into a pipe or under PYTHONUNBUFFERED. Otherwise the lines of several ranks mix, and
+        # the last output of a killed rank is lost.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
     with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
@@ -62,20 +62,20 @@ def main() -> int:
     except BaseException as error:
         set_expendable(has_left_queue(error))
         _report(_traceback(error), f"{type(error).__name__}: {error}", report=os.getpid() == rank_process)
-        _let_go(error)
+        _free_frames(error)
         return 1
     return 0
 
 
 def run_script(path: str) -> None:
-    """Run a file as `__main__`, as `python path` would.
+    """Run a file as `__main__`, like `python path`.
 
-    The module stays in place when the script is through, unlike with `runpy`, so threads and exit
-    handlers that outlive it, and processes that these start, still find the right `__main__`.
+    Unlike with `runpy`, the module stays in `sys.modules` afterwards, so that threads, exit handlers and their child
+    processes still find the right `__main__`.
     """
     container = os.path.isdir(path) or zipfile.is_zipfile(path)
-    if not getattr(sys.flags, "safe_path", sys.flags.isolated):  # the user's `-P` and `-I` ask for neither
-        # `-m` had put the working directory first; runpy puts a directory or archive there itself.
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):  # with `-P` or `-I`, sys.path must stay as it is
+        # `-m` has put the working directory first. runpy adds a directory or archive itself.
         sys.path[0:1] = [] if container else [os.path.dirname(os.path.realpath(path))]
     if container or path.endswith(".pyc"):
         runpy.run_path(path, run_name="__main__")
@@ -87,7 +87,6 @@ def run_script(path: str) -> None:
 
 
 def run_module(name: str) -> None:
-    """Run a module as `__main__`, as `python -m name` would."""
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
@@ -95,7 +94,7 @@ def run_module(name: str) -> None:
     code = get_code(spec.name) if spec is not None and get_code is not None else None
     if spec is None or code is None:
         raise ModuleNotFoundError(
-            f"No module named {name!r} that can be run. It is looked for as by `python -m`.",
+            f"No module named {name!r} that can be run with `python -m`. Check its name and PYTHONPATH.",
             name=name,
         )
     sys.argv[0] = spec.origin or name
@@ -117,7 +116,7 @@ def _run_as_main(code: CodeType, path: str | None, loader: Any, spec: ModuleSpec
 
 
 def _exit_code(stop: SystemExit, *, report: bool) -> int:
-    """What `sys.exit` was given, as Python itself understands it: a message means 1."""
+    """Return the exit code of a `SystemExit` by Python's rules, and report it if it is not 0."""
     if stop.code is None:
         return 0
     if not isinstance(stop.code, int):
@@ -129,7 +128,6 @@ def _exit_code(stop: SystemExit, *, report: bool) -> int:
 
 
 def _report(text: str, summary: str, *, report: bool, exit_code: int = 1) -> None:
-    """Leave a record for the launcher; print where there is none, or in a child that the script forked."""
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if report and path:
         write_record(path, text, summary, exit_code)
@@ -138,10 +136,7 @@ def _report(text: str, summary: str, *, report: bool, exit_code: int = 1) -> Non
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback as plain Python prints it: without the frames of this file and of the import system.
-
-    That of a `DrivetrainError` is short.
-    """
+    """Format the traceback like plain Python, without the frames of this file and of the import system."""
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -150,10 +145,10 @@ def _traceback(error: BaseException) -> str:
     return "".join(shown.format())
 
 
-def _let_go(error: BaseException) -> None:
-    """Free what the frames of an exception hold, models above all, and leave the exception where Python leaves it.
+def _free_frames(error: BaseException) -> None:
+    """Free the objects in an exception's frames, such as models, and set `sys.last_value` as Python does.
 
-    Exit handlers look for it in `sys.last_value` to find out that the script has failed.
+    Exit handlers read `sys.last_value` to detect a failed script.
     """
     sys.last_type, sys.last_value = type(error), error
     chain: BaseException | None = error
@@ -162,16 +157,16 @@ def _let_go(error: BaseException) -> None:
         seen.add(id(chain))
         trace, chain.__traceback__ = chain.__traceback__, None
         if trace is not None:
-            # The first frame is still running: this file's.
+            # clear_frames skips the first frame, which belongs to this file and is still running.
             traceback.clear_frames(trace)
         chain = chain.__cause__ or chain.__context__
 
 
 def _leave_process_group(rank_process: int) -> None:
-    """Destroy a process group that the script has left behind, after all that may use it, and free what holds one.
+    """Destroy a process group that the script has left open, and free global DDP models.
 
-    Otherwise the interpreter ends with gloo's threads alive, which aborts the process in one run of two where a DDP
-    model lives at the script's top level (seen with torch 2.13): the run would fail after it had succeeded.
+    Otherwise gloo's threads are alive at interpreter exit. With a DDP model at the script's top level, this aborts the
+    process in about half of the runs (seen with torch 2.13).
     """
     distributed = sys.modules.get("torch.distributed")
     if os.getpid() != rank_process or distributed is None or not distributed.is_available():
@@ -194,9 +189,9 @@ def _is_ours(filename: str) -> bool:
 
 
 def _end_with_parent() -> None:
-    """Let the kernel end this process if its parent is killed, so that no rank keeps a device without a run.
+    """Ask the kernel to kill this process if its parent dies, so that no orphaned rank occupies a device. Linux only.
 
-    The launcher starts ranks in sessions of their own, where nothing else would end them. Linux only.
+    The launcher starts ranks in sessions of their own, so no terminal signal would end them.
     """
     if sys.platform != "linux":
         return
@@ -207,7 +202,7 @@ def _end_with_parent() -> None:
 
 
 def _take_share_of_cores() -> None:
-    """Bind this process to its equal share of the machine's cores, where the launcher was asked for it."""
+    """Bind this process to its equal share of the machine's cores if the launcher has requested it."""
     if os.environ.get(AFFINITY_VARIABLE) != "1":
         return
     cores = sorted(os.sched_getaffinity(0))
@@ -218,6 +213,6 @@ def _take_share_of_cores() -> None:
 
 
 if __name__ == "__main__":
-    # Kept under its own name: the script takes the place of `__main__`.
+    # Keep this module under its own name, since the script replaces `__main__`.
     sys.modules[__spec__.name] = sys.modules["__main__"]
     sys.exit(main())

@@ -55,11 +55,11 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "FSDP on a grid": (
         {
             **GPUS,
-            "How is the model spread": "FSDP",
+            "How is the model distributed": "FSDP",
             "Class names of layers": "Block",
-            "Arrange the processes": True,
-            "How many processes share each layer": "2",
-            "How many share each sequence": "2",
+            "Use a device mesh": True,
+            "Tensor-parallel size": "2",
+            "Context-parallel size": "2",
         },
         {
             "use_fsdp": True,
@@ -73,9 +73,9 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "DeepSpeed": (
         {
             **CPUS,
-            "How is the model spread": "DeepSpeed",
-            "Which stage": "3",
-            "Where are parameters kept": "nvme",
+            "How is the model distributed": "DeepSpeed",
+            "Which ZeRO stage": "3",
+            "Where to offload parameters": "nvme",
             "Clip gradients": True,
             "How many micro-batches": "4",
         },
@@ -89,11 +89,16 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "DeepSpeed with a JSON": (
-        {**CPUS, "How is the model spread": "DeepSpeed", "Is there a JSON": True, "Where is it": "ds.json"},
+        {
+            **CPUS,
+            "How is the model distributed": "DeepSpeed",
+            "Do you have a DeepSpeed JSON": True,
+            "Path of the file": "ds.json",
+        },
         {"deepspeed_config_file": "ds.json"},
     ),
     "Megatron": (
-        {**GPUS, "How is the model spread": "Megatron", "How many stages": "2"},
+        {**GPUS, "How is the model distributed": "Megatron", "How many pipeline stages": "2"},
         {"use_megatron_lm": True, "megatron_lm_pp_degree": 2, "megatron_lm_num_micro_batches": 1},
     ),
     "several machines": (
@@ -103,7 +108,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mpirun": ({**CPUS, "Start the processes with mpirun": True}, {"mpirun_hostfile": "~/hostfile"}),
     "fp8 and compilation": (
         {
-            "Which number format": "fp8",
+            "Which mixed precision": "fp8",
             "Which library": "te",
             "Compile models": True,
             "Choose its mode": True,
@@ -112,7 +117,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"mixed_precision": "fp8", "fp8_backend": "te", "dynamo_backend": "inductor", "dynamo_mode": "max-autotune"},
     ),
     "a TPU": (
-        {"What should the script run on": "a TPU", "Which number format": "bf16", "Let bf16 round": True},
+        {"What should the script run on": "a TPU", "Which mixed precision": "bf16", "Round float32": True},
         {"tpu": True, "downcast_bf16": True},
     ),
 }
@@ -151,7 +156,7 @@ def test_default_update_and_show(tmp_path: Path) -> None:
 def test_questions_need_a_terminal(tmp_path: Path) -> None:
     ended = run("-m", "drivetrain", "config", cwd=tmp_path)
     assert (ended.code, "Traceback" in ended.err) == (2, False)
-    assert "no terminal" in ended.err
+    assert "needs a terminal" in ended.err
     assert "drivetrain config default" in ended.err
 
 

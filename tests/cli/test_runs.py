@@ -149,7 +149,7 @@ def test_passwords_in_addresses_are_not_listed(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_directory_without_runs_is_explained(tmp_path: Path) -> None:
-    assert "Give their directory with --dir" in called(runs, "--dir", str(tmp_path)).output
+    assert "Give their folder with --dir" in called(runs, "--dir", str(tmp_path)).output
 
 
 def test_a_run_is_shown(directory: Path) -> None:

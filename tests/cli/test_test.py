@@ -78,8 +78,8 @@ def test_a_sound_setup_passes_every_check() -> None:
 @pytest.mark.parametrize(
     ("make", "processes", "failing", "named"),
     [
-        (sound, 3, "processes", "2 take part, but 3 were asked for"),
-        (repeating, 2, "data", "were seen more than once"),
+        (sound, 3, "processes", "there are 2 processes, but 3 were requested"),
+        (repeating, 2, "data", "occur more than once"),
         (unsynchronised, 2, "training", "in one process"),
         (skewed, 2, "weights", "rank(s) [1]"),
     ],
@@ -101,7 +101,7 @@ def test_the_command_trains_in_the_processes_asked_for(tmp_path: Path) -> None:
     assert ended.out.count("  ok  ") == 7
     assert "2, on cpu, strategy 'ddp'" in ended.out
     assert "4 steps in precision 'bf16'" in ended.out
-    assert "trains, and agrees with one process" in ended.out
+    assert "trains correctly and agrees with a single process" in ended.out
 
 
 @pytest.mark.sharded
@@ -110,7 +110,7 @@ def test_a_configuration_file_is_what_is_tested(tmp_path: Path) -> None:
     ended = run("-m", "drivetrain", "test", "--config_file", "config.yaml", cwd=tmp_path, timeout=120)
     assert ended.code == 0, ended.err
     assert "2, on cpu, strategy 'fsdp'" in ended.out
-    assert "trains, and agrees with one process" in ended.out
+    assert "trains correctly and agrees with a single process" in ended.out
     shown = run("-m", "drivetrain", "test", "--config_file", "config.yaml", "--dry_run", cwd=tmp_path)
     assert "config.yaml" in shown.out
     assert "trains" not in shown.out
@@ -124,7 +124,7 @@ def test_processes_that_end_are_reported_with_the_check_they_were_in(tmp_path: P
     assert ended.code != 0
     assert "tp=2" in ended.err
     assert "WRONG  start" in ended.out
-    assert "does not train as it must" in ended.out
+    assert "does not train correctly" in ended.out
 
 
 def test_a_script_is_refused(tmp_path: Path) -> None:

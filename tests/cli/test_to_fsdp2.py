@@ -81,7 +81,7 @@ def test_hybrid_sharding_becomes_a_mesh_of_machines() -> None:
         "parallelism_config_dp_replicate_size": 2,
         "parallelism_config_dp_shard_size": 4,
     }
-    assert "copies between machines" in changes[-1]
+    assert "replicates between machines" in changes[-1]
 
 
 def test_what_shards_nothing_becomes_plain_data_parallelism() -> None:
@@ -95,7 +95,7 @@ def test_a_file_is_replaced_only_when_asked(tmp_path: Path) -> None:
         convert_file(tmp_path)
     target = tmp_path / "new.yaml"
     target.write_text("kept: true")
-    with pytest.raises(ConfigurationError, match="is there already"):
+    with pytest.raises(ConfigurationError, match="already exists"):
         convert_file(tmp_path, "--output_file", str(target))
     assert target.read_text() == "kept: true"
     convert_file(tmp_path, "--overwrite")

@@ -145,9 +145,9 @@ def test_a_run_resumes_under_another_strategy_exactly(alone: Path, tmp_path: Pat
 def test_adapters_over_other_weights_are_refused(alone: Path) -> None:
     state = {name.removeprefix("model."): value for name, value in open_weights(alone).items()}
     adapted().load_state_dict(state)
-    with pytest.raises(CheckpointError, match=r"trained over other weights \(SHA-256 \w{12}…\) than Network has"):
+    with pytest.raises(CheckpointError, match=r"trained on other weights \(SHA-256 \w{12}…\) than Network has"):
         adapted(seed=3).load_state_dict(state)
-    with pytest.raises(CheckpointError, match="trained over other weights"):
+    with pytest.raises(CheckpointError, match="trained on other weights"):
         adapted("int8wo").load_state_dict(state)
 
 
@@ -221,10 +221,10 @@ def test_the_frozen_layers_follow_the_model_to_its_dtype_and_device_without_losi
     ("options", "words"),
     [
         ({"rank": 0}, r"QLoRA\(rank=0\): give 1 or more"),
-        ({"dropout": 1.0}, r"give a share from 0 to below 1"),
+        ({"dropout": 1.0}, r"give a probability of at least 0 and below 1"),
         ({"quantizer": "nf5"}, r"no quantizer 'nf5'.*'nf4'"),
         ({"backend": "pefft"}, r"QLoRA\(backend='pefft'\): give 'drivetrain' or 'peft'.*'peft'"),
-        ({"peft_options": {"use_rslora": True}}, r"are those of backend='peft'. Ask for it, or drop them"),
+        ({"peft_options": {"use_rslora": True}}, r"needs backend='peft'. Set it, or leave the options out"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
@@ -241,20 +241,20 @@ def test_peft_that_is_not_installed_is_refused_before_anything_is_changed(monkey
 
 
 def test_a_target_that_is_not_there_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match=r"no linear layer of Network is called so.*'down'"):
+    with pytest.raises(ConfigurationError, match=r"Network has no linear layer of this name.*'down'"):
         QLoRA(targets=["dwn"]).apply(made())
 
 
 @pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4))], ids=["a layer", "a norm"])
 def test_a_model_without_layers_for_adapters_is_refused(model: nn.Module) -> None:
-    with pytest.raises(ConfigurationError, match=rf"no linear layer within {type(model).__name__} to give an adapter"):
+    with pytest.raises(ConfigurationError, match=rf"no linear layer inside {type(model).__name__}"):
         QLoRA(quantizer=None).apply(model)
 
 
 def test_weights_of_another_model_are_not_merged_into(tmp_path: Path) -> None:
     save_file(adapted().state_dict(), tmp_path / "adapters.safetensors")
     save_file({"other.weight": torch.ones(2)}, tmp_path / "base.safetensors")
-    with pytest.raises(CheckpointError, match=r"has no \w+\.weight, for which .* has an adapter"):
+    with pytest.raises(CheckpointError, match=r"has an adapter for \w+, but .* has no \w+\.weight"):
         merge_adapters(tmp_path / "adapters.safetensors", tmp_path / "base.safetensors", tmp_path / "merged")
-    with pytest.raises(CheckpointError, match="holds no adapters"):
+    with pytest.raises(CheckpointError, match="contains no adapters"):
         merge_adapters(tmp_path / "base.safetensors", tmp_path / "base.safetensors", tmp_path / "merged")

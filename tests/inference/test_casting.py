@@ -145,9 +145,9 @@ def test_it_is_copied_removed_and_compiled():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((torch.int8, COMPUTED), "storage_dtype=torch.int8 is no floating-point dtype"),
-        ((STORED, "bfloat16"), "compute_dtype='bfloat16' is no floating-point dtype"),
-        ((STORED, COMPUTED, "."), "Block has no linear or convolution layer that is not skipped"),
+        ((torch.int8, COMPUTED), "storage_dtype=torch.int8 is not a floating-point dtype"),
+        ((STORED, "bfloat16"), "compute_dtype='bfloat16' is not a floating-point dtype"),
+        ((STORED, COMPUTED, "."), "Block has nothing to cast: every linear and convolution layer is skipped"),
     ],
 )
 def test_what_cannot_be_cast_is_refused(options: tuple[Any, ...], message: str):

@@ -264,15 +264,15 @@ def test_what_no_accelerator_can_compute_runs_on_the_cpu(caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
-        ({0: 30}, r"'1' takes 80 B .* largest budget is that of 0, 30 B: 50 B are short. Give one device at least 80"),
-        ({"cpu": 30}, r"the largest budget is that of 'cpu', 30 B: 50 B"),
-        ({0: 60, 1: 60, "disk": 0}, r"takes 140 B, but the budgets hold 120 B in all: 20 B are short"),
-        ({0: 50, 1: 90, "disk": 0}, r"do not go into the budgets: 0 50 B, 1 90 B, 'disk' 0 B"),
-        ({}, r"no device that computes has a budget"),
-        ({"gpu0": 5}, r"'gpu0' is no device"),
-        ({-1: 5}, r"-1 is no device"),
+        ({0: 30}, r"'1' takes 80 B .* largest budget is 0, 30 B: 50 B are missing. Give one device at least 80"),
+        ({"cpu": 30}, r"the largest budget is 'cpu', 30 B: 50 B"),
+        ({0: 60, 1: 60, "disk": 0}, r"takes 140 B, but the budgets hold 120 B in all: 20 B are missing"),
+        ({0: 50, 1: 90, "disk": 0}, r"do not fit into the budgets: 0 50 B, 1 90 B, 'disk' 0 B"),
+        ({}, r"no device that can compute has a budget"),
+        ({"gpu0": 5}, r"'gpu0' is not a device"),
+        ({-1: 5}, r"-1 is not a device"),
         ({0: "5 parsecs"}, r"'5 parsecs' is not a size"),
-        ({0: -5}, r"gives 0 -5 bytes"),
+        ({0: -5}, r"max_memory.0. is -5 bytes"),
     ],
 )
 def test_budgets_that_hold_no_map_are_refused(memory: dict[Any, Any], message: str):
@@ -397,16 +397,16 @@ def test_a_bar_is_as_long_as_its_device_unless_that_has_room_for_more_than_the_m
 def test_a_module_is_explained():
     model = three(FIRST_TIE)
     found = infer_auto_device_map(model, {0: 300, 1: 300, "cpu": 500}, no_split_module_classes=[])
-    assert "with layer3.linear2, which it shares weights with" in found.explain("layer1.linear2")
+    assert "together with layer3.linear2 (shared weights)" in found.explain("layer1.linear2")
     assert "layer2.linear1" in found.explain("layer2")
     with pytest.raises(ConfigurationError, match=r"no module 'layr1'. Did you mean 'layer1'"):
         found.explain("layr1")
     kept = infer_auto_device_map(linears(100, 100, 100), {0: 200, "cpu": 500})
     assert kept.explain("2.weight") == (
-        "2 (100 B) is on cpu, and is brought to 0 when it runs, with no room to fetch it ahead: 0 has 0 B left of "
-        "200 B, with 100 B kept free for what is brought there."
+        "2 (100 B) is on cpu, and is copied to 0 when it runs, with no room to prefetch it: 0 has 0 B left of "
+        "200 B, with 100 B reserved for offloaded blocks."
     )
-    assert "\nno room to fetch a block ahead: copies and computing take turns\n" in str(kept)
+    assert "\nno room to prefetch a block: copies and computation do not overlap\n" in str(kept)
     roomier = infer_auto_device_map(linears(100, 100, 100), {0: 200, "cpu": 500}, prefetch=1)
     assert roomier.prefetch == 1
     assert "ahead" not in roomier.explain("2.weight") + str(roomier)
@@ -489,7 +489,7 @@ def test_a_name_a_device_and_a_dict_stand_for_maps():
     assert resolve_device_map(Small(), torch.device("cpu")) == {"": "cpu"}
     assert resolve_device_map(Small(), {"": "disk"}) == {"": "disk"}
     assert isinstance(resolve_device_map(Small(), "auto", {"cpu": 500}), DeviceMap)
-    with pytest.raises(ConfigurationError, match=r"'balancd' is no device.* Did you mean 'balanced'"):
+    with pytest.raises(ConfigurationError, match=r"'balancd' is not a device.* Did you mean 'balanced'"):
         resolve_device_map(Small(), "balancd")
 
 

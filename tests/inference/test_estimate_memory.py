@@ -217,7 +217,7 @@ def test_what_cannot_be_estimated_is_refused_by_name(arguments: list[str], named
 
 def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 16)
-    with pytest.raises(ConfigurationError, match="no safetensors file"):
+    with pytest.raises(ConfigurationError, match="not a safetensors file"):
         read_model(str(tmp_path), {})
 
 

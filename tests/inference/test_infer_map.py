@@ -34,7 +34,7 @@ def test_what_does_not_fit_goes_to_the_cpu_then_to_the_disk(tmp_path: Path) -> N
     page = tmp_path / "map.html"
     printed = run(*MODEL, "--device", "300KB", "--cpu", "300KB", "--html", str(page))
     assert [line.split()[0] for line in printed.splitlines()[2:5]] == ["0", "cpu", "disk"]
-    assert "no room to fetch a block ahead" in printed
+    assert "no room to prefetch a block" in printed
     assert page.read_text().count('role="img"') == 3
 
 
@@ -69,7 +69,7 @@ def test_a_config_of_transformers_is_placed_with_its_ties(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ((*MODEL, "--device", "10KB"), "are short"),
+        ((*MODEL, "--device", "10KB"), "are missing"),
         ((*MODEL, "--device", "24 parsecs"), "'24 parsecs' is not a size"),
         (("tests.cli.models:Taggr", "--device", "1GB"), "'Tagger'"),
         ((*MODEL[:1], "--kwargs", "[1]", "--device", "1GB"), "must be a JSON object"),

@@ -103,7 +103,7 @@ def test_peft_trains_what_our_own_layers_do() -> None:
 def test_adapters_over_other_weights_are_refused(alone: Path) -> None:
     state = dict(open_weights(alone).items())
     made_with(**OVER_NF4).load_state_dict(state)
-    with pytest.raises(CheckpointError, match="trained over other weights"):
+    with pytest.raises(CheckpointError, match="trained on other weights"):
         QLoRA(rank=4, **OVER_NF4).apply(made(3)).load_state_dict(state)
 
 
@@ -157,7 +157,7 @@ def test_a_copy_computes_the_same() -> None:
     ("options", "words"),
     [
         ({"r": 3}, r"has 'r'. Give QLoRA's rank, alpha, dropout and targets instead"),
-        ({"use_dora": True}, r"use_dora reads the weights below the adapters"),
+        ({"use_dora": True}, r"use_dora reads the weights of the base layers"),
         ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa' reads the weights"),
         ({"use_rslorra": True}, r"no option 'use_rslorra'.*'use_rslora'"),
     ],

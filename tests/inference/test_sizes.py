@@ -45,7 +45,7 @@ def test_bytes_of_an_element(dtype: object, size: float):
 
 
 def test_what_is_no_dtype_is_refused():
-    with pytest.raises(ConfigurationError, match="'auto' is no dtype"):
+    with pytest.raises(ConfigurationError, match="'auto' is not a dtype"):
         dtype_byte_size("auto")
 
 

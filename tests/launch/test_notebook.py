@@ -171,7 +171,7 @@ def test_a_notebook_shows_a_failure_in_twelve_lines() -> None:
 
 def test_it_refuses_to_fork_where_a_device_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drivetrain.runtime.devices.CPU.is_started", lambda self: True)
-    with pytest.raises(LaunchError, match=r"cpu is in use in this process already.*Restart the kernel.*spawn"):
+    with pytest.raises(LaunchError, match=r"cpu is already in use in this process.*Restart the kernel.*spawn"):
         notebook_launcher(_recurses, num_processes=2)
 
 

@@ -70,9 +70,9 @@ def test_one_process_runs_the_function_here_and_starts_no_device(launched: dict[
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("four", "XLA on the CPU cannot join several processes; each would train alone and seem to work"),
-        ("machines", "num_nodes=2: on TPUs notebook_launcher runs on one host"),
-        ("plan", "4 processes were asked for on this machine, but"),
+        ("four", "XLA on the CPU cannot connect several processes, so each would train alone"),
+        ("machines", "num_nodes=2: on TPUs notebook_launcher supports one host only"),
+        ("plan", "4 processes were requested on this machine, but"),
     ],
 )
 def test_processes_that_would_train_alone_are_refused(launched: dict[str, Any], what: str, said: str) -> None:

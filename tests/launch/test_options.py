@@ -33,14 +33,14 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"num_machines": "1:2"}, ["1:2", "main_process_ip"]),
     (
         {"num_machines": "1:2", "main_process_ip": "10.0.0.1", "rdzv_backend": "static"},
-        ["'1:2'", "cannot change", "Leave rdzv_backend out"],
+        ["'1:2'", "needs a fixed number", "Leave rdzv_backend out"],
     ),
     (
         {"num_machines": "1:2", "main_process_ip": "10.0.0.1", "num_processes": 3},
         ["num_processes is 3", "2 machines", "multiple of 2"],
     ),
     ({"preemption_grace_period": 0}, ["preemption_grace_period is 0", "more than 0"]),
-    ({"hang_timeout": -1.0}, ["hang_timeout is -1.0", "at least 0", "0 is no limit"]),
+    ({"hang_timeout": -1.0}, ["hang_timeout is -1.0", "at least 0", "0 means no limit"]),
     ({"main_process_port": 70000}, ["70000", "0 to 65535", "Leave it out"]),
     ({"mixed_precision": "bf61"}, ["'bf61'", "fp16", "Did you mean 'bf16'?"]),
     ({"rdzv_backend": "c10"}, ["'c10'", "static", "Did you mean 'c10d'?"]),
@@ -56,7 +56,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"launcher": "ray", "log_dir": "logs"}, ["log_dir is 'logs'", "launcher='ray'"]),
     (
         {"launcher": "ray", "num_machines": 2, "main_process_ip": "10.0.0.1"},
-        ["main_process_ip is '10.0.0.1'", "Ray decides"],
+        ["main_process_ip is '10.0.0.1'", "Ray chooses"],
     ),
     ({"module": True, "no_python": True}, ["module and no_python contradict"]),
 ]
@@ -88,7 +88,7 @@ def test_the_time_without_progress_is_the_flags_or_the_environments(
 @pytest.mark.parametrize("variable", ["soon", "-1", "nan"])
 def test_a_time_that_is_none_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRIVETRAIN_HANG_TIMEOUT", variable)
-    with pytest.raises(ConfigurationError, match=f"DRIVETRAIN_HANG_TIMEOUT='{variable}' is no number of seconds"):
+    with pytest.raises(ConfigurationError, match=f"DRIVETRAIN_HANG_TIMEOUT='{variable}' is not a number of seconds"):
         _ = LaunchOptions().hang_limit
 
 

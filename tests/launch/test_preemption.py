@@ -77,7 +77,7 @@ def test_ranks_that_do_not_end_are_killed_after_the_grace_period(tmp_path: Path)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "0.5 s after SIGTERM, rank 0, 1 had not ended and was killed" in err
+    assert "rank 0, 1 had not exited 0.5 s after SIGTERM and was killed" in err
     assert "--preemption_grace_period" in err
 
 

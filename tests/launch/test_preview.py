@@ -33,7 +33,7 @@ def test_a_dry_run_shows_where_each_value_comes_from_and_starts_nothing(tmp_path
         ["OMP_NUM_THREADS", "1", "the", "launcher"],
     ):
         assert row in rows
-    assert "changes nothing: both run on torch's fully_shard" in ended.out
+    assert "has no effect: both run on torch's fully_shard" in ended.out
 
 
 @pytest.mark.parametrize(

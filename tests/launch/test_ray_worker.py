@@ -17,8 +17,8 @@ from drivetrain.launch.ray_launcher import (
     RayWorker,
     Report,
     environment_of_rank,
-    in_order,
-    places_of_ranks,
+    rank_order,
+    variables_of_ranks,
     variables_to_pass_on,
 )
 from tests.launch.launching import write_script
@@ -104,7 +104,7 @@ def test_a_rank_that_is_deaf_is_killed(worker: RayWorker, tmp_path: Path) -> Non
 
 
 def test_a_directory_that_is_not_there_is_refused_by_name(worker: RayWorker, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"has no directory .*gone.*same path"):
+    with pytest.raises(LaunchError, match=r"has no folder .*gone.*same path"):
         worker.start(["x"], VARIABLES, str(tmp_path / "gone"))
 
 
@@ -117,9 +117,9 @@ def test_a_rank_gets_the_launchers_variables_but_for_those_of_its_machine() -> N
 
 def test_ranks_of_a_machine_follow_each_other_and_each_sees_its_own_device_at_its_local_rank() -> None:
     places = [Place("a", "1", ("10",)), Place("b", "2", ("0",)), Place("a", "1", ("9",))]
-    order = in_order(places)
+    order = rank_order(places)
     assert order == [2, 0, 1]
-    found = list(places_of_ranks([places[i] for i in order]))
+    found = list(variables_of_ranks([places[i] for i in order]))
     assert [(each["LOCAL_RANK"], each["LOCAL_WORLD_SIZE"], each["GROUP_RANK"]) for each in found] == [
         ("0", "2", "0"),
         ("1", "2", "0"),

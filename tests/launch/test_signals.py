@@ -67,7 +67,7 @@ def test_ctrl_c_after_which_each_rank_raises_keyboard_interrupt_ends_with_130_an
         out, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert sorted(out.splitlines()) == ["saved 0", "saved 1"]
-    assert err == "drivetrain: interrupted: the processes are ending; Ctrl-C again kills them.\n"
+    assert err == "drivetrain: interrupted: waiting for the processes to exit. Press Ctrl-C again to kill them.\n"
 
 
 def test_ranks_that_were_interrupted_without_the_launcher_end_with_130_too(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_launch_that_says_how_machines_meet_is_left_alone(name: str) -> None:
     [
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "--ntasks-per-node=1"),
         ({"SLURM_STEP_NODELIST": "node[7-"}, "is not a list of hosts"),
-        ({"SLURM_NODEID": "first"}, "is no number"),
+        ({"SLURM_NODEID": "first"}, "is not a number"),
     ],
 )
 def test_variables_that_cannot_be_are_refused(change: dict[str, str], said: str) -> None:
@@ -88,7 +88,7 @@ def test_without_srun_the_refusal_says_what_to_do(tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
     ended = run("-m", "drivetrain", "launch", "script.py", cwd=tmp_path, PATH=str(tmp_path), **job)
     assert ended.code == 2
-    assert "no srun on PATH" in ended.err
+    assert "is not on PATH" in ended.err
     assert "--num_machines 1" in ended.err
 
 

@@ -49,7 +49,7 @@ def test_what_a_rank_had_that_dies_is_done_by_others_and_the_run_succeeds(tmp_pa
     assert sorted(ended.out.splitlines()) == [f"0 {RESULTS}", f"2 {RESULTS}"]
     assert ended.err.count("rank 1 (pid") == 1
     assert named in ended.err
-    assert "The others continue" in ended.err
+    assert "The other ranks continue" in ended.err
 
 
 @pytest.mark.slow

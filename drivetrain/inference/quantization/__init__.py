@@ -1,4 +1,4 @@
-"""Weights in fewer bits: how, and models whose layers are stored so."""
+"""Quantization of linear layers with bitsandbytes and torchao."""
 
 from __future__ import annotations
 

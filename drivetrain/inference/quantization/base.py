@@ -1,4 +1,4 @@
-"""What a way of quantising weights has to provide."""
+"""Base class and registry of quantizers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from torch import Tensor, nn
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
-_PIECES = 16  # that a weight is quantised in; each takes up to seven times its memory
+_PIECES = 16  # a weight is quantized in this many pieces, since each needs up to seven times its own memory
 
 
 class Quantizer(ABC):
-    """A way of storing the weights of linear layers in fewer bits. Each is a file; `register_quantizer` adds one.
+    """Base class of quantizers, which store the weights of linear layers in fewer bits.
+
+    Subclasses become available by name with `register_quantizer`.
 
     Attributes:
-        name: The name that files and users give it.
-        dtype: What the rest of a model is converted to where nothing else is asked for; None to leave it.
+        name: Name of the quantizer in files and in `get_quantizer`.
+        dtype: Default dtype of the layers that are not quantized, or None to keep theirs.
     """
 
     name: ClassVar[str]
@@ -28,14 +30,14 @@ class Quantizer(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """See that its package is there and can do this on this machine.
+        """Check that the quantizer's package is installed and supports this machine.
 
         Raises:
-            ConfigurationError: It is not; names what to install.
+            ConfigurationError: It is not. The message names the package to install.
         """
 
     def takes(self, module: nn.Module) -> bool:
-        """Whether it can store the weight of a module.
+        """Return True if the quantizer can quantize a module. The default accepts `nn.Linear` only, no subclasses.
 
         Args:
             module: The module.
@@ -44,17 +46,18 @@ class Quantizer(ABC):
 
     @abstractmethod
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
-        """Make the layer that is to be in the place of one, best from `pieces_of` its weight.
+        """Return a quantized layer that replaces a linear layer. Implementations should use `pieces_of` to save memory.
 
         Args:
-            layer: The layer; its bias, if it has one, is given to the new one as it is.
-            weight: Its weight, on the CPU or the device. It may be in a file, and in another dtype than `layer.weight`.
-            device: Where the new layer is to be.
+            layer: The layer. Its bias is used unchanged.
+            weight: The layer's weight, on the CPU or the device. It may be memory-mapped and have another dtype than
+                `layer.weight`.
+            device: Device of the new layer.
         """
 
     @abstractmethod
     def made(self, module: nn.Module) -> bool:
-        """Whether a module is one that `quantize` has made.
+        """Return True if the module is a layer that `quantize` has created.
 
         Args:
             module: The module.
@@ -62,75 +65,75 @@ class Quantizer(ABC):
 
     @abstractmethod
     def saved(self, layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """What of a quantised layer files hold, without its bias.
+        """Return the state of a quantized layer for files, without its bias.
 
         Args:
             layer: The layer.
 
         Returns:
-            Plain tensors by names within the layer, and texts that describe them.
+            Plain tensors by their names in the layer, and texts that describe them.
         """
 
     @abstractmethod
     def opened(
         self, layer: nn.Linear, tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device
     ) -> nn.Module:
-        """Make a quantised layer of what `saved` returned.
+        """Rebuild a quantized layer from the result of `saved`.
 
         Args:
-            layer: The layer that it is to take the place of.
-            tensors: The tensors.
+            layer: The layer to replace.
+            tensors: The plain tensors.
             texts: The texts.
-            device: Where the new layer is to be.
+            device: Device of the new layer.
         """
 
     def finds(self, names: Collection[str]) -> bool:
-        """Whether the names within a layer that files hold are those of one that is quantised already.
+        """Return True if tensor names in a file are those of an already quantized layer.
 
         Args:
-            names: The names, without that of the bias.
+            names: Names of a layer's tensors in the file, without the bias.
         """
         return False
 
     def settle(self, layer: nn.Module) -> None:
-        """Let a quantised layer compute alike in training and in evaluation, so that gradients pass it in both.
+        """Disable inference-only kernels of a quantized layer, so that gradients flow in evaluation mode too.
 
         Args:
             layer: The layer.
         """
 
     def parts(self, layer: nn.Module) -> dict[str, Tensor]:
-        """The plain tensors that take most of a quantised layer's memory.
+        """Return the plain tensors that hold most of a quantized layer's memory.
 
         Args:
             layer: The layer.
 
         Returns:
-            The tensors, by names that `bind` takes.
+            A dict from the names that `bind` expects to tensors.
         """
         return weight_parts(layer)
 
     def bind(self, layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
-        """Let a quantised layer compute with other tensors; what a forward before has kept for backward stays.
+        """Replace the tensors of a quantized layer. Tensors that autograd has saved for backward must not change.
 
         Args:
             layer: The layer.
-            parts: The tensors, by the names of `parts`.
+            parts: The new tensors, by the names of `parts`.
         """
         bind_weight(layer, parts)
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """Its options as plain values: `type(self)(**options)` is the same quantizer."""
+        """Return the options as plain values, so that `type(self)(**options)` creates an equal quantizer."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"
 
 
 def pieces_of(layer: nn.Linear, weight: Tensor, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Some rows of a weight after the other, on a device and in the layer's dtype.
+    """Yield blocks of rows of a weight on a device, in the layer's dtype.
 
-    What quantises takes several times the memory of what it is given, which is little that way.
+    Quantizing needs several times the memory of its input, so small blocks save memory.
     """
     step = max(1, -(-len(weight) // _PIECES))
     for start in range(0, len(weight), step):
@@ -139,13 +142,11 @@ def pieces_of(layer: nn.Linear, weight: Tensor, device: torch.device) -> Iterato
 
 
 def weight_parts(layer: nn.Module) -> dict[str, Tensor]:
-    """The plain tensors that a layer's weight consists of, by names."""
     weight: Any = layer.weight
     return dict(plain_parts(weight.detach()))
 
 
 def plain_parts(tensor: Tensor, name: str = "weight") -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors that a tensor of any class consists of."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield name, tensor
@@ -155,7 +156,7 @@ def plain_parts(tensor: Tensor, name: str = "weight") -> Iterator[tuple[str, Ten
 
 
 def contexts_of(tensor: Tensor) -> list[str]:
-    """What a tensor of any class has beside its plain tensors, as text."""
+    """Return the non-tensor attributes of a tensor subclass as text, recursively."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return []
@@ -164,13 +165,12 @@ def contexts_of(tensor: Tensor) -> list[str]:
 
 
 def bind_weight(layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
-    """Let a layer's weight consist of other tensors."""
     weight: Any = layer.weight
     layer.weight = nn.Parameter(rebuilt(weight.detach(), parts, weight.shape), requires_grad=False)
 
 
 def rebuilt(like: Any, parts: Mapping[str, Tensor], shape: torch.Size, name: str = "weight") -> Tensor:
-    """A tensor of the class of another one, of other plain tensors."""
+    """Build a tensor of the same subclass as `like` from new plain tensors."""
     flatten = getattr(like, "__tensor_flatten__", None)
     if flatten is None:
         return parts[name]
@@ -181,7 +181,6 @@ def rebuilt(like: Any, parts: Mapping[str, Tensor], shape: torch.Size, name: str
 
 
 def linear_like(layer: nn.Linear, kind: type[nn.Linear], **options: Any) -> Any:
-    """A layer of another class with the sizes of one, and its bias."""
     with torch.device("meta"):
         made = kind(layer.in_features, layer.out_features, bias=False, **options)
     made.bias = layer.bias
@@ -189,7 +188,7 @@ def linear_like(layer: nn.Linear, kind: type[nn.Linear], **options: Any) -> Any:
     return made
 
 
-# Quantizers by name
+# Registry
 
 
 # name -> (module, class, arguments)
@@ -211,29 +210,32 @@ _registered: dict[str, type[Quantizer]] = {}
 
 
 def register_quantizer(kind: type[Quantizer]) -> type[Quantizer]:
-    """Let a quantizer be found by its name; also a decorator.
+    """Register a quantizer class under its `name`. Also usable as a class decorator.
 
     Args:
-        kind: The class; its `name` must not be taken.
+        kind: The class. Its name must not be in use.
+
+    Returns:
+        The class.
 
     Raises:
-        ConfigurationError: The name is taken.
+        ConfigurationError: The name is already in use.
     """
     if kind.name in {*_BUILT_IN, *_CLASSES} or _registered.get(kind.name, kind) is not kind:
-        raise ConfigurationError(f"There is a quantizer {kind.name!r} already. Give {kind.__name__}.name another one.")
+        raise ConfigurationError(f"A quantizer named {kind.name!r} already exists. Give {kind.__name__} another name.")
     _registered[kind.name] = kind
     return kind
 
 
 def get_quantizer(given: str | Quantizer) -> Quantizer:
-    """A quantizer by its name.
+    """Return the quantizer of this name.
 
     Args:
-        given: `"nf4"`, `"fp4"` and `"int8"` of bitsandbytes, `"int8wo"`, `"int8dq"`, `"int4wo"`, `"float8wo"` and
-            `"float8dq"` of torchao, the name of one that was registered, or a quantizer.
+        given: `"nf4"`, `"fp4"` or `"int8"` (bitsandbytes), `"int8wo"`, `"int8dq"`, `"int4wo"`, `"float8wo"` or
+            `"float8dq"` (torchao), a registered name, or a quantizer.
 
     Raises:
-        ConfigurationError: There is none of this name.
+        ConfigurationError: The name is unknown.
     """
     if isinstance(given, Quantizer):
         return given
@@ -250,12 +252,11 @@ def get_quantizer(given: str | Quantizer) -> Quantizer:
 
 
 def class_of(name: str) -> type[Any]:
-    """The class of quantizers whose `name` is this."""
     if name in _registered:
         return _registered[name]
     if name not in _CLASSES:
         raise ConfigurationError(
-            f"There is no quantizer {name!r}; known: {', '.join([*_CLASSES, *_registered])}. Register it first.",
+            f"There is no quantizer {name!r}. Known: {', '.join([*_CLASSES, *_registered])}. Register it first.",
         )
     module, kind = _CLASSES[name]
     found: type[Any] = getattr(importlib.import_module(module), kind)

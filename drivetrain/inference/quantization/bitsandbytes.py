@@ -1,4 +1,4 @@
-"""4 and 8 bits by bitsandbytes."""
+"""Quantization to 4 and 8 bits with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _SHORT = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(eq=True, repr=False)
 class BitsAndBytes(Quantizer):
-    """Linear layers in 4 bits (`nf4`, `fp4`) or in 8 bits (LLM.int8).
+    """Quantizer for 4-bit (`nf4`, `fp4`) and 8-bit (LLM.int8) linear layers with bitsandbytes.
 
     Source: Dettmers et al., "LLM.int8()" (2022) and "QLoRA" (2023).
 
     Args:
         bits: 4 or 8.
-        quant_type: `"nf4"` or `"fp4"`, in 4 bits.
-        double_quant: Whether the scales of 4-bit blocks are quantised too.
-        compute_dtype: What 4-bit weights are multiplied in; that of the inputs if None.
-        quant_storage: The dtype that 4 bits are packed into: that of the other parameters where FSDP shards them.
-        threshold: Inputs above it are outliers, and multiplied apart in 16 bits, in 8 bits.
+        quant_type: 4-bit data type, `"nf4"` or `"fp4"`.
+        double_quant: Quantize the scales of 4-bit blocks too.
+        compute_dtype: Dtype of 4-bit layers' matrix products. None uses the inputs' dtype.
+        quant_storage: Dtype that 4-bit values are packed into. Under FSDP, the dtype of the other parameters.
+        threshold: In 8 bits, inputs above this value are outliers, multiplied separately in 16 bits.
     """
 
     name = "bitsandbytes"
@@ -45,7 +45,7 @@ class BitsAndBytes(Quantizer):
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
-            raise ConfigurationError(f"bits={self.bits!r}: bitsandbytes stores weights in 4 or 8.")
+            raise ConfigurationError(f"bits={self.bits!r}: bitsandbytes supports 4 and 8.")
         if self.quant_type not in _TYPES:
             raise ConfigurationError(
                 f"quant_type={self.quant_type!r}: give 'nf4' or 'fp4'.{nearest(self.quant_type, _TYPES)}"
@@ -57,7 +57,7 @@ class BitsAndBytes(Quantizer):
     def check(self) -> None:
         if find_spec("bitsandbytes") is None:
             raise PackageMissingError(
-                "Weights in 4 or 8 bits need bitsandbytes, which is not installed: pip install "
+                "Quantization to 4 or 8 bits needs bitsandbytes, which is not installed: pip install "
                 '"drivetrain[quantization]".'
             )
 
@@ -103,10 +103,10 @@ class BitsAndBytes(Quantizer):
         return made  # type: ignore[no-any-return]
 
     def _keep_scales(self, made: Any) -> None:
-        """Let a layer be written as it was made, and compute whatever its size.
+        """Prevent bitsandbytes from losing precision or failing when it packs the layer for AVX-512.
 
-        On processors with AVX-512 BF16 its first forward in evaluation packs it for another kernel, which rounds the
-        scales to bfloat16, and fails where rows or columns are not whole blocks (0.50.2).
+        On CPUs with AVX-512 BF16, the first forward in evaluation packs the layer for another kernel. That kernel
+        rounds the scales to bfloat16, and fails if rows or columns are not full blocks (bitsandbytes 0.50.2).
         """
         rows, columns = made.weight.quant_state.shape
         if rows % _ROWS_TOGETHER or columns % made.weight.blocksize:
@@ -125,7 +125,7 @@ class BitsAndBytes(Quantizer):
         return type(module).__name__ == ("Linear4bit" if self.bits == 4 else "Linear8bitLt")
 
     def saved(self, layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        state = layer.state_dict()  # which takes the layer out of what it was packed for
+        state = layer.state_dict()  # undoes the packing of the weight
         kept = layer.__dict__.get(_MADE_OF)
         if kept is not None:
             weight: Any = layer.weight
@@ -153,7 +153,7 @@ class BitsAndBytes(Quantizer):
         return made  # type: ignore[no-any-return]
 
     def settle(self, layer: nn.Module) -> None:
-        # What its first forward in evaluation packs it for (see _keep_scales) computes in bfloat16, without a backward.
+        # The kernel that bitsandbytes packs the layer for in evaluation (see _keep_scales) has no backward.
         layer.__dict__[_PACKS] = False
         layer.__dict__.pop(_MADE_OF, None)
 
@@ -167,7 +167,7 @@ class BitsAndBytes(Quantizer):
     def bind(self, layer: Any, parts: Mapping[str, Tensor]) -> None:
         layer.weight.data = parts["weight"]
         if self.bits == 4:
-            # A forward before keeps the state that was there.
+            # An earlier forward has saved the old state for backward, so change a copy.
             state = copy.copy(layer.quant_state)
             state.absmax = parts["absmax"]
             layer.quant_state = layer.weight.quant_state = state
@@ -203,22 +203,21 @@ class BitsAndBytes(Quantizer):
 
 @dataclass
 class BnbQuantizationConfig:
-    """How `load_and_quantize_model` quantises.
+    """Options of `load_and_quantize_model`.
 
     Args:
-        load_in_8bit: Whether linear layers are stored in 8 bits.
-        llm_int8_threshold: Inputs above it are multiplied apart, in 8 bits.
-        load_in_4bit: Whether they are stored in 4 bits.
+        load_in_8bit: Quantize linear layers to 8 bits.
+        llm_int8_threshold: In 8 bits, inputs above this value are multiplied separately in 16 bits.
+        load_in_4bit: Quantize linear layers to 4 bits.
         bnb_4bit_quant_type: `"fp4"` or `"nf4"`.
-        bnb_4bit_use_double_quant: Whether the scales of blocks are quantised too.
-        bnb_4bit_compute_dtype: What 4-bit weights are multiplied in: a dtype, or `"fp32"`, `"fp16"` or `"bf16"`.
-        torch_dtype: The dtype of all that is not quantised; float16 beside 8 bits, the dtype of the computation beside
-            4, if None.
-        skip_modules: Names of modules that are not quantised; the output head and what is tied, if None.
+        bnb_4bit_use_double_quant: Quantize the scales of 4-bit blocks too.
+        bnb_4bit_compute_dtype: Dtype of 4-bit layers' matrix products: a dtype, `"fp32"`, `"fp16"` or `"bf16"`.
+        torch_dtype: Dtype of all other weights. None means float16 with 8 bits, and the compute dtype with 4 bits.
+        skip_modules: Names of modules that are not quantized. None means the output head and tied modules.
         keep_in_fp32_modules: Names of modules that stay in float32.
 
     Raises:
-        ConfigurationError: Both or neither are asked for, or a value is none that is allowed.
+        ConfigurationError: Not exactly one of `load_in_8bit` and `load_in_4bit` is True, or a value is not allowed.
     """
 
     load_in_8bit: bool = False
@@ -235,15 +234,15 @@ class BnbQuantizationConfig:
         if self.load_in_8bit == self.load_in_4bit:
             both = "and" if self.load_in_8bit else "nor"
             raise ConfigurationError(
-                f"load_in_8bit={self.load_in_8bit} {both} load_in_4bit={self.load_in_4bit}: ask for one of the two.",
+                f"load_in_8bit={self.load_in_8bit} {both} load_in_4bit={self.load_in_4bit}: set exactly one to True.",
             )
         self.bnb_4bit_compute_dtype = dtype_of("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
         default = torch.float16 if self.load_in_8bit else self.bnb_4bit_compute_dtype
         self.torch_dtype = default if self.torch_dtype is None else dtype_of("torch_dtype", self.torch_dtype)
-        self.quantizer()  # refuses a wrong type
+        self.quantizer()  # raises for an unknown quant_type
 
     def quantizer(self) -> BitsAndBytes:
-        """The quantizer of this configuration."""
+        """Return the `BitsAndBytes` quantizer for these options."""
         if self.load_in_8bit:
             return BitsAndBytes(8, threshold=self.llm_int8_threshold)
         return BitsAndBytes(
@@ -255,12 +254,12 @@ class BnbQuantizationConfig:
 
     @property
     def target_dtype(self) -> Any:
-        """What weights are stored in: a dtype, or the name of one that torch has no tensors of."""
+        """Dtype of the quantized weights: `torch.int8`, or the name `"int4"`."""
         return torch.int8 if self.load_in_8bit else "int4"
 
 
 def _whole_blocks(pieces: Iterable[tuple[slice, Tensor]], size: int) -> Iterator[tuple[int, Tensor]]:
-    """The values of rows in order, some whole blocks at a time but for the last, and where each begins."""
+    """Yield the flat values of rows in pieces of full blocks, each with its start. The last piece may be shorter."""
     start, left = 0, None
     for _, piece in pieces:
         flat = piece.reshape(-1) if left is None else torch.cat([left, piece.reshape(-1)])
@@ -273,7 +272,6 @@ def _whole_blocks(pieces: Iterable[tuple[slice, Tensor]], size: int) -> Iterator
 
 
 def dtype_of(argument: str, given: torch.dtype | str) -> torch.dtype:
-    """A dtype by its name."""
     found = _SHORT.get(given) or getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
         raise ConfigurationError(f"{argument}={given!r}: give a dtype, or 'fp32', 'fp16' or 'bf16'.")

@@ -1,4 +1,4 @@
-"""Models whose linear layers are quantised: while their weights are read, into files, and out of these."""
+"""Quantization of models, while loading or in place, and saving and loading of quantized models."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Map = Mapping[str, torch.device | str | int]
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a model is quantised; it is the model's `quantization`.
+    """Description of a quantized model, available as `model.quantization`.
 
     Attributes:
-        quantizer: What stores the weights.
-        layers: The names of the layers whose weights it stores.
+        quantizer: The quantizer.
+        layers: Names of the quantized layers.
     """
 
     quantizer: Quantizer
@@ -52,28 +52,28 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
-    """Quantise a model's linear layers, each as its weight is read, so that the whole is never in memory unquantised.
+    """Quantize a model's linear layers, each as its weight is read.
 
-    On accelerators, layers that a map has on the CPU or on disk are not quantised; where nothing is on an accelerator,
-    those on the CPU are.
+    The full unquantized model is never in memory. If the map uses accelerators, layers on the CPU or on disk are not
+    quantized. If it uses none, layers on the CPU are.
 
     Args:
-        model: The model, which is changed; with weights, or built by `init_empty_weights`.
-        bnb_quantization_config: How, as a `BnbQuantizationConfig`, as a quantizer, or the name of one.
-        weights_location: What `load_checkpoint_in_model` takes as a checkpoint; None for a model that has weights.
-        device_map: As for `load_checkpoint_and_dispatch`; None leaves weights where they are, and puts those that are
-            read on the first accelerator, or else on the CPU.
-        no_split_module_classes: As there.
-        max_memory: As there.
-        offload_folder: As there.
-        offload_state_dict: Accepted: only one unquantised weight is in memory at a time.
+        model: The model to change. It may be on the meta device if `weights_location` is given.
+        bnb_quantization_config: A `BnbQuantizationConfig`, a quantizer, or the name of a quantizer.
+        weights_location: A checkpoint, as for `load_checkpoint_in_model`. None quantizes the model's own weights.
+        device_map: A map, as for `load_checkpoint_and_dispatch`. None keeps the devices of existing weights, and loads
+            others onto the first accelerator, or onto the CPU if there is none.
+        no_split_module_classes: Class names of modules that stay on one device, for named maps.
+        max_memory: Memory limit of each device, for named maps.
+        offload_folder: Folder for weights on disk.
+        offload_state_dict: Accepted and ignored. Only one unquantized weight is in memory at a time.
 
     Returns:
         The model.
 
     Raises:
-        ConfigurationError: The quantizer's package is missing, or the map does not fit.
-        CheckpointError: The weights are not those of the model.
+        ConfigurationError: The quantizer's package is not installed, or the map does not fit the model.
+        CheckpointError: The weights do not match the model.
     """
     options: dict[str, Any] = {}
     if isinstance(bnb_quantization_config, BnbQuantizationConfig):
@@ -103,35 +103,35 @@ def quantize_model(
     keep_in_fp32_modules: Sequence[str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """Quantise a model's linear layers; see `load_and_quantize_model`.
+    """Quantize a model's linear layers in place. See also `load_and_quantize_model`.
 
     Args:
-        model: The model, which is changed.
-        quantizer: The quantizer, or its name.
-        weights: A checkpoint; None for a model that has weights.
-        device_map: A map; None leaves weights where they are, and puts those that are read on the first accelerator,
-            or else on the CPU.
-        dtype: The dtype of all that is not quantised; None to leave it.
-        skip_modules: Names of modules that are not quantised; the output head and what is tied, if None.
-        keep_in_fp32_modules: Names of modules that become float32 and are not quantised.
-        offload_folder: Where weights are written that are to stay on disk.
+        model: The model to change.
+        quantizer: The quantizer or its name.
+        weights: A checkpoint. None quantizes the model's own weights.
+        device_map: A map. None keeps the devices of existing weights, and loads others onto the first accelerator, or
+            onto the CPU if there is none.
+        dtype: Dtype of all other weights. None keeps theirs.
+        skip_modules: Names of modules that are not quantized. None means the output head and tied modules.
+        keep_in_fp32_modules: Names of modules that become float32 and are not quantized.
+        offload_folder: Folder for weights on disk.
 
     Returns:
-        The model, with its `Quantization` as `quantization`.
+        The model. Its attribute `quantization` describes the quantization.
     """
     chosen = get_quantizer(quantizer)
     chosen.check()
     source = None if weights is None else open_weights(weights)
     if source is None and (empty := [name for name, place in named_places(model).items() if place.tensor.is_meta]):
-        raise CheckpointError(f"{empty[0]} has no values. Give weights=..., from which they are read.")
+        raise CheckpointError(f"{empty[0]} is on the meta device and has no values. Give weights=... to load them.")
     given = None if device_map is None else loading.as_dict(model, device_map, dtype=dtype)
     where = _where(model, given)
     skipped = [*(default_skips(model) if skip_modules is None else skip_modules), *(keep_in_fp32_modules or ())]
-    layers = [name for name, layer in _linear(model, chosen) if not is_within(name, skipped) and _stays(name, where)]
+    layers = [name for name, _ in _linear(model, chosen) if not is_within(name, skipped) and _is_resident(name, where)]
     if not layers:
         raise ConfigurationError(
-            f"No layer of {type(model).__name__} can be quantised: all linear ones are left out by skip_modules="
-            f"{skipped!r}, or are on the CPU or disk beside an accelerator.",
+            f"No layer of {type(model).__name__} can be quantized: all linear layers are in skip_modules={skipped!r}, "
+            "or are on the CPU or disk next to an accelerator.",
         )
     used: set[str] = set()
     for name in layers:
@@ -151,15 +151,13 @@ def quantize_model(
 
 
 def _where(model: nn.Module, given: Map | None) -> dict[str, Any]:
-    """Where each parameter and buffer is to be."""
     if given is not None:
         return dict(loading.locations(model, given))
     first = loading.execution_device(None)
     return {name: first if place.tensor.is_meta else place.tensor.device for name, place in named_places(model).items()}
 
 
-def _stays(name: str, where: Mapping[str, Any]) -> bool:
-    """Whether a layer's weight is on the device that computes with it."""
+def _is_resident(name: str, where: Mapping[str, Any]) -> bool:
     at = where[f"{name}.weight"]
     on_accelerators = any(isinstance(each, torch.device) and each.type != "cpu" for each in where.values())
     return isinstance(at, torch.device) and (at.type != "cpu" or not on_accelerators)
@@ -172,7 +170,6 @@ def _linear(model: nn.Module, quantizer: Quantizer) -> Iterator[tuple[str, Any]]
 
 
 def default_skips(model: nn.Module) -> list[str]:
-    """The modules of a model that are not quantised unless asked for: its output head, and what shares weights."""
     shared = {name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group}
     head = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None  # type: ignore[operator]
     names = {id(module): name for name, module in model.named_modules()}
@@ -185,12 +182,12 @@ def default_skips(model: nn.Module) -> list[str]:
 
 
 def is_within(name: str, modules: Sequence[str]) -> bool:
-    """Whether a module is one of those named, or within one; a name may leave out what is before it."""
+    """Return True if a module is one of the named modules or inside one. Names may omit leading parts."""
     return any(f".{module}." in f".{name}." for module in modules)
 
 
 def _replace(model: nn.Module, name: str, quantizer: Quantizer, source: Weights | None, device: Any) -> set[str]:
-    """Put a quantised layer in the place of one; returns the names of the weights that were used."""
+    """Replace a layer by a quantized one. Returns the names of the used weights."""
     layer: Any = model.get_submodule(name)
     texts: dict[str, str] = {}
     if source is None:
@@ -217,8 +214,8 @@ def _weight(name: str, layer: nn.Linear, source: Weights) -> Tensor:
     entry = source.entries[full]
     if entry.shape != tuple(layer.weight.shape) or not entry.dtype.is_floating_point:
         raise CheckpointError(
-            f"{full} is {tuple(entry.shape)} of {entry.dtype} in {source.where}, and {tuple(layer.weight.shape)} of a "
-            "floating-point dtype in the model."
+            f"{full} has shape {tuple(entry.shape)} and dtype {entry.dtype} in {source.where}, but the model needs "
+            f"shape {tuple(layer.weight.shape)} and a floating-point dtype."
         )
     return source[full]
 
@@ -226,7 +223,6 @@ def _weight(name: str, layer: nn.Linear, source: Weights) -> Tensor:
 def _convert(
     model: nn.Module, layers: Sequence[str], where: Mapping[str, Any], dtype: torch.dtype | None, keep: Sequence[str]
 ) -> None:
-    """Bring what is not quantised to its dtype and device."""
     stored = {f"{layer}.weight" for layer in layers}
     for name, place in named_places(model).items():
         old = place.tensor
@@ -238,27 +234,27 @@ def _convert(
             place.put(like(old, old.detach().to(where[name], wanted)))
 
 
-# files
+# Files
 
 
 def save_quantized(model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> list[str]:
-    """Write a quantised model as safetensors, with a description of how it is quantised.
+    """Save a quantized model as safetensors files, with a JSON description of its quantization.
 
     Args:
-        model: What `quantize_model`, `load_and_quantize_model` or `load_quantized` returned.
-        directory: Where to.
-        max_shard_size: Bytes in a file at most.
+        model: A model from `quantize_model`, `load_and_quantize_model` or `load_quantized`.
+        directory: Folder for the files.
+        max_shard_size: Maximum bytes of one file, as a number or as text such as `"5GB"`.
 
     Returns:
         The paths of the safetensors files.
 
     Raises:
-        ConfigurationError: The model is not quantised.
+        ConfigurationError: The model is not quantized.
     """
     how: Quantization | None = model.__dict__.get("quantization")
     if how is None:
         raise ConfigurationError(
-            f"{type(model).__name__} is not quantised. quantize_model(model, 'nf4') does it; save_model saves others.",
+            f"{type(model).__name__} is not quantized. Call quantize_model(model, 'nf4') first, or use save_model.",
         )
     state: dict[str, Tensor] = {}
     texts: dict[str, dict[str, str]] = {}
@@ -285,20 +281,20 @@ def save_quantized(model: nn.Module, directory: str | os.PathLike[str], max_shar
 
 
 def load_quantized(model: nn.Module, directory: str | os.PathLike[str], device_map: Any = None) -> nn.Module:
-    """Open what `save_quantized` wrote; the original weights are not needed.
+    """Load a model that `save_quantized` has written. The original weights are not needed.
 
     Args:
-        model: The model as it is unquantised, usually built by `init_empty_weights`.
-        directory: The directory.
-        device_map: As for `quantize_model`.
+        model: The unquantized model, usually built under `init_empty_weights`.
+        directory: The folder.
+        device_map: A map, as for `quantize_model`.
 
     Returns:
         The model.
 
     Raises:
-        CheckpointError: There is no such model in the directory, or it is that of another one.
+        CheckpointError: The folder contains no quantized model, or one that does not match.
     """
-    how, texts = _described(Path(directory, DESCRIPTION))
+    how, texts = _read_description(Path(directory, DESCRIPTION))
     how.quantizer.check()
     source = open_weights(directory)
     given = None if device_map is None else loading.as_dict(model, device_map)
@@ -309,8 +305,8 @@ def load_quantized(model: nn.Module, directory: str | os.PathLike[str], device_m
         layer = known.get(name)
         if layer is None or not how.quantizer.takes(layer):
             raise CheckpointError(
-                f"{os.fspath(directory)} has a quantised layer {name!r}, which {type(model).__name__} "
-                f"{'has not' if layer is None else 'has as a ' + type(layer).__name__}. Build the model as it was."
+                f"{os.fspath(directory)} has a quantized layer {name!r}, but {type(model).__name__} has "
+                f"{'no such layer' if layer is None else 'a ' + type(layer).__name__}. Build the model as it was saved."
             )
         found = {each.removeprefix(f"{name}."): each for each in source if each.startswith(f"{name}.")}
         found.pop("bias", None)
@@ -322,7 +318,7 @@ def load_quantized(model: nn.Module, directory: str | os.PathLike[str], device_m
         setattr(model.get_submodule(parent), last, made)
     rest = [name for name in where if not any(name.startswith(f"{layer}.") for layer in how.layers)]
     biases = [f"{layer}.bias" for layer in how.layers if f"{layer}.bias" in where]
-    _take_dtypes(model, {*rest, *biases}, source)
+    _cast_to_file_dtypes(model, {*rest, *biases}, source)
     load_some(model, source, [*rest, *biases], used, where, None, (), None)
     model.__dict__["quantization"] = how
     if given is not None and len(set(where.values())) > 1:
@@ -330,25 +326,24 @@ def load_quantized(model: nn.Module, directory: str | os.PathLike[str], device_m
     return model
 
 
-def _take_dtypes(model: nn.Module, names: Collection[str], source: Weights) -> None:
-    """Let tensors have the dtypes that they have in the files, where a run has converted them."""
+def _cast_to_file_dtypes(model: nn.Module, names: Collection[str], source: Weights) -> None:
     for name, place in named_places(model).items():
         entry = source.entries.get(name)
         if name in names and entry is not None and place.tensor.dtype != entry.dtype:
             place.put(like(place.tensor, place.tensor.detach().to(entry.dtype)))
 
 
-def _described(path: Path) -> tuple[Quantization, dict[str, dict[str, str]]]:
+def _read_description(path: Path) -> tuple[Quantization, dict[str, dict[str, str]]]:
     if not path.is_file():
-        raise CheckpointError(f"There is no {path.name} in {path.parent}: save_quantized writes it beside the weights.")
+        raise CheckpointError(f"{path.parent} has no {path.name}. Give a folder that save_quantized has written.")
     try:
         described = json.loads(path.read_text())
         name, options = str(described["quantizer"]), dict(described["options"])
         layers, texts = tuple(str(each) for each in described["layers"]), dict(described["texts"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no description of a quantised model: {error}") from error
+        raise CheckpointError(f"{path} is not a valid description of a quantized model: {error}") from error
     kind = class_of(name)
     try:
         return Quantization(kind(**options), layers), texts
     except TypeError as error:
-        raise CheckpointError(f"{path} has options of another {name}: {error}") from error
+        raise CheckpointError(f"{path} has options that {name} does not accept: {error}") from error

@@ -1,4 +1,4 @@
-"""8 and 4 bits, and 8-bit floats, by torchao."""
+"""Quantization to 8 and 4 bits and to 8-bit floats with torchao."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from drivetrain.inference.quantization.base import Quantizer, contexts_of, linear_like, pieces_of, plain_parts, rebuilt
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, PackageMissingError, nearest
 
-# torchao takes names apart at their last dot.
+# torchao splits names at their last dot, so a name must contain one.
 _PREFIX = "layer."
 _NAME = f"{_PREFIX}weight"
 
-# Schemes with a scale for each row. Older classes of torchao have the shape of the whole among what they are made of,
-# which two numbers of rows show.
+# Schemes with one scale per row. Some older torchao classes also store the full shape. Quantizing two different numbers
+# of rows reveals this.
 _BY_ROWS = ("int8wo", "int8dq", "float8wo")
 _PROBED = (2, 3)
 
@@ -35,12 +35,12 @@ _SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(eq=True, repr=False)
 class TorchAO(Quantizer):
-    """Linear layers whose weights torchao stores in 8 or 4 bits.
+    """Quantizer for linear layers with torchao.
 
     Args:
-        scheme: `"int8wo"` (8 bits, computed in floats), `"int8dq"` (8 bits, inputs too, as they come), `"int4wo"`,
+        scheme: `"int8wo"` (8-bit weights), `"int8dq"` (8-bit weights and dynamically quantized inputs), `"int4wo"`,
             `"float8wo"` or `"float8dq"`.
-        group_size: Weights that share a scale, in 4 bits.
+        group_size: Number of weights that share a scale in `"int4wo"`. None means 128.
     """
 
     name = "torchao"
@@ -51,42 +51,43 @@ class TorchAO(Quantizer):
     def __post_init__(self) -> None:
         if self.scheme == "nf4":
             raise ConfigurationError(
-                "torchao has no 'nf4' any more. Give BitsAndBytes(4, quant_type='nf4'), or 'nf4' for short.",
+                "torchao no longer supports 'nf4'. Use BitsAndBytes(4, quant_type='nf4'), or the name 'nf4'.",
             )
         if self.scheme not in _SCHEMES:
             raise ConfigurationError(
                 f"TorchAO({self.scheme!r}): give one of {', '.join(_SCHEMES)}.{nearest(self.scheme, _SCHEMES)}",
             )
         if self.group_size is not None and self.scheme != "int4wo":
-            raise ConfigurationError(f"group_size is for 'int4wo'; {self.scheme!r} has a scale for each row.")
+            raise ConfigurationError(f"group_size is only for 'int4wo': {self.scheme!r} has one scale per row.")
 
     def check(self) -> None:
         if find_spec("torchao") is None:
             raise PackageMissingError(
-                f'Weights in {self.scheme!r} need torchao, which is not installed: pip install "drivetrain[fp8]".'
+                f'Quantization to {self.scheme!r} needs torchao, which is not installed: pip install "drivetrain[fp8]".'
             )
         try:
+            # Kernels and optional packages are missing only at the first use, so quantize a small layer.
             self.quantize(nn.Linear(128, 8), torch.zeros(8, 128), torch.device("cpu"))
         except (AssertionError, ImportError) as error:
             if self.scheme == "float8dq" and torch.accelerator.is_available():
-                return  # it asks for the device of the weights
+                return  # the failed check ran on the CPU, but the scheme supports accelerators only
             raise ConfigurationError(
-                f"torchao cannot store weights in {self.scheme!r} on this machine: {error} On any there are 'int8wo', "
-                "'int8dq' and 'float8wo', and 'nf4' of bitsandbytes.",
+                f"torchao does not support {self.scheme!r} on this machine: {error} All machines support 'int8wo', "
+                "'int8dq', 'float8wo', and 'nf4' of bitsandbytes.",
             ) from error
 
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
         made = linear_like(layer, nn.Linear)
         by_rows = self.scheme in _BY_ROWS and len(weight) >= max(_PROBED)
-        if by_rows and _is_by_rows(*(self._stored(weight[:rows].to(device, layer.weight.dtype)) for rows in _PROBED)):
-            found = self._in_pieces(layer, weight, device)
+        probes = (self._stored(weight[:rows].to(device, layer.weight.dtype)) for rows in _PROBED)
+        if by_rows and _has_independent_rows(*probes):
+            found = self._quantize_by_rows(layer, weight, device)
         else:
             found = self._stored(weight.to(device, layer.weight.dtype))
         made.weight = nn.Parameter(found, requires_grad=False)
         return made  # type: ignore[no-any-return]
 
-    def _in_pieces(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> Tensor:
-        """A weight of which each row is stored by itself."""
+    def _quantize_by_rows(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> Tensor:
         whole: dict[str, Tensor] = {}
         like: Any = None
         for rows, piece in pieces_of(layer, weight, device):
@@ -98,7 +99,6 @@ class TorchAO(Quantizer):
         return rebuilt(like, whole, weight.shape)
 
     def _stored(self, weight: Tensor) -> Tensor:
-        """A weight as torchao stores it."""
         import torchao.quantization as ao
 
         kind, options = _SCHEMES[self.scheme]
@@ -109,7 +109,7 @@ class TorchAO(Quantizer):
         layer.weight = nn.Parameter(weight, requires_grad=False)
         ao.quantize_(layer, getattr(ao, kind)(**options))
         found = layer.weight.detach()
-        del layer.weight  # torchao has made the layer a cycle, which would keep it for a while
+        del layer.weight  # torchao adds a reference cycle to the layer, which would delay freeing the weight
         return found
 
     def made(self, module: nn.Module) -> bool:
@@ -117,24 +117,24 @@ class TorchAO(Quantizer):
         return isinstance(module, nn.Linear) and type(weight).__module__.startswith("torchao.")
 
     def saved(self, layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        flatten = _of_files("flatten_tensor_state_dict")
+        flatten = _safetensors_function("flatten_tensor_state_dict")
         try:
             tensors, texts = flatten({_NAME: layer.weight})
         except ValueError as error:
             raise ConfigurationError(
-                f"torchao {version('torchao')} cannot write weights in {self.scheme!r} to files ({error}). Install "
-                "torchao>=0.18, which needs a newer torch than 2.9.",
+                f"torchao {version('torchao')} cannot save {self.scheme!r} weights ({error}). Install torchao>=0.18, "
+                "which needs a newer torch than 2.9.",
             ) from error
         return {name.removeprefix(_PREFIX): value for name, value in tensors.items()}, texts
 
     def opened(
         self, layer: nn.Linear, tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device
     ) -> nn.Module:
-        unflatten = _of_files("unflatten_tensor_state_dict")
+        unflatten = _safetensors_function("unflatten_tensor_state_dict")
         made_of = unflatten({f"{_PREFIX}{name}": value.to(device) for name, value in tensors.items()}, dict(texts))
-        found, left = made_of if isinstance(made_of, tuple) else (made_of, {})  # an older one returns no rest
+        found, left = made_of if isinstance(made_of, tuple) else (made_of, {})  # older versions return only a dict
         if left or _NAME not in found:
-            raise CheckpointError(f"torchao made no weight of {', '.join(sorted(tensors))}.")
+            raise CheckpointError(f"torchao could not rebuild a weight from {', '.join(sorted(tensors))}.")
         made = linear_like(layer, nn.Linear)
         made.weight = nn.Parameter(found[_NAME], requires_grad=False)
         return made  # type: ignore[no-any-return]
@@ -143,8 +143,7 @@ class TorchAO(Quantizer):
         return {"scheme": self.scheme} | ({} if self.group_size is None else {"group_size": self.group_size})
 
 
-def _is_by_rows(first: Tensor, second: Tensor) -> bool:
-    """Whether each row of a weight is stored by itself, as stored weights of different numbers of rows show."""
+def _has_independent_rows(first: Tensor, second: Tensor) -> bool:
     parts = [dict(plain_parts(each)) for each in (first, second)]
     alike = all(
         part.dim() and len(part) == rows for rows, found in zip(_PROBED, parts, strict=True) for part in found.values()
@@ -152,8 +151,7 @@ def _is_by_rows(first: Tensor, second: Tensor) -> bool:
     return alike and parts[0].keys() == parts[1].keys() and contexts_of(first) == contexts_of(second)
 
 
-def _of_files(name: str) -> Callable[..., Any]:
-    """One of torchao's functions between its tensors and plain ones, for files of these."""
+def _safetensors_function(name: str) -> Callable[..., Any]:
     import torchao.prototype.safetensors.safetensors_support as support
 
     found: Callable[..., Any] = getattr(support, name)

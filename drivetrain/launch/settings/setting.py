@@ -1,4 +1,4 @@
-"""One setting of a launch: its flag, its key in a configuration file, its environment variables, and what it takes."""
+"""Definition of a launch setting: its flag, its key in a configuration file, its variables and its type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0":
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting."""
+    """Setting of a launch, with its flag, file keys, environment variables and allowed values."""
 
     name: str
     help: str
@@ -35,11 +35,10 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The flag as messages name it."""
         return self.shown or f"--{self.name}"
 
     def parse(self, value: Any, where: str) -> Any:
-        """Check a value and bring it to its type."""
+        """Check a value and convert it to the setting's type. Returns None for values that mean "not given"."""
         if value is None or (self.auto and str(value).strip().lower() in ("auto", "none", "")):
             return None
         if isinstance(value, str):
@@ -48,11 +47,11 @@ class Setting:
                 return None
         parsed = getattr(self, f"_{self.kind}")(value, where)
         if self.refused and parsed and str(parsed).lower() not in ("no", "none"):
-            raise ConfigurationError(f"{where}: {self.refused}")  # without the value: it may be a secret
+            raise ConfigurationError(f"{where}: {self.refused}")  # the value may be a secret, so do not print it
         return parsed
 
     def text(self, value: Any) -> str:
-        """A value as an environment variable holds it."""
+        """Return a value in the form of an environment variable."""
         if isinstance(value, bool):
             return "1" if value and self.kind == "switch" else "true" if value else "false"
         if isinstance(value, list | tuple):
@@ -114,7 +113,7 @@ class Setting:
             raise self._refuse(value, where, f"one of {', '.join(self.choices)}")
         spelled = {choice.lower(): choice for choice in self.choices}
         if named.isdigit() and named not in spelled and 1 <= int(named) <= len(self.choices):
-            return self.choices[int(named) - 1]  # its number, as older files have it
+            return self.choices[int(named) - 1]  # older files contain the number of the choice
         if named.lower() not in spelled:
             raise ConfigurationError(
                 f"{where} is {_short(value)}, but must be one of {', '.join(self.choices)}."
@@ -141,7 +140,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """Settings that belong together: a mapping of the file."""
+    """Settings that form one mapping of a configuration file."""
 
     name: str
     prefix: str
@@ -161,7 +160,6 @@ class Group:
         object.__setattr__(self, "settings", tuple(settings))
 
     def keys(self) -> Mapping[str, Setting]:
-        """Each setting by every key that a file may give it."""
         found: dict[str, Setting] = {}
         for setting in (*self.settings, *self.also):
             for key in (setting.name, *setting.keys):
@@ -173,7 +171,7 @@ class Group:
 
 def _printable(text: str, where: str) -> str:
     if "\0" in text:
-        raise ConfigurationError(f"{where} holds a zero byte, which no environment variable can hold. Remove it.")
+        raise ConfigurationError(f"{where} contains a zero byte, which environment variables cannot hold. Remove it.")
     return text
 
 
@@ -182,7 +180,7 @@ def _short(value: Any) -> str:
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
-# Settings of the strategies that shard a model: FSDP, DeepSpeed and the grid of processes
+# FSDP, DeepSpeed and the device mesh
 
 
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -197,7 +195,7 @@ FSDP = Group(
         Setting("fsdp_sharding_strategy", f"{', '.join(_STRATEGIES)}.", "choice", choices=_STRATEGIES, metavar="NAME"),
         Setting(
             "fsdp_reshard_after_forward",
-            "Whether parameters are freed after the forward: true, false, or a sharding strategy's name.",
+            "Free parameters after the forward: true, false, or the name of a sharding strategy.",
             "choice",
             choices=("true", "false", *_STRATEGIES),
             metavar="NAME",
@@ -212,63 +210,62 @@ FSDP = Group(
         ),
         Setting(
             "fsdp_transformer_layer_cls_to_wrap",
-            "Class names of the layers that are sharded each by itself, by commas.",
+            "Class names of the layers that form FSDP units, separated by commas.",
             "words",
             theirs="FSDP_TRANSFORMER_CLS_TO_WRAP",
             metavar="NAMES",
         ),
-        Setting("fsdp_min_num_params", "Parameters of a unit under SIZE_BASED_WRAP.", "int", least=1),
+        Setting("fsdp_min_num_params", "Minimum parameters of a unit under SIZE_BASED_WRAP.", "int", least=1),
         Setting(
             "fsdp_backward_prefetch",
-            "Accepted: the next unit is always gathered during a backward.",
+            "Accepted and ignored: the next unit is always prefetched during the backward.",
             "choice",
             choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
             keys=("fsdp_backward_prefetch_policy",),
             metavar="NAME",
-            inert="the next unit is always gathered while one computes its backward",
+            inert="the next unit is always prefetched during the backward",
         ),
         Setting(
             "fsdp_state_dict_type",
-            "Accepted: checkpoints are always sharded, exports always whole.",
+            "Accepted and ignored: checkpoints are always sharded, exports always full.",
             "choice",
             choices=("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
             metavar="NAME",
-            inert="checkpoints are always written in shards that any layout reads, and exports are whole",
+            inert="checkpoints are always sharded and readable by any layout, and exports are always full",
         ),
-        Setting("fsdp_forward_prefetch", "Gather the next unit early during the forward.", "bool"),
+        Setting("fsdp_forward_prefetch", "Prefetch the next unit during the forward.", "bool"),
         Setting(
             "fsdp_use_orig_params",
-            "Accepted: parameters are always the model's own.",
+            "Accepted and ignored: the model's original parameters are always used.",
             "bool",
-            inert="parameters are always the model's own",
+            inert="the model's original parameters are always used",
         ),
         Setting(
-            "fsdp_cpu_ram_efficient_loading", "Load weights on rank 0 only, and send the shards from there.", "bool"
+            "fsdp_cpu_ram_efficient_loading", "Load weights on rank 0 only, and send shards to the others.", "bool"
         ),
-        Setting("fsdp_sync_module_states", "Begin with the values of rank 0 on all processes.", "bool"),
-        Setting("fsdp_activation_checkpointing", "Compute activations again during the backward.", "bool"),
+        Setting("fsdp_sync_module_states", "Start with the parameters of rank 0 on all processes.", "bool"),
+        Setting("fsdp_activation_checkpointing", "Recompute activations during the backward.", "bool"),
         Setting(
             "fsdp_activation_checkpointing_offload",
-            "Keep the inputs of checkpointed layers in memory of the CPU.",
+            "Keep the inputs of checkpointed layers in CPU memory.",
             "bool",
         ),
-        Setting(
-            "fsdp_ignored_modules", "Name, or pattern over names, of modules that are not sharded.", metavar="PATTERN"
-        ),
+        Setting("fsdp_ignored_modules", "Name or pattern of modules that are not sharded.", metavar="PATTERN"),
     ),
     variables=("DRIVETRAIN_FSDP_", "FSDP_"),
     switch="use_fsdp",
 )
 
 
-_OF_THE_OTHER_LAUNCHER = "processes are started by drivetrain's launcher, on each machine by itself"
+_OF_THE_OTHER_LAUNCHER = "drivetrain's launcher starts the processes, on each machine separately"
+_IGNORED = "Accepted and ignored."
 _DEVICES = ("none", "cpu", "nvme")
 
 GRADIENT_ACCUMULATION = Setting(
     "gradient_accumulation_steps",
-    "Default number of micro-batches in an optimizer step.",
+    "Default number of micro-batches per optimizer step.",
     "int",
-    "Numbers and speed",
+    "Precision and speed",
     least=1,
     auto=True,
     variable="DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS",
@@ -280,17 +277,17 @@ DEEPSPEED = Group(
     "deepspeed_",
     "DeepSpeed (with --use_deepspeed)",
     (
-        Setting("deepspeed_config_file", "DeepSpeed's own configuration, a JSON file.", metavar="FILE"),
+        Setting("deepspeed_config_file", "JSON configuration file of DeepSpeed.", metavar="FILE"),
         Setting("zero_stage", "0, 1, 2 or 3. Default: 2.", "choice", choices=("0", "1", "2", "3"), auto=True),
         Setting(
             "offload_optimizer_device", "none, cpu or nvme.", "choice", choices=_DEVICES, auto=True, metavar="NAME"
         ),
         Setting("offload_param_device", "none, cpu or nvme.", "choice", choices=_DEVICES, auto=True, metavar="NAME"),
-        Setting("offload_optimizer_nvme_path", "Folder for that.", auto=True, metavar="FOLDER"),
-        Setting("offload_param_nvme_path", "Folder for that.", auto=True, metavar="FOLDER"),
+        Setting("offload_optimizer_nvme_path", "Folder for optimizer state on NVMe.", auto=True, metavar="FOLDER"),
+        Setting("offload_param_nvme_path", "Folder for parameters on NVMe.", auto=True, metavar="FOLDER"),
         Setting(
             "gradient_clipping",
-            "Total norm to which gradients are clipped.",
+            "Maximum total norm of gradients.",
             "float",
             theirs="ACCELERATE_GRADIENT_CLIPPING",
             least=0,
@@ -298,23 +295,23 @@ DEEPSPEED = Group(
         ),
         Setting(
             "zero3_init_flag",
-            "Shard parameters as the model is built, under stage 3.",
+            "Shard parameters while the model is built, under stage 3.",
             "bool",
             variable="DRIVETRAIN_DEEPSPEED_ZERO3_INIT",
             theirs="ACCELERATE_DEEPSPEED_ZERO3_INIT",
             auto=True,
         ),
-        Setting("zero3_save_16bit_model", "Save whole 16-bit weights under stage 3.", "bool", auto=True),
+        Setting("zero3_save_16bit_model", "Save full 16-bit weights under stage 3.", "bool", auto=True),
         Setting(
             "deepspeed_moe_layer_cls_names",
-            "Class names of layers with experts, by commas.",
+            "Class names of mixture-of-experts layers, separated by commas.",
             "words",
             metavar="NAMES",
         ),
-        Setting("deepspeed_hostfile", "Accepted.", metavar="FILE", inert=_OF_THE_OTHER_LAUNCHER),
-        Setting("deepspeed_exclusion_filter", "Accepted.", inert=_OF_THE_OTHER_LAUNCHER),
-        Setting("deepspeed_inclusion_filter", "Accepted.", inert=_OF_THE_OTHER_LAUNCHER),
-        Setting("deepspeed_multinode_launcher", "Accepted.", metavar="NAME", inert=_OF_THE_OTHER_LAUNCHER),
+        Setting("deepspeed_hostfile", _IGNORED, metavar="FILE", inert=_OF_THE_OTHER_LAUNCHER),
+        Setting("deepspeed_exclusion_filter", _IGNORED, inert=_OF_THE_OTHER_LAUNCHER),
+        Setting("deepspeed_inclusion_filter", _IGNORED, inert=_OF_THE_OTHER_LAUNCHER),
+        Setting("deepspeed_multinode_launcher", _IGNORED, metavar="NAME", inert=_OF_THE_OTHER_LAUNCHER),
     ),
     variables=("DRIVETRAIN_DEEPSPEED_", "ACCELERATE_DEEPSPEED_"),
     switch="use_deepspeed",
@@ -323,49 +320,47 @@ DEEPSPEED = Group(
 
 
 _NO_ULYSSES = (
-    "sequences are split over processes with parallelism_config_cp_size; DeepSpeed's ALST is not used. Set "
-    "parallelism_config_sp_size to 1."
+    "DeepSpeed's ALST is not supported. Set parallelism_config_sp_size to 1, and split sequences over processes with "
+    "parallelism_config_cp_size."
 )
 
 GRID = Group(
     "parallelism_config",
     "parallelism_config_",
-    "Grid of processes (with --use_parallelism_config)",
+    "Device mesh (with --use_parallelism_config)",
     (
         Setting(
             "parallelism_config_dp_replicate_size",
-            "Groups of processes that each hold the whole model.",
+            "Number of model replicas.",
             "int",
             least=1,
         ),
         Setting(
             "parallelism_config_dp_shard_size",
-            "Processes over which a model is sharded; -1 for all that are left.",
+            "Number of processes that each replica is sharded over; -1 for all remaining ones.",
             "int",
         ),
-        Setting("parallelism_config_tp_size", "Processes that share the computation of each layer.", "int", least=1),
-        Setting("parallelism_config_cp_size", "Processes that share each sequence.", "int", least=1),
+        Setting("parallelism_config_tp_size", "Tensor-parallel size.", "int", least=1),
+        Setting("parallelism_config_cp_size", "Context-parallel size.", "int", least=1),
         Setting(
             "parallelism_config_cp_backend",
             "torch.",
             "choice",
             choices=("torch",),
-            inert="context parallelism is drivetrain's own here",
+            inert="drivetrain implements context parallelism itself",
         ),
         Setting(
             "parallelism_config_cp_comm_strategy",
-            "allgather (keys and values are gathered) or alltoall (they pass from process to process).",
+            "allgather (gather keys and values) or alltoall (pass them from process to process).",
             "choice",
             choices=("allgather", "alltoall"),
             metavar="NAME",
         ),
-        Setting(
-            "parallelism_config_sp_size", "1: sequences are split with parallelism_config_cp_size.", "int", least=1
-        ),
-        Setting("parallelism_config_sp_backend", "Accepted.", "choice", choices=("deepspeed",), inert=_NO_ULYSSES),
-        Setting("parallelism_config_sp_seq_length", "Accepted.", "text", inert=_NO_ULYSSES),
-        Setting("parallelism_config_sp_seq_length_is_variable", "Accepted.", "bool", inert=_NO_ULYSSES),
-        Setting("parallelism_config_sp_attn_implementation", "Accepted.", "text", inert=_NO_ULYSSES),
+        Setting("parallelism_config_sp_size", "Only 1. See parallelism_config_cp_size.", "int", least=1),
+        Setting("parallelism_config_sp_backend", _IGNORED, "choice", choices=("deepspeed",), inert=_NO_ULYSSES),
+        Setting("parallelism_config_sp_seq_length", _IGNORED, "text", inert=_NO_ULYSSES),
+        Setting("parallelism_config_sp_seq_length_is_variable", _IGNORED, "bool", inert=_NO_ULYSSES),
+        Setting("parallelism_config_sp_attn_implementation", _IGNORED, "text", inert=_NO_ULYSSES),
     ),
     variables=("DRIVETRAIN_PARALLELISM_CONFIG_", "PARALLELISM_CONFIG_"),
     switch="use_parallelism_config",
@@ -373,7 +368,6 @@ GRID = Group(
 
 
 def check_grid(values: dict[str, object], where: str) -> None:
-    """Refuse a size of the grid that has no meaning here."""
     from drivetrain.runtime.errors import ConfigurationError
 
     size = values.get("parallelism_config_sp_size")
@@ -381,24 +375,26 @@ def check_grid(values: dict[str, object], where: str) -> None:
         raise ConfigurationError(f"{where}={size}: {_NO_ULYSSES}")
 
 
-# Settings of number formats and of compilation, and of a launch through MPI
+# FP8, torch.compile and MPI
 
 
 FP8 = Group(
     "fp8_config",
     "fp8_",
-    "8-bit floats (with --mixed_precision fp8)",
+    "FP8 (with --mixed_precision fp8)",
     (
         Setting(
             "fp8_backend", "ao (torchao), te (TransformerEngine) or msamp.", "choice", choices=("ao", "te", "msamp")
         ),
-        Setting("fp8_use_autocast_during_eval", "te: use 8-bit floats in evaluation too.", "switch"),
+        Setting("fp8_use_autocast_during_eval", "te: use FP8 in evaluation too.", "switch"),
         Setting("fp8_margin", "te: margin of the scales.", "int"),
-        Setting("fp8_interval", "te: accepted; scales are computed in every step.", "int"),
+        Setting("fp8_interval", "te: accepted and ignored; scales are computed in every step.", "int"),
         Setting(
             "fp8_format", "te: HYBRID, E4M3 or E5M2.", "choice", choices=("HYBRID", "E4M3", "E5M2"), metavar="NAME"
         ),
-        Setting("fp8_amax_history_len", "te: steps of the history.", "int", keys=("fp8_amax_history_length",), least=1),
+        Setting(
+            "fp8_amax_history_len", "te: steps of the amax history.", "int", keys=("fp8_amax_history_length",), least=1
+        ),
         Setting(
             "fp8_amax_compute_algo",
             "te: max or most_recent.",
@@ -409,14 +405,14 @@ FP8 = Group(
         ),
         Setting(
             "fp8_override_linear_precision",
-            "te: compute the three products of a layer in more bits; only false,false,false.",
+            "te: compute a layer's three matrix products in higher precision; only false,false,false.",
             "bools",
             metavar="BOOL,BOOL,BOOL",
         ),
-        Setting("fp8_use_mxfp8_block_scaling", "te: one scale for each block of 32.", "bool"),
+        Setting("fp8_use_mxfp8_block_scaling", "te: one scale per block of 32 values.", "bool"),
         Setting("fp8_opt_level", "msamp: O1 or O2.", "choice", keys=("fp8_optimization_level",), choices=("O1", "O2")),
-        Setting("fp8_enable_fsdp_float8_all_gather", "ao: gather shards in 8-bit floats.", "bool"),
-        Setting("fp8_pad_inner_dim", "ao: pad products to multiples of 16.", "bool"),
+        Setting("fp8_enable_fsdp_float8_all_gather", "ao: all-gather FSDP shards in FP8.", "bool"),
+        Setting("fp8_pad_inner_dim", "ao: pad matrix products to multiples of 16.", "bool"),
     ),
     variables=("DRIVETRAIN_FP8_", "ACCELERATE_FP8_"),
 )
@@ -452,9 +448,9 @@ DYNAMO = Group(
             choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
             metavar="NAME",
         ),
-        Setting("dynamo_use_fullgraph", "Refuse models that are not one graph.", "switch"),
-        Setting("dynamo_use_dynamic", "Expect changing shapes.", "switch"),
-        Setting("dynamo_use_regional_compilation", "Compile repeated blocks each once.", "switch"),
+        Setting("dynamo_use_fullgraph", "Require a single graph without breaks.", "switch"),
+        Setting("dynamo_use_dynamic", "Expect dynamic shapes.", "switch"),
+        Setting("dynamo_use_regional_compilation", "Compile repeated blocks only once.", "switch"),
     ),
     variables=("DRIVETRAIN_DYNAMO_", "ACCELERATE_DYNAMO_"),
 )
@@ -471,75 +467,71 @@ MPI = Group(
         ),
         Setting(
             "mpirun_ccl",
-            "Accepted.",
-            inert="processes meet over gloo, NCCL or the device's own backend",
+            _IGNORED,
+            inert="processes communicate over gloo, NCCL or the device's own backend",
         ),
     ),
 )
 
 
-# Settings of the Megatron strategy
+# Megatron
 
 
-_CHECKPOINTS = "a checkpoint holds the optimizer, and what is loaded is chosen where it is loaded"
+_CHECKPOINTS = "checkpoints always contain the optimizer, and the call that loads one selects its parts"
 
 MEGATRON = Group(
     "megatron_lm_config",
     "megatron_lm_",
     "Megatron (with --use_megatron_lm)",
     (
-        Setting("megatron_lm_tp_degree", "Processes that share the computation of each layer.", "int", least=1),
-        Setting("megatron_lm_pp_degree", "Stages that the layers are spread over.", "int", least=1),
-        Setting("megatron_lm_context_parallel_size", "Processes that share each sequence.", "int", least=1),
-        Setting(
-            "megatron_lm_expert_model_parallel_size", "Processes that the experts are spread over.", "int", least=1
-        ),
-        Setting("megatron_lm_expert_tensor_parallel_size", "Processes that share each expert.", "int", least=1),
-        Setting("megatron_lm_num_micro_batches", "Micro-batches of a step.", "int", least=1),
-        Setting(
-            "megatron_lm_gradient_clipping", "Total norm to which gradients are clipped; 0 for none.", "float", least=0
-        ),
-        Setting("megatron_lm_sequence_parallelism", "Split sequences where layers are not split.", "bool"),
+        Setting("megatron_lm_tp_degree", "Tensor-parallel size.", "int", least=1),
+        Setting("megatron_lm_pp_degree", "Number of pipeline stages.", "int", least=1),
+        Setting("megatron_lm_context_parallel_size", "Context-parallel size.", "int", least=1),
+        Setting("megatron_lm_expert_model_parallel_size", "Expert-parallel size.", "int", least=1),
+        Setting("megatron_lm_expert_tensor_parallel_size", "Tensor-parallel size of the experts.", "int", least=1),
+        Setting("megatron_lm_num_micro_batches", "Micro-batches per optimizer step.", "int", least=1),
+        Setting("megatron_lm_gradient_clipping", "Maximum total norm of gradients; 0 for none.", "float", least=0),
+        Setting("megatron_lm_sequence_parallelism", "Use sequence parallelism.", "bool"),
         Setting(
             "megatron_lm_use_distributed_optimizer",
             "Shard the optimizer's state over the data-parallel processes.",
             "bool",
         ),
-        Setting("megatron_lm_recompute_activations", "Compute attention again during the backward.", "bool"),
+        Setting("megatron_lm_recompute_activations", "Recompute attention during the backward.", "bool"),
         Setting("megatron_lm_recompute_granularity", "full or selective.", "choice", choices=("full", "selective")),
         Setting("megatron_lm_recompute_method", "uniform or block.", "choice", choices=("uniform", "block")),
-        Setting("megatron_lm_recompute_num_layers", "Layers of a block that is computed again.", "int", least=1),
-        Setting("megatron_lm_decoder_last_pipeline_num_layers", "Layers of the last stage.", "int", least=1),
-        Setting("megatron_lm_attention_dropout", "Rate of dropout in attention.", "float", least=0),
-        Setting("megatron_lm_hidden_dropout", "Rate of dropout elsewhere.", "float", least=0),
-        Setting("megatron_lm_attention_softmax_in_fp32", "Compute attention's softmax in 32 bits.", "bool"),
+        Setting("megatron_lm_recompute_num_layers", "Number of layers to recompute.", "int", least=1),
+        Setting("megatron_lm_decoder_last_pipeline_num_layers", "Layers of the last pipeline stage.", "int", least=1),
+        Setting("megatron_lm_attention_dropout", "Dropout probability in attention.", "float", least=0),
+        Setting("megatron_lm_hidden_dropout", "Dropout probability of hidden states.", "float", least=0),
+        Setting("megatron_lm_attention_softmax_in_fp32", "Compute attention's softmax in float32.", "bool"),
         Setting(
-            "megatron_lm_calculate_per_token_loss", "Average the loss over tokens, not over micro-batches.", "bool"
+            "megatron_lm_calculate_per_token_loss", "Average the loss over tokens instead of micro-batches.", "bool"
         ),
         Setting("megatron_lm_optimizer_cpu_offload", "Keep the optimizer's state on the CPU.", "bool"),
-        Setting("megatron_lm_overlap_cpu_optimizer_d2h_h2d", "Overlap that with copies.", "bool"),
-        Setting("megatron_lm_use_precision_aware_optimizer", "Keep the optimizer's state in fewer bits.", "bool"),
+        Setting("megatron_lm_overlap_cpu_optimizer_d2h_h2d", "Overlap the CPU optimizer with copies.", "bool"),
+        Setting("megatron_lm_use_precision_aware_optimizer", "Store the optimizer's state in fewer bits.", "bool"),
         Setting(
-            "megatron_lm_attention_backend", "Accepted.", "bool", inert="Megatron chooses the attention that is there"
+            "megatron_lm_attention_backend", _IGNORED, "bool", inert="Megatron selects an available implementation"
         ),
-        Setting("megatron_lm_eod_mask_loss", "Accepted.", "bool", inert="the task's loss_func decides"),
+        Setting("megatron_lm_eod_mask_loss", _IGNORED, "bool", inert="the task's loss_func defines it"),
         Setting(
-            "megatron_lm_use_rotary_position_embeddings", "Accepted.", "bool", inert="the task's model_provider decides"
+            "megatron_lm_use_rotary_position_embeddings", _IGNORED, "bool", inert="the task's model_provider defines it"
         ),
-        Setting("megatron_lm_no_load_optim", "Accepted.", "bool", inert=_CHECKPOINTS),
-        Setting("megatron_lm_no_save_optim", "Accepted.", "bool", inert=_CHECKPOINTS),
+        Setting("megatron_lm_no_load_optim", _IGNORED, "bool", inert=_CHECKPOINTS),
+        Setting("megatron_lm_no_save_optim", _IGNORED, "bool", inert=_CHECKPOINTS),
         Setting(
             "megatron_lm_use_custom_fsdp",
-            "false: --use_fsdp shards parameters.",
+            "Only false. Use --use_fsdp to shard parameters.",
             "bool",
             inert="it is off",
-            refused="Megatron's own FSDP is not used. Leave it out, or shard parameters with use_fsdp.",
+            refused="Megatron's own FSDP is not supported. Leave it out, or shard parameters with use_fsdp.",
         ),
-        # Older files and plugins.
-        Setting("megatron_lm_seq_length", "Accepted.", "int", inert="the batches decide"),
-        Setting("megatron_lm_train_iters", "Accepted.", "int", inert="the loop decides"),
-        Setting("megatron_lm_eval_iters", "Accepted.", "int", inert="the loop decides"),
-        Setting("megatron_lm_eval_interval", "Accepted.", "int", inert="the loop decides"),
+        # Keys of older configuration files and plugins
+        Setting("megatron_lm_seq_length", _IGNORED, "int", inert="the batches define it"),
+        Setting("megatron_lm_train_iters", _IGNORED, "int", inert="the training loop defines it"),
+        Setting("megatron_lm_eval_iters", _IGNORED, "int", inert="the training loop defines it"),
+        Setting("megatron_lm_eval_interval", _IGNORED, "int", inert="the training loop defines it"),
     ),
     variables=("DRIVETRAIN_MEGATRON_LM_", "MEGATRON_LM_"),
     switch="use_megatron_lm",

@@ -1,4 +1,4 @@
-"""Where the value of each setting comes from: a flag, the environment, a file."""
+"""Sources of launch settings: flags, environment variables, SLURM jobs and configuration files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drivetrain.launch.options import GROUPS, SETTINGS, TOP, Given, merge
 from drivetrain.launch.settings.setting import FP8_SETTINGS_OF, Setting, check_grid
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
-# Settings as environment variables: how a launcher passes them to the processes, ours or another
+# Environment variables
 
 
 _SWITCHES = tuple(group.switch for group in GROUPS.values() if group.switch)
@@ -25,9 +25,9 @@ _VARIABLES = frozenset(
 
 
 def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What the environment asks of this process: drivetrain's variables, then `ACCELERATE_*`."""
+    """Return the settings in the environment of this process, from drivetrain's and from `ACCELERATE_*` variables."""
     everything = os.environ if environ is None else environ
-    # The environment is searched once rather than twice for each setting: each Accelerator asks for this several times.
+    # Every Accelerator calls this several times, so search the environment once instead of twice per setting.
     variables = {name: everything[name] for name in _VARIABLES.intersection(everything)}
     if not variables:
         return {}
@@ -36,12 +36,12 @@ def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[st
         read = setting.variable is not None and not setting.of_launcher and not setting.inert
         given = variables.get(str(setting.variable)) if read else None
         if given and setting.name == "mixed_precision":
-            found[setting.name] = given  # by a name that the script may have registered: the registry checks it
+            found[setting.name] = given  # not parsed here: the script may have registered a precision of this name
         elif given is not None and (value := setting.parse(given, str(setting.variable))) is not None:
             found[setting.name] = value
-    theirs = _theirs(variables)
+    theirs = _settings_of_other_launcher(variables)
     if any(found.get(switch) for switch in _SWITCHES):
-        # The strategy is drivetrain's choice, so that of another launcher does not count.
+        # If drivetrain's variables select a strategy, ignore the one that another launcher has selected.
         groups = {group.name for group in GROUPS.values() if group.switch}
         theirs = {
             name: value
@@ -51,8 +51,8 @@ def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[st
     return {**theirs, **found}
 
 
-def _theirs(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return what another launcher has set, without the defaults that it sets beside what was asked for."""
+def _settings_of_other_launcher(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings of another launcher, without the defaults that it always sets."""
     found: dict[str, Any] = {}
     for setting in SETTINGS.values():
         given = variables.get(setting.theirs, "") if setting.theirs and not setting.inert else ""
@@ -64,13 +64,13 @@ def _theirs(variables: Mapping[str, str]) -> dict[str, Any]:
         setting = SETTINGS["fp8_override_linear_precision"]
         flags = ",".join(variables.get(name, "false") for name in _FP8_OVERRIDES)
         found[setting.name] = setting.parse(flags, "ACCELERATE_FP8_OVERRIDE_FPROP")
-    _settle_sharding(found, variables.get(_FSDP_VERSION, "1"))
-    _settle_fp8(found)
+    _keep_one_sharding_key(found, variables.get(_FSDP_VERSION, "1"))
+    _keep_backend_settings(found)
     return found
 
 
-def _settle_sharding(found: dict[str, Any], version: str) -> None:
-    """Of the two ways to name how FSDP shards, both of which are always set, keep the one that was chosen."""
+def _keep_one_sharding_key(found: dict[str, Any], version: str) -> None:
+    """Keep only one of FSDP's two keys for sharding, both of which the other launcher always sets."""
     resharding = found.get("fsdp_reshard_after_forward")
     if resharding not in (None, "true", "false") or version.strip() == "2":
         found.pop("fsdp_sharding_strategy", None)
@@ -80,15 +80,15 @@ def _settle_sharding(found: dict[str, Any], version: str) -> None:
         found.pop("fsdp_min_num_params", None)
 
 
-def _settle_fp8(found: dict[str, Any]) -> None:
-    """Keep the recipe of the backend in use: the others' are defaults."""
+def _keep_backend_settings(found: dict[str, Any]) -> None:
+    """Keep the FP8 settings of the selected backend. Those of other backends are only defaults."""
     backend = found.get("fp8_backend")
     for name in [name for name in found if name.startswith("fp8_") and name != "fp8_backend"]:
         if backend is not None and name not in FP8_SETTINGS_OF[backend]:
             del found[name]
 
 
-# Configuration files: YAML or JSON in the keys of a launcher, of any version, and what is written
+# Configuration files
 
 
 CONFIG_FILE_VARIABLE = "DRIVETRAIN_CONFIG_FILE"
@@ -101,21 +101,24 @@ DISTRIBUTED_TYPES = (
 _SWITCH_OF = {"FSDP": "use_fsdp", "DEEPSPEED": "use_deepspeed", "MEGATRON_LM": "use_megatron_lm"}
 _KINDS = {"MULTI_CPU": "cpu", "XLA": "tpu", "TPU": "tpu"}
 _TOP_KEYS = {key: setting for setting in TOP for key in (setting.name, *setting.keys)}
-# What only a file has, and what files of older versions had.
-_TYPE = Setting("distributed_type", "What the processes are for.", "choice", choices=DISTRIBUTED_TYPES)
+# Keys of configuration files without a flag, some of them of older versions.
+_TYPE = Setting("distributed_type", "Kind of parallelism.", "choice", choices=DISTRIBUTED_TYPES)
 _PLACE = Setting(
-    "compute_environment", "Where.", "choice", choices=("LOCAL_MACHINE", "AMAZON_SAGEMAKER", "CUSTOM_CLUSTER")
+    "compute_environment",
+    "Kind of machine.",
+    "choice",
+    choices=("LOCAL_MACHINE", "AMAZON_SAGEMAKER", "CUSTOM_CLUSTER"),
 )
-_FP16 = Setting("fp16", "Older: mixed_precision.", "bool")
+_FP16 = Setting("fp16", "Old name of mixed_precision.", "bool")
 _OLD_GROUPS: dict[str, dict[str, Setting | None]] = {
-    "ipex_config": {"ipex": None, "use_xpu": None},  # torch has taken over what that extension did
+    "ipex_config": {"ipex": None, "use_xpu": None},  # obsolete: torch includes the extension's features
     "tp_config": {"tp_size": SETTINGS["parallelism_config_tp_size"]},
 }
 KEYS = (*_TOP_KEYS, *GROUPS, *_OLD_GROUPS, _TYPE.name, _PLACE.name, _FP16.name, "dynamo_backend")
 
 
 def default_config_file(environ: Mapping[str, str] | None = None) -> Path:
-    """Where the configuration is unless a file is named: `DRIVETRAIN_CONFIG_FILE`, else in the user's folder."""
+    """Return the path of the user's configuration file: `DRIVETRAIN_CONFIG_FILE`, or a file in `~/.config`."""
     variables = os.environ if environ is None else environ
     named = variables.get(CONFIG_FILE_VARIABLE)
     if named:
@@ -125,17 +128,15 @@ def default_config_file(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a configuration file."""
     given = _load(Path(path))
     return settings_of(given, str(path))
 
 
 def settings_of(given: Any, where: str) -> dict[str, Any]:
-    """The settings in the mapping that a configuration file holds."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise ConfigurationError(f"{where} holds {type(given).__name__}, but must be a mapping of keys to values.")
+        raise ConfigurationError(f"{where} contains {type(given).__name__}, but must be a mapping of keys to values.")
     reader = _Reader(where)
     for key, value in given.items():
         reader.read(key, value)
@@ -144,10 +145,10 @@ def settings_of(given: Any, where: str) -> dict[str, Any]:
 
 
 class _Reader:
-    """Takes a file's keys one by one.
+    """Converter from the keys of a configuration file to settings.
 
     Attributes:
-        found: Values by name of setting.
+        found: Values by name of the setting.
     """
 
     def __init__(self, where: str) -> None:
@@ -157,7 +158,6 @@ class _Reader:
         self._half = False
 
     def read(self, key: Any, value: Any) -> None:
-        """Take one key of the top."""
         if key in GROUPS or key in _OLD_GROUPS:
             self._read_group(key, value)
         elif key == _TYPE.name:
@@ -171,13 +171,13 @@ class _Reader:
             self._take(SETTINGS[key], value, self._place(key))
         elif isinstance(key, str) and key in _TOP_KEYS:
             if key == "num_processes" and value in (-1, "-1"):
-                value = None  # what files have if the number was not given
+                value = None  # files contain -1 if no number was given
             self._take(_TOP_KEYS[key], value, self._place(key))
         else:
             self._refuse_key(key)
 
     def settle(self) -> None:
-        """Turn what only files have into settings."""
+        """Convert the keys that only files have to settings, after all keys have been read."""
         found, kind = self.found, self._type
         if self._half:
             found.setdefault("mixed_precision", "fp16")
@@ -205,7 +205,7 @@ class _Reader:
             return
         if not isinstance(value, Mapping):
             raise ConfigurationError(
-                f"{self._place(name)} holds {type(value).__name__}, but must be a mapping of keys to values.",
+                f"{self._place(name)} is {type(value).__name__}, but must be a mapping of keys to values.",
             )
         keys: Mapping[str, Setting | None] = GROUPS[name].keys() if name in GROUPS else _OLD_GROUPS[name]
         for key, each in value.items():
@@ -224,8 +224,8 @@ class _Reader:
             return
         if self.found.get(setting.name, parsed) != parsed:
             raise ConfigurationError(
-                f"{place} is {parsed!r}, but the file gives {setting.name} as {self.found[setting.name]!r} too, in "
-                "another spelling. Give one.",
+                f"{place} is {parsed!r}, but the file also sets {setting.name} to {self.found[setting.name]!r} under "
+                "another key. Give one of them.",
             )
         self.found[setting.name] = parsed
 
@@ -242,7 +242,6 @@ class _Reader:
 
 
 def config_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping that a configuration file holds."""
     kind = next((kind for kind, switch in _SWITCH_OF.items() if values.get(switch)), None)
     if kind is None:
         devices = {"cpu": "MULTI_CPU", "multi_gpu": "MULTI_GPU", "tpu": "XLA"}
@@ -275,7 +274,6 @@ def config_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a configuration file; one that is there is replaced at once."""
     import yaml
 
     text = yaml.safe_dump(config_of(values), sort_keys=False, allow_unicode=True)
@@ -289,7 +287,6 @@ def write_config(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _written(setting: Setting, value: Any) -> Any:
-    """Return a value as it is written to a file."""
     if setting.kind == "words":
         return ",".join(value)
     if setting.name in ("fp8_backend", "dynamo_backend"):
@@ -333,14 +330,14 @@ def collect(
     config_file: str | None = None,
     job: Mapping[str, Any] | None = None,
 ) -> dict[str, Given]:
-    """The settings that are in force: a flag wins over the environment, that over a job, and that over a file."""
+    """Collect all settings. Flags override the environment, which overrides the SLURM job, which overrides the file."""
     from_flags: dict[str, Given] = {}
     for name, value in flags.items():
         flag = SETTINGS[name].flag
         if value is not None and (parsed := SETTINGS[name].parse(value, flag)) is not None:
             from_flags[name] = Given(parsed, f"flag {flag}")
     if "rdzv_endpoint" in from_flags:
-        _take_endpoint_apart(from_flags)
+        _split_endpoint(from_flags)
     from_environment: dict[str, Given] = {}
     for setting in SETTINGS.values():
         text = environ.get(setting.variable) if setting.variable else None
@@ -370,10 +367,10 @@ def collect(
 
 
 def find_config_file(named: str | None, environ: Mapping[str, str]) -> Path | None:
-    """The configuration file in force: the one named, else the user's own if it is there.
+    """Return the path of the configuration file to use, or None if there is none.
 
-    A file that a flag or `DRIVETRAIN_CONFIG_FILE` names is returned even where it does not exist, so that reading it
-    reports so.
+    A file that a flag or `DRIVETRAIN_CONFIG_FILE` names is returned even if it does not exist. Reading it then reports
+    the error.
     """
     if named is not None:
         return Path(named).expanduser()
@@ -381,8 +378,7 @@ def find_config_file(named: str | None, environ: Mapping[str, str]) -> Path | No
     return file if environ.get(CONFIG_FILE_VARIABLE) or file.is_file() else None
 
 
-def _take_endpoint_apart(flags: dict[str, Given]) -> None:
-    """Replace `--rdzv_endpoint` among the flags by the address and the port that it names."""
+def _split_endpoint(flags: dict[str, Given]) -> None:
     given = flags.pop("rdzv_endpoint")
     address, _, port = given.value.rpartition(":") if ":" in given.value else (given.value, "", "")
     if not address or (port and not port.isdigit()):

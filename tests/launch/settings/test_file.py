@@ -212,7 +212,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("tpu_use_cluster: true", ["tpu_use_cluster", "on each of them"]),
     ("parallelism_config:\n  parallelism_config_sp_size: 2", ["parallelism_config_sp_size", "cp_size"]),
     ("megatron_lm_config:\n  megatron_lm_use_custom_fsdp: true", ["megatron_lm_use_custom_fsdp", "use_fsdp"]),
-    ("fp8_config:\n  margin: 1\n  fp8_margin: 2", ["fp8_margin", "1", "2", "another spelling"]),
+    ("fp8_config:\n  margin: 1\n  fp8_margin: 2", ["fp8_margin", "1", "2", "another key"]),
     ("- a list", ["config.yaml", "list", "mapping"]),
     ("a: [", ["config.yaml", "is not YAML"]),
     ("2024-99-99: 1", ["config.yaml", "is not YAML"]),

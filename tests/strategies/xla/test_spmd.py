@@ -286,7 +286,7 @@ def join_two_processes() -> str:
 
 def test_several_processes_on_the_cpu_are_refused_since_each_would_train_alone() -> None:
     said = run_in_processes(join_two_processes, 2, env=environment(4), timeout=120)
-    assert all("ConfigurationError: XLA on the CPU cannot join several processes" in each for each in said)
+    assert all("ConfigurationError: XLA on the CPU cannot connect several processes" in each for each in said)
 
 
 def test_a_mesh_takes_what_its_sizes_leave() -> None:
