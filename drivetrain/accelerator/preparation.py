@@ -56,7 +56,7 @@ from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.runtime.state import DistributedType, PartialState
 from drivetrain.strategies import StepModule, Strategy, resolve_ddp, resolve_strategy
-from drivetrain.strategies.base import Configured, JoinsUnevenInputs, PlacesBatches, lay_out_state
+from drivetrain.strategies.base import Configured, PlacesBatches, joined, lay_out_state
 from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, overrides, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
@@ -707,15 +707,8 @@ class Preparation:
     @contextmanager
     def uneven_inputs(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
         """Context in which processes may have different numbers of batches; see `Accelerator.join_uneven_inputs`."""
-        strategy, joining = self._strategy, None
-        if isinstance(strategy, JoinsUnevenInputs):
-            joining = strategy.join(models)
-        elif strategy.needs_even_batches and self._state.use_distributed:
-            raise ConfigurationError(
-                f"join_uneven_inputs does not work with {strategy!r}: every forward exchanges tensors with all "
-                "processes, so all need as many batches. Keep even_batches=True, the default, and drop this context.",
-            )
-        elif self._state.use_distributed:
+        joining = joined(self._strategy, models)
+        if joining is None and self._state.use_distributed:
             warnings.warn(
                 f"join_uneven_inputs has no effect with {self._strategy!r}, whose processes must have as many batches.",
                 stacklevel=4,

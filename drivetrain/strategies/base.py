@@ -893,3 +893,30 @@ def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractCont
     handed over or gathered.
     """
     return torch.inference_mode() if inference_mode and strategy.state.held_as != "parts" else torch.no_grad()
+
+
+def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
+    """Return a context in which processes may run out of batches before others; None if it has no effect."""
+    if isinstance(strategy, JoinsUnevenInputs):
+        return strategy.join(models)
+    if strategy.needs_even_batches and strategy.topology.environment.is_distributed:
+        raise ConfigurationError(
+            f"join_uneven_inputs does not work with {strategy!r}: every forward exchanges tensors with all processes, "
+            "so all need as many batches. Keep even_batches=True, the default, and drop this context.",
+        )
+    return None
+
+
+def zero_loss(strategy: Strategy, task: nn.Module, model: nn.Module | None) -> torch.Tensor:
+    """Return a loss with gradients of zero, for a batch that a task leaves out while its peers wait for gradients.
+
+    Raises:
+        ConfigurationError: They wait for forwards, too.
+    """
+    if strategy.needs_even_batches:
+        raise ConfigurationError(
+            f"{type(task).__name__}.training_step returned None on rank {strategy.topology.rank}. With {strategy!r} "
+            "every process must run as many forwards and backwards. Return a loss that counts for nothing instead, "
+            "such as loss * 0, or leave the sample out of the dataset.",
+        )
+    return model.zero_loss() if isinstance(model, ReducingWrapper) else zero_loss_of(task.parameters())

@@ -19,7 +19,7 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.timing import CALLBACKS, DATA, FORWARD, OPTIMIZER, SYNC
 from drivetrain.strategies import StepModule, Strategy
-from drivetrain.strategies.base import ReducingWrapper, zero_loss_of
+from drivetrain.strategies.base import ReducingWrapper, zero_loss
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.step_module import ATTACHES_PRESENCE
 from drivetrain.trainer.hooks import Hooks, is_overridden
@@ -135,7 +135,7 @@ class DummyLoss:
 
     def __init__(self, strategy: Strategy, task: nn.Module, model: nn.Module | None, names: Sequence[str] = ()) -> None:
         self._names = names
-        self._strategy, self._task, self._model = strategy, task, model
+        self._zero_loss = partial(zero_loss, strategy, task, model)
         self._shares_batches = strategy.topology.data_shard.count == 1
         self._presence = presence_of(model)
         self.was_dummy = False
@@ -158,17 +158,6 @@ class DummyLoss:
 
         setattr(step_or_dummy, ATTACHES_PRESENCE, True)
         return step_or_dummy
-
-    def _zero_loss(self) -> Tensor:
-        if self._strategy.needs_even_batches:
-            rank = self._strategy.topology.rank
-            raise ConfigurationError(
-                f"{type(self._task).__name__}.training_step returned None on rank {rank}. With {self._strategy!r} "
-                "every process must run as many forwards and backwards. Return a loss that counts for nothing instead, "
-                "such as loss * 0, or leave the sample out of the dataset.",
-            )
-        wrapper = self._model
-        return wrapper.zero_loss() if isinstance(wrapper, ReducingWrapper) else zero_loss_of(self._task.parameters())
 
     @property
     def leaves(self) -> list[Tensor]:
