@@ -246,7 +246,7 @@ class Gradients:
         return False
 
     def discard(self, model: nn.Module) -> None:
-        """Forget those gradients, of a window that did not end."""
+        """Forget gradients of a window that did not end, which are elsewhere than in `.grad`."""
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
         """Complete what backwards have left to do, before the gradients of a window are unscaled, clipped or stepped.
@@ -268,7 +268,8 @@ class Gradients:
             parameters: Those whose gradients are changed.
             factor: The number.
             bound: The bound, in place of a factor.
-            model: The prepared model whose window may not have ended: what is held of it is multiplied, too.
+            model: The prepared model whose window may not have ended: gradients that it holds elsewhere than in `.grad`
+                are multiplied, too.
         """
         scale_tensors([local_part(each.grad) for each in parameters if each.grad is not None], factor, bound)
 
