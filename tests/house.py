@@ -447,7 +447,7 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 ROOMS = {
     "accelerator": (12, 3270),
-    "callbacks": (33, 7037),
+    "callbacks": (33, 7035),
     "checkpoint": (13, 3248),
     "cli": (18, 1575),
     "compat": (182, 10951),
