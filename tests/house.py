@@ -446,8 +446,8 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 
 ROOMS = {
-    "accelerator": (12, 3272),
-    "callbacks": (33, 7045),
+    "accelerator": (12, 3270),
+    "callbacks": (33, 7035),
     "checkpoint": (13, 3248),
     "cli": (18, 1575),
     "compat": (182, 10951),
@@ -455,7 +455,7 @@ ROOMS = {
     "inference": (24, 5755),
     "launch": (15, 4264),
     "runtime": (24, 3462),
-    "strategies": (59, 10897),
+    "strategies": (59, 10875),
     "trackers": (18, 2959),
     "trainer": (46, 9645),
 }
@@ -477,7 +477,7 @@ def lines_of_code(module: Module) -> int:
 
 
 FIGURES = [
-    Figure("members of Strategy, Gradients and ModelState", 46, strategy_members),
+    Figure("members of Strategy, Gradients and ModelState", 30, strategy_members),
     Figure("attributes of Trainer that other files write", 0, attributes_written("trainer", "trainer/trainer.py")),
     Figure(
         "attributes of Accelerator that other rooms write",
@@ -489,7 +489,7 @@ FIGURES = [
     Figure("lines of the longest function", 80, longest(lambda house: lengths(house, classes=False), 80)),
     Figure("lines of the longest class", 600, longest(lambda house: lengths(house, classes=True), 600)),
     Figure("import circles", 0, counted(lambda house: [" <-> ".join(circle) for circle in circles(house)])),
-    Figure("largest circle, imports for types counted", 38, largest_circle),
+    Figure("largest circle, imports for types counted", 37, largest_circle),
     Figure("private names of another room that are read", 0, counted(foreign_private_names)),
     Figure(f"duplicated blocks of {BLOCK} lines or more", 0, counted(duplicates)),
 ]

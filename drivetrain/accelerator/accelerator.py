@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, BinaryIO, TypeVar
 
 import torch
@@ -71,7 +71,7 @@ from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError, MadeAgain, known_keywords, warn_ignored
 from drivetrain.runtime.state import DistributedType, PartialState
 from drivetrain.strategies import Strategy
-from drivetrain.strategies.base import Given, RunOptions
+from drivetrain.strategies.base import Given, RunOptions, SplitsSequences
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.registry import grid_rank
 from drivetrain.trackers import Tracker, TrackerGroup
@@ -1113,6 +1113,8 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
             buffer_seq_dims: For each, which dimension is the sequence.
             no_restore_buffers: Those that need not be whole again afterwards.
         """
+        if not isinstance(self.strategy, SplitsSequences):
+            return nullcontext()
         return self.strategy.split_sequences(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())
 
     def init_context(self) -> AbstractContextManager[Any]:

@@ -51,7 +51,7 @@ class LocalSGD:
         if local_sgd_steps < 1:
             raise ConfigurationError(f"local_sgd_steps must be at least 1, got {local_sgd_steps}.")
         self.enabled = enabled and accelerator.use_distributed
-        if self.enabled and not accelerator.strategy.state.holds_whole:
+        if self.enabled and accelerator.strategy.state.held_as != "whole":
             raise ConfigurationError(
                 f"LocalSGD needs a copy of the model on every process, but {accelerator.strategy!r} shards it. Use "
                 "strategy='ddp'.",

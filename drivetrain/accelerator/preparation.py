@@ -56,7 +56,7 @@ from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.runtime.state import DistributedType, PartialState
 from drivetrain.strategies import StepModule, Strategy, resolve_ddp, resolve_strategy
-from drivetrain.strategies.base import Configured, lay_out_state
+from drivetrain.strategies.base import Configured, PlacesBatches, joined, lay_out_state
 from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, overrides, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
@@ -384,7 +384,6 @@ def set_up_strategy(
         given_as, named = "DistributedDataParallelKwargs", options.strategy_options()
         strategy = resolve_ddp(chosen, process.environment, given_as, **named)
     strategy.setup(process)
-    process.before_leaving(strategy.teardown)
     if isinstance(strategy, Configured) and plugins.deepspeed_plugins:
         for name, other in plugins.each_deepspeed(launched).items():
             strategy.add_configuration(name, other)
@@ -527,7 +526,7 @@ class Preparation:
     ) -> None:
         self.options = options
         self.compilation = options.compilation
-        self.batch_placement = placement = strategy.batch_placement
+        self.batch_placement = placement = strategy.batch_placement if isinstance(strategy, PlacesBatches) else None
         if placement is not None:
             active.on_leave.append(lambda loader: placement.finish())
         self._state, self._strategy, self._precision = state, strategy, precision
@@ -583,10 +582,9 @@ class Preparation:
             wrap_forward(model, self._precision)
         move = self._moves(device_placement)
         if evaluation_mode:
-            return self._strategy.place(model, self._precision, move), optimizers
-        prepared, stepped = self._strategy.prepare(
-            model, [unwrap_optimizer(optimizer) for optimizer in optimizers], self._precision, move
-        )
+            return self._strategy.prepare(model, None, self._precision, move)[0], optimizers
+        bare = [unwrap_optimizer(optimizer) for optimizer in optimizers]
+        prepared, stepped = self._strategy.prepare(model, bare, self._precision, move)
         if self.compilation is not None:
             self.compilation.apply(self._strategy.unwrap(prepared) if not isinstance(model, StepModule) else model)
         self._prepared.models.append(prepared)
@@ -606,7 +604,7 @@ class Preparation:
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
         """All parameters and buffers of a model; see `Accelerator.get_state_dict`."""
-        return self._strategy.state.full(model, everywhere=True)
+        return self._strategy.state.model(model, full=True, everywhere=True)
 
     # optimizers and schedulers
 
@@ -709,7 +707,7 @@ class Preparation:
     @contextmanager
     def uneven_inputs(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
         """Context in which processes may have different numbers of batches; see `Accelerator.join_uneven_inputs`."""
-        joining = self._strategy.join(models)
+        joining = joined(self._strategy, models)
         if joining is None and self._state.use_distributed:
             warnings.warn(
                 f"join_uneven_inputs has no effect with {self._strategy!r}, whose processes must have as many batches.",

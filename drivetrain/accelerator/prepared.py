@@ -475,7 +475,7 @@ class AccumulationWindow:
         for model in self._prepared.models:
             own = [parameter for parameter in model.parameters() if id(parameter) not in done]
             done.update(map(id, own))
-            self._strategy.gradients.scale(model, own, factor)
+            self._strategy.gradients.scale(own, factor, model=model)
         others = (parameter for optimizer in self._prepared.optimizers for parameter in parameters_of(optimizer))
         rest = {id(parameter): parameter for parameter in others if id(parameter) not in done}
         scale_tensors([local_part(each.grad) for each in rest.values() if each.grad is not None], factor)

@@ -27,7 +27,7 @@ from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy
-from drivetrain.strategies.base import ModelState, class_chosen, original_type
+from drivetrain.strategies.base import class_chosen, empty_optimizer_state, original_type
 from drivetrain.strategies.precision import Precision
 
 # A checkpoint on its way back into an engine, part by part
@@ -62,8 +62,7 @@ class SavedEngine:
         self.directory = os.fspath(directory)
         self._run, self._state = run, state
         strategy = run.strategy
-        reads_shards = type(strategy.state).optimizer_targets is not ModelState.optimizer_targets
-        self._in_shards = reads_shards and not strategy.schedules_microbatches and not whole
+        self._in_shards = strategy.state.held_as == "shards" and not whole
         source = directory if content is None else content
         foreign = checkpoint.read_foreign(source, state.process_index, state.num_processes, given=None)
         if foreign is not None:
@@ -185,10 +184,9 @@ class SavedEngine:
         run = self._run
         owners = [run.owner(optimizer) for optimizer in run.prepared.optimizers]
         if self._in_shards:
-            saved = zip(owners, self.engine["optimizers"], strict=True)
-            self._read_into(
-                "optimizers", [run.strategy.state.optimizer_targets(owner, state) for owner, state in saved]
-            )
+            parameters = [run.strategy.state.parameters_in_place(owner) for owner in owners]
+            saved = zip(self.engine["optimizers"], parameters, strict=True)
+            self._read_into("optimizers", [empty_optimizer_state(state, own) for state, own in saved])
         for owner, optimizer, state in zip(owners, run.prepared.optimizers, self.engine["optimizers"], strict=True):
             if checkpoint.holds_positions(state):
                 groups = run.strategy.state.optimizer(owner, optimizer.optimizer)["param_groups"]
@@ -511,8 +509,7 @@ class RunState:
         on_each_node: bool = False,
     ) -> None:
         """Write a model's weights; see `Accelerator.save_model`."""
-        state = self.strategy.state
-        weights = state.full(model, everywhere=on_each_node)
+        weights = self.strategy.state.model(model, full=True, everywhere=on_each_node)
         if self._state.is_local_main_process if on_each_node else self._state.is_main_process:
             write = checkpoint.save_safetensors if safe else checkpoint.save_pickled_weights
             write(weights, directory, max_shard_size)

@@ -24,7 +24,7 @@ from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.timing import BACKWARD, CALLBACKS, OPTIMIZER, SYNC, Timing
 from drivetrain.strategies import Strategy
-from drivetrain.strategies.base import Gradients
+from drivetrain.strategies.base import Gradients, ReducingWrapper
 from drivetrain.strategies.precision import Precision, overrides
 
 # Gradients of a weighted mean over all micro-batches and processes, such as that over all tokens of a global batch
@@ -109,7 +109,8 @@ class WeightedMean:
         """
         parts, gradients = list(parts), self.strategy.gradients
         for model, _ in parts:
-            gradients.require_reduced(model)  # else the sum below meets the reduction that the peers are still in
+            if isinstance(model, ReducingWrapper):  # else the sum below meets the reduction that the peers are still in
+                model.require_reduced()
         device = self.strategy.topology.device
         own = torch.stack(self._weights).sum() if self._weights else torch.zeros((), dtype=_wide(device), device=device)
         self.total = total = self.strategy.topology.sum(own)
@@ -119,7 +120,7 @@ class WeightedMean:
         )  # wide: gradients may be of 64 bits
         for model, optimizers in parts:
             held = {id(each): each for one in optimizers for each in parameters_of(one)}
-            gradients.scale(model, list(held.values()), factor)
+            gradients.scale(list(held.values()), factor, model=model)
         self.discard()
 
     def _checked(self, weight: Tensor | float) -> Tensor:
@@ -414,8 +415,8 @@ class OptimizerStep:
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         """Context in which a backward reduces a model's gradients, although its forward was not to."""
         before = self._prepare_backward, self._differentiate
-        self._prepare_backward = partial(self._strategy.gradients.prepare_backward, model)
-        self._differentiate = self._differentiate_with_hooks
+        if isinstance(model, ReducingWrapper):
+            self._prepare_backward, self._differentiate = model.prepare_backward, self._differentiate_with_hooks
         try:
             yield
         finally:
@@ -461,7 +462,7 @@ class OptimizerStep:
         """Clamp every gradient to [-clip_value, clip_value], where a window ends."""
         given = self._complete(parameters)
         if given is not None:
-            self._strategy.gradients.clip_value(given, clip_value)
+            self._strategy.gradients.scale(given, bound=clip_value)
 
     def _complete(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
         """The parameters, their gradients complete and at their true size; None within a window."""

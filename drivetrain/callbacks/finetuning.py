@@ -223,7 +223,6 @@ class BaseFinetuning(Callback):
         if epoch <= self._epoch:
             return  # resumed within this epoch: `finetune_function` has run for it
         self._epoch = epoch
-        before = _names_trained(trainer)
         for number, optimizer in enumerate(trainer.optimizers):
             groups = optimizer.param_groups
             count = len(groups)
@@ -233,7 +232,7 @@ class BaseFinetuning(Callback):
             changed = [each for each in own if float(groups[each]["lr"]) != rates[each]]
             self._schedule(trainer, optimizer, changed)
             self._record(trainer, number, count)
-        self._announce(trainer, before)
+        _all_in_place(trainer)  # lets the strategy see what is trained from now on
 
     def _record(self, trainer: Trainer, number: int, first: int) -> None:
         """Record an optimizer's parameter groups from index `first` on, with parameter names in place of tensors."""
@@ -254,7 +253,7 @@ class BaseFinetuning(Callback):
 
     def _add_again(self, trainer: Trainer) -> None:
         """Add the parameter groups of the resumed run to the optimizers, before the optimizer states are loaded."""
-        parameters, before = _all_in_place(trainer), _names_trained(trainer)
+        parameters = _all_in_place(trainer)
         for number, groups in self._added.items():
             for group in groups:
                 for name in group["params"]:
@@ -262,23 +261,12 @@ class BaseFinetuning(Callback):
                 params = [parameters[name] for name in group["params"]]
                 trainer.optimizers[number].add_param_group({**group, "params": params})
             self._schedule(trainer, trainer.optimizers[number])
-        self._announce(trainer, before)
-
-    def _announce(self, trainer: Trainer, before: set[str]) -> None:
-        """Make the strategy reduce gradients of newly trainable parameters, in the same order on every rank."""
-        trained = {name: each for name, each in _all_in_place(trainer).items() if each.requires_grad}
-        added = [parameter for name, parameter in trained.items() if name not in before]
-        if added and trainer.model is not None:
-            trainer.strategy.gradients.adopt(trainer.model, added)
+        _all_in_place(trainer)  # lets the strategy see what is trained from now on
 
 
 def _all_in_place(trainer: Trainer) -> dict[str, nn.Parameter]:
     assert trainer.model is not None
     return trainer.strategy.state.parameters_in_place(trainer.model)
-
-
-def _names_trained(trainer: Trainer) -> set[str]:
-    return {name for name, parameter in _all_in_place(trainer).items() if parameter.requires_grad}
 
 
 def multiplicative(epoch: int) -> float:

@@ -173,7 +173,7 @@ class ModelPruning(Callback):
             self._originals = {name: _parameter(target).detach().clone() for name, target in self._targets.items()}
 
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
-        if not trainer.strategy.state.holds_whole:
+        if trainer.strategy.state.held_as != "whole":
             kind = trainer.strategy.__class__.__name__  # type() would return the class of a proxy
             raise ConfigurationError(
                 f"ModelPruning replaces parameters, but {kind} shards them. "

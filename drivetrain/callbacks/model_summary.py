@@ -139,7 +139,7 @@ class ModuleTable:
 
     @property
     def _runs_alone(self) -> bool:
-        return self._state is None or self._state.holds_whole
+        return self._state is None or self._state.held_as == "whole"
 
     @property
     def parameters(self) -> tuple[int, int]:

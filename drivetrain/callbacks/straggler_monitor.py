@@ -104,7 +104,7 @@ class StragglerMonitor(Callback):
         self._measured_from = -1
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
-        self._measures_forward = trainer.strategy.state.holds_whole
+        self._measures_forward = trainer.strategy.state.held_as == "whole"
         self.latest, self._named = [], None
         self._reset()
         rhythm = StepInterval(trainer, self.every_n_steps, "StragglerMonitor.every_n_steps")

@@ -91,7 +91,7 @@ class WeightHistograms(Callback):
                 values[f"weights/{name}"] = self._sample(parameter)
             if id(parameter) in own and self.gradients and parameter.grad is not None:
                 values[f"gradients/{name}"] = self._sample(parameter.grad)
-        if not trainer.strategy.state.holds_whole:
+        if trainer.strategy.state.held_as != "whole":
             values = _together(values)
         trainer.tracker_group.log_histogram(values, step)
 

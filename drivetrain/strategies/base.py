@@ -61,8 +61,8 @@ def move_in_place(
     return model
 
 
-def refuse_left_behind(before: Mapping[str, nn.Parameter], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers over parameters that are the model's no longer, once it has been placed."""
+def keep_optimizers(before: Mapping[str, nn.Parameter], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Lay out the state of optimizers as their model has been placed; refuse those over parameters of before."""
     now = {id(parameter) for parameter in model.parameters()}
     gone = {id(parameter): name for name, parameter in before.items() if id(parameter) not in now}
     for optimizer in optimizers if gone else ():
@@ -73,6 +73,8 @@ def refuse_left_behind(before: Mapping[str, nn.Parameter], model: nn.Module, opt
                     "placing has made a new parameter, which would not be trained. Bring the model to its device and "
                     "dtype before you make the optimizer.",
                 )
+    for optimizer in optimizers:
+        lay_out_state(optimizer)
 
 
 def _is_on(tensor: Tensor, device: torch.device) -> bool:
@@ -197,6 +199,31 @@ def _refuse_old_names(cls: type, names: Mapping[str, str]) -> None:
         )
 
 
+_OLD_GRADIENTS = {
+    "sync": "no_sync(model)",
+    "held": "are_held(model)",
+    "scale_held": "scale",
+    "clip_value": "scale(parameters, bound=...)",
+    "require_reduced": "require_reduced of a ReducingWrapper",
+    "leaves": "Strategy.backward(loss, inputs=...)",
+    "adopt": "ModelState.parameters_in_place(model), which is called again once others are trained",
+    "reduce": "Strategy.repeats_steps, with which the Trainer averages plain gradients",
+    "zero_loss": "Strategy.needs_even_batches, or zero_loss of a ReducingWrapper",
+    "prepare_backward": "prepare_backward of a ReducingWrapper",
+}
+_OLD_STATE = {
+    "full": "model(model, full=True)",
+    "holds_whole": "held_as",
+    "optimizer_targets": 'held_as = "shards"',
+}
+_OLD_STRATEGY = {
+    "capability": "the members that docs/strategies.md lists, such as SplitsSequences.split_sequences",
+    "place": "prepare, whose optimizers are None for a model that is only evaluated",
+    "allows_inference_mode": 'held_as = "parts" in ModelState',
+    "teardown": "setup, and give state.before_leaving what releases the process group",
+}
+
+
 # `Gradients`: how the gradients of a prepared model are reduced, held, scaled and clipped
 
 
@@ -208,7 +235,7 @@ class Gradients:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        _refuse_old_names(cls, {"sync": "no_sync(model)", "held": "are_held(model)", "scale_held": "scale"})
+        _refuse_old_names(cls, _OLD_GRADIENTS)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context whose backwards do not reduce gradients over processes, as within an accumulation window."""
@@ -219,35 +246,7 @@ class Gradients:
         return False
 
     def discard(self, model: nn.Module) -> None:
-        """Forget those gradients, of a window that did not end."""
-
-    def require_reduced(self, model: nn.Module) -> None:
-        """Raise where this process's backward has left out gradients that its peers wait for.
-
-        Nothing is exchanged, so it may precede a collective that those peers would not meet.
-        """
-
-    def zero_loss(self, task: nn.Module) -> torch.Tensor:
-        """A loss with gradients of zero, for a batch that a task leaves out while its peers wait for gradients."""
-        return zero_loss_of(task.parameters())
-
-    def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale gradients down to a total norm of at most `max_norm`, over all shards."""
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-
-    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
-        """Clamp every gradient to [-value, value]."""
-        nn.utils.clip_grad_value_(parameters, value)
-
-    def scale(self, model: nn.Module, parameters: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
-        """Multiply the gradients of a window, also those that are held until the window ends."""
-        scale_tensors([local_part(each.grad) for each in parameters if each.grad is not None], factor)
-
-    def reduce(self, model: nn.Module) -> None:
-        """Average the gradients of a step over processes where `repeats_steps`; call it on all, each with its own."""
-
-    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """Take parameters that are trained from now on, and were frozen when the model was placed."""
+        """Forget gradients of a window that did not end, which are elsewhere than in `.grad`."""
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
         """Complete what backwards have left to do, before the gradients of a window are unscaled, clipped or stepped.
@@ -256,20 +255,45 @@ class Gradients:
             optimizers: The bare optimizers, on all processes.
         """
 
-    def leaves(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that a backward leaves the gradients of some parameters in, for a backward to these alone."""
-        return list(parameters)
+    def scale(
+        self,
+        parameters: Sequence[torch.Tensor],
+        factor: torch.Tensor | float = 1.0,
+        bound: float | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        """Multiply gradients by a number, or clamp each element of them to [-bound, bound].
 
-    def prepare_backward(self, model: nn.Module, loss: torch.Tensor) -> None:
-        """Get ready for a backward that a task runs by itself, during its training step."""
+        Args:
+            parameters: Those whose gradients are changed.
+            factor: The number.
+            bound: The bound, in place of a factor.
+            model: The prepared model whose window may not have ended: gradients that it holds elsewhere than in `.grad`
+                are multiplied, too.
+        """
+        scale_tensors([local_part(each.grad) for each in parameters if each.grad is not None], factor, bound)
+
+    def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale gradients down to a total norm of at most `max_norm`, over all shards. Returns the norm before."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
-def scale_tensors(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
-    """Multiply tensors of one device by a number, in place."""
-    if tensors and isinstance(factor, Tensor):
-        torch._foreach_mul_(list(tensors), factor.to(tensors[0].device))
-    elif tensors:
-        torch._foreach_mul_(list(tensors), factor)
+@torch.no_grad()
+def scale_tensors(
+    tensors: Sequence[torch.Tensor], factor: torch.Tensor | float = 1.0, bound: float | None = None
+) -> None:
+    """Multiply tensors by a number in place; or with `bound`, clamp each element to [-bound, bound]."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for device, group in by_device.items():
+        if bound is not None:
+            torch._foreach_clamp_min_(group, -bound)
+            torch._foreach_clamp_max_(group, bound)
+        elif isinstance(factor, Tensor):
+            torch._foreach_mul_(group, factor.to(device))
+        else:
+            torch._foreach_mul_(group, factor)
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
@@ -294,15 +318,6 @@ def refuse_several_losses(reason: str) -> NoReturn:
     """Raise where a backward cannot be limited to some parameters."""
     raise ConfigurationError(
         f'training_step returned a loss for each optimizer. {reason} Return one loss, or use strategy="ddp" or "fsdp".',
-    )
-
-
-def refuse_left_out_batch(task: nn.Module, rank: int) -> NoReturn:
-    """Raise where a task leaves out a batch, but its peers' backward gathers over all processes."""
-    raise ConfigurationError(
-        f"{type(task).__name__}.training_step returned None on rank {rank}. With a sharded model every process must "
-        "run as many forwards and backwards. Return a loss that counts for nothing instead, such as loss * 0, or leave "
-        "the sample out of the dataset.",
     )
 
 
@@ -353,6 +368,24 @@ def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[
     state = {position[name]: value for name, value in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     lay_out_state(optimizer)
+
+
+def empty_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return memory for a saved optimizer state, as named ones are: shards like those of the parameters."""
+    held = {
+        name: {key: _empty_like(value, parameters.get(name)) for key, value in values.items()}
+        for name, values in saved["state"].items()
+    }
+    groups = [{key: _empty_like(value, None) for key, value in group.items()} for group in saved["param_groups"]]
+    return {"state": held, "param_groups": groups}
+
+
+def _empty_like(described: Any, parameter: Tensor | None) -> Any:
+    if not isinstance(described, Tensor):
+        return described
+    if parameter is not None and hasattr(parameter, "to_local") and described.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=described.dtype, requires_grad=False)
+    return torch.empty(described.shape, dtype=described.dtype)
 
 
 def lay_out_state(optimizer: Optimizer) -> None:
@@ -409,54 +442,64 @@ def class_chosen(item: Any) -> str | None:
 
 
 StateDict = dict[str, Any]
+HeldAs = Literal["whole", "shards", "parts"]
 
 
 class ModelState:
-    """The state of models that each process holds whole."""
+    """The state of models that each process holds whole.
 
-    def __init__(self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module]) -> None:
-        self.topology = topology
-        self.unwrap = unwrap
+    Attributes:
+        held_as: `"whole"` if every process holds models whole; `"shards"` if parameters are DTensors, which checkpoints
+            are read into; `"parts"` if the strategy puts state together from several processes or devices.
+        strategy: The strategy whose models these are.
+    """
 
-    def model(self, model: nn.Module) -> StateDict:
-        """Parameters and buffers under their canonical names, the same on all processes; call it on all."""
-        return self.unwrap(model).state_dict()
+    held_as: HeldAs = "whole"
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _refuse_old_names(cls, _OLD_STATE)
+
+    def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
+        """Return parameters and buffers under their canonical names; call it on all processes.
+
+        Args:
+            model: What `prepare` returned.
+            full: Return plain tensors on the CPU, whole, on rank 0 alone, and an empty dict elsewhere; else what a
+                checkpoint is written from: on each process its part, or the whole.
+            everywhere: With `full`, return them on every process that holds the model whole.
+        """
+        state = self.strategy.unwrap(model).state_dict() if not full or self._returns(everywhere) else {}
+        # A module's extra state may be anything.
+        tensors = ((name, value) for name, value in state.items() if isinstance(value, Tensor))
+        return {name: value.detach().cpu() for name, value in tensors} if full else state
+
+    def _returns(self, everywhere: bool) -> bool:
+        """Whether this process is one that whole tensors are returned on."""
+        return self.strategy.topology.rank == 0 or (everywhere and self.held_as == "whole")
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
         """An optimizer's state by canonical parameter name, and its groups."""
-        return named_optimizer_state(self.unwrap(model), optimizer)
+        return named_optimizer_state(self.strategy.unwrap(model), optimizer)
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
         """Load what `model` returned under any strategy."""
-        return self.unwrap(model).load_state_dict(state, strict=strict)
+        return self.strategy.unwrap(model).load_state_dict(state, strict=strict)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
         """Load what `optimizer` returned under any strategy."""
-        restore_optimizer_state(self.unwrap(model), optimizer, state)
-
-    def optimizer_targets(self, model: nn.Module, saved: StateDict) -> StateDict:
-        """Return tensors that a saved optimizer state is read into; implemented where a process can read its shards."""
-        raise NotImplementedError
-
-    def full(self, model: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor]:
-        """Return all parameters and buffers, whole and on the CPU, on rank 0, and an empty dict elsewhere."""
-        if self.topology.rank != 0 and not (everywhere and self.holds_whole):
-            return {}
-        state = self.unwrap(model).state_dict()
-        # A module's extra state may be anything.
-        return {name: value.detach().cpu() for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-    @property
-    def holds_whole(self) -> bool:
-        """Whether every process holds models whole."""
-        return type(self).full is ModelState.full
+        restore_optimizer_state(self.strategy.unwrap(model), optimizer, state)
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters by name, or this process's shards of them: what is written to them is what the model computes.
 
-        What was gathered for a forward is freed, so that the next one sees what was written.
+        What was gathered for a forward is freed, so that the next one sees what was written. Call it again after
+        others of them were set to be trained.
         """
-        return dict(self.unwrap(model).named_parameters())
+        return dict(self.strategy.unwrap(model).named_parameters())
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
         """How many elements the whole of a parameter has, wherever they are, and whether any process trains it."""
@@ -507,6 +550,72 @@ class RunOptions:
     gradient_clipping: Given | None = None
 
 
+# What few strategies can do: they inherit it beside `Strategy`, and are asked for it by their class
+
+
+class SplitsSequences:
+    """A strategy whose processes share sequences."""
+
+    def split_sequences(
+        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which tensors are this process's part of themselves.
+
+        Args:
+            buffers: Tensors that hold whole sequences, and this process's part of them in the context.
+            seq_dims: For each, which dimension is the sequence.
+            keep: Those that stay parts afterwards.
+        """
+        raise NotImplementedError
+
+
+class JoinsUnevenInputs:
+    """A strategy whose processes may run out of batches before others."""
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Return a context in which they may.
+
+        Args:
+            models: What `prepare` returned.
+        """
+        raise NotImplementedError
+
+
+class PlacesBatches:
+    """A strategy that brings batches onto the devices in a way of its own.
+
+    Attributes:
+        batch_placement: That way.
+    """
+
+    batch_placement: BatchPlacement
+
+
+class BatchPlacement:
+    """Brings batches onto the devices in a way of its own, for devices that compile a graph for each shape.
+
+    Attributes:
+        fills_evaluation: Whether short batches are filled up in evaluations whose values include the padding, too.
+    """
+
+    fills_evaluation: bool = False
+
+    def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """What a loader calls with each batch."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """End the work on the last batch; called where an iteration over a loader ends."""
+        raise NotImplementedError
+
+
+_OF_FEW: dict[str, type] = {
+    "split_sequences": SplitsSequences,
+    "join": JoinsUnevenInputs,
+    "batch_placement": PlacesBatches,
+}
+
+
 class Strategy(ABC):
     """Places one model on a set of processes and runs optimizer steps there.
 
@@ -518,11 +627,10 @@ class Strategy(ABC):
     Attributes:
         name: The name that users write.
         schedules_microbatches: Whether the strategy must see all micro-batches of a step at once, as a pipeline does.
-        needs_even_batches: Whether every process must see as many evaluation batches, since its forward is collective.
-        allows_inference_mode: Whether evaluations may run in it, rather than without gradients alone.
-        repeats_steps: Whether backwards within `view(model, "manual")` exchange nothing before `gradients.reduce`, so
-            that a step that ran out of memory can be computed again.
-        batch_placement: A way of its own to bring batches onto the device, if it has one.
+        needs_even_batches: Whether every process must run as many forwards, since they are collective: in evaluation
+            all see as many batches, and in training none may be left out.
+        repeats_steps: Whether gradients are plain tensors, and backwards within `view(model, "manual")` exchange
+            nothing: a step that ran out of memory is computed again, and then its gradients are averaged.
         topology: This process's place among the others, and which processes count.
         gradients: How gradients are reduced, held, scaled and clipped.
         state: The state of models and optimizers, under the bare model's names.
@@ -531,9 +639,7 @@ class Strategy(ABC):
     name: ClassVar[str]
     schedules_microbatches: bool = False
     needs_even_batches: bool = False
-    allows_inference_mode: bool = True
     repeats_steps: bool = False
-    batch_placement: BatchPlacement | None = None
 
     topology: Topology
     gradients: Gradients
@@ -541,12 +647,16 @@ class Strategy(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        _refuse_old_names(cls, {"capability": "the members that docs/strategies.md lists, such as join"})
+        of_few = {name: f"it in a subclass of {kind.__name__}, too" for name, kind in _OF_FEW.items()}
+        others = {name: new for name, new in of_few.items() if not issubclass(cls, _OF_FEW[name])}
+        _refuse_old_names(cls, {**_OLD_STRATEGY, **others})
         if "__init__" in vars(cls) and cls.__module__.startswith("drivetrain."):  # a user's class stays as it is
             cls.__init__ = known_keywords(cls.__init__)  # type: ignore[method-assign]
 
     def setup(self, state: PartialState) -> None:
         """Take this process's place, and make the three parts.
+
+        What would keep the process group alive is released by a function that is given to `state.before_leaving`.
 
         Args:
             state: This process, its device and its peers.
@@ -556,7 +666,7 @@ class Strategy(ABC):
         """
         self.topology = Topology.data_parallel(state)
         self.gradients = Gradients()
-        self.state = ModelState(self.topology, self.unwrap)
+        self.state = ModelState(self)
 
     def check(self, options: RunOptions) -> None:
         """Refuse what cannot work with this strategy; called after `setup`, before anything is built.
@@ -574,37 +684,25 @@ class Strategy(ABC):
         """Context in which a model is best built."""
         return nullcontext()
 
-    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Bring a model's parameters onto the device and into the precision's dtype, without wrapping it.
-
-        Args:
-            model: The model.
-            precision: The number formats.
-            move: Whether to move it; not where its user places it by hand.
-        """
-        converted = precision.convert(model)
-        return move_model(converted, self.topology.device) if move else converted
-
     def prepare(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
+        self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Place a model together with its optimizers.
+        """Bring a model's parameters onto the device and into the precision's dtype, together with its optimizers.
 
         Args:
             model: The model as the user built it.
-            optimizers: The optimizers over its parameters.
+            optimizers: The optimizers over its parameters; None for a model that is only evaluated.
             precision: The number formats.
-            move: Whether to bring the model onto the device.
+            move: Whether to bring the model onto the device; not where its user places it by hand.
 
         Returns:
             The module to call, and the optimizers to step.
         """
         before = dict(self.unwrap(model).named_parameters())
-        placed = self.place(model, precision, move)
-        refuse_left_behind(before, placed, optimizers)
-        for optimizer in optimizers:
-            lay_out_state(optimizer)
-        return placed, list(optimizers)
+        converted = precision.convert(model)
+        placed = move_model(converted, self.topology.device) if move else converted
+        keep_optimizers(before, placed, optimizers or ())
+        return placed, list(optimizers or ())
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The user's own module inside whatever `prepare` wrapped around it."""
@@ -651,7 +749,12 @@ class Strategy(ABC):
         return outputs
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss, scaled already."""
+        """Compute the gradients of a loss, scaled already.
+
+        Args:
+            loss: The loss.
+            **kwargs: Those of `Tensor.backward`; `inputs` are the parameters that alone get gradients.
+        """
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_step(
@@ -659,32 +762,6 @@ class Strategy(ABC):
     ) -> bool:
         """Step an optimizer. Returns False where the step was skipped on overflow."""
         return precision.step(optimizer, closure)
-
-    def split_sequences(
-        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
-    ) -> AbstractContextManager[Any]:
-        """Return a context in which tensors are this process's part of themselves, if it splits sequences.
-
-        Args:
-            buffers: Tensors that hold whole sequences, and this process's part of them in the context.
-            seq_dims: For each, which dimension is the sequence.
-            keep: Those that stay parts afterwards.
-        """
-        return nullcontext()
-
-    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
-        """Return a context in which processes may run out of batches before others; None if there is none.
-
-        Args:
-            models: What `prepare` returned.
-
-        Raises:
-            ConfigurationError: Every process needs as many batches under this strategy.
-        """
-        return None
-
-    def teardown(self) -> None:
-        """Release everything that would keep the process group alive."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -791,24 +868,56 @@ class StartsProcesses:
     first_call: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
 
 
-class BatchPlacement:
-    """Brings batches onto the devices in a way of its own, for devices that compile a graph for each shape.
+class ReducingWrapper(nn.Module):
+    """A module around a model whose forward arranges how the next backward reduces gradients, as DDP's does."""
 
-    Attributes:
-        fills_evaluation: Whether short batches are filled up in evaluations whose values include the padding, too.
-    """
-
-    fills_evaluation: bool = False
-
-    def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """What a loader calls with each batch."""
+    def prepare_backward(self, loss: torch.Tensor) -> None:
+        """Arrange it for the backward of a loss that no forward of this module has computed."""
         raise NotImplementedError
 
-    def finish(self) -> None:
-        """End the work on the last batch; called where an iteration over a loader ends."""
+    def zero_loss(self) -> torch.Tensor:
+        """Return a loss with the gradients of zero that peers wait for, for a batch that this process leaves out."""
+        raise NotImplementedError
+
+    def require_reduced(self) -> None:
+        """Raise if this process's backward has left out gradients that its peers wait for.
+
+        Nothing is exchanged, so it may precede a collective that those peers would not meet.
+        """
         raise NotImplementedError
 
 
 def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractContextManager[Any]:
-    """Return the context without gradients that an evaluation runs in."""
-    return torch.inference_mode() if inference_mode and strategy.allows_inference_mode else torch.no_grad()
+    """Return the context without gradients that an evaluation runs in.
+
+    Where a strategy puts a model together from parts, tensors that are made in inference mode cannot be recorded,
+    handed over or gathered.
+    """
+    return torch.inference_mode() if inference_mode and strategy.state.held_as != "parts" else torch.no_grad()
+
+
+def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
+    """Return a context in which processes may run out of batches before others; None if it has no effect."""
+    if isinstance(strategy, JoinsUnevenInputs):
+        return strategy.join(models)
+    if strategy.needs_even_batches and strategy.topology.environment.is_distributed:
+        raise ConfigurationError(
+            f"join_uneven_inputs does not work with {strategy!r}: every forward exchanges tensors with all processes, "
+            "so all need as many batches. Keep even_batches=True, the default, and drop this context.",
+        )
+    return None
+
+
+def zero_loss(strategy: Strategy, task: nn.Module, model: nn.Module | None) -> torch.Tensor:
+    """Return a loss with gradients of zero, for a batch that a task leaves out while its peers wait for gradients.
+
+    Raises:
+        ConfigurationError: They wait for forwards, too.
+    """
+    if strategy.needs_even_batches:
+        raise ConfigurationError(
+            f"{type(task).__name__}.training_step returned None on rank {strategy.topology.rank}. With {strategy!r} "
+            "every process must run as many forwards and backwards. Return a loss that counts for nothing instead, "
+            "such as loss * 0, or leave the sample out of the dataset.",
+        )
+    return model.zero_loss() if isinstance(model, ReducingWrapper) else zero_loss_of(task.parameters())

@@ -79,7 +79,7 @@ def train(**arguments: Any) -> tuple[str, torch.Tensor]:
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.backward(model(torch.ones(2, 4)).square().sum())
     optimizer.step()
-    weight = accelerator.strategy.state.full(model).get("0.weight", torch.zeros(0))
+    weight = accelerator.strategy.state.model(model, full=True).get("0.weight", torch.zeros(0))
     return accelerator.strategy.name, weight
 
 

@@ -12,7 +12,6 @@ from torch.optim import lr_scheduler as lrs
 
 from drivetrain import ConfigurationError
 from drivetrain.callbacks import BackboneFinetuning, BaseFinetuning, Callback, ModelCheckpoint
-from drivetrain.strategies.base import Gradients
 from drivetrain.trainer import Task
 from tests.callbacks.guarded import Regression, rows, train
 from tests.pool import run_in_processes
@@ -129,26 +128,6 @@ def test_a_task_without_a_backbone_is_refused(tmp_path: Path) -> None:
         train(Regression({}), tmp_path, [BackboneFinetuning()], enable_checkpointing=False)
 
 
-class Unfreezes(BaseFinetuning):
-    def freeze_before_training(self, task: Task) -> None:
-        self.freeze(task.backbone)  # type: ignore[arg-type]
-
-    def finetune_function(self, task: Task, epoch: int, optimizer: Optimizer) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(task.backbone, optimizer)  # type: ignore[arg-type]
-
-
-def test_processes_average_what_joins_later_in_the_order_of_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adopted: list[nn.Parameter] = []
-    monkeypatch.setattr(Gradients, "adopt", lambda self, model, parameters: adopted.extend(parameters))
-    task = Headed()
-    task.backbone = nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))
-    train(task, tmp_path, [Unfreezes()], batches=1, epochs=2, enable_checkpointing=False)
-    assert [id(each) for each in adopted] == [id(each) for each in task.backbone.parameters()]
-
-
 def fit_over_processes(strategy: str) -> dict[str, Tensor]:
     torch.set_num_threads(1)
     task = Headed()
@@ -156,7 +135,7 @@ def fit_over_processes(strategy: str) -> dict[str, Tensor]:
         task, ".", [BackboneFinetuning(1)], batches=3, epochs=3, strategy=strategy, enable_checkpointing=False
     )
     assert trainer.model is not None
-    return trainer.strategy.state.full(trainer.model)
+    return trainer.strategy.state.model(trainer.model, full=True)
 
 
 @pytest.mark.sharded

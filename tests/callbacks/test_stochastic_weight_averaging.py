@@ -150,7 +150,7 @@ def fit_over_processes(strategy: str) -> dict[str, Any]:
     callbacks = [StochasticWeightAveraging(0.01, 2, 2)]
     trainer = train(task, ".", callbacks, batches=3, epochs=4, strategy=strategy, enable_checkpointing=False)
     assert trainer.model is not None
-    return trainer.strategy.state.full(trainer.model)
+    return trainer.strategy.state.model(trainer.model, full=True)
 
 
 @pytest.mark.sharded

@@ -192,7 +192,7 @@ def fit_over_processes(strategy: str, folder: str, resume: str | None) -> dict[s
     callbacks = [EMAWeightAveraging(decay=0.9), saving]
     trainer = train(task, folder, callbacks, ckpt_path=resume, strategy=strategy, enable_checkpointing=True)
     assert trainer.model is not None
-    return trainer.strategy.state.full(trainer.model)
+    return trainer.strategy.state.model(trainer.model, full=True)
 
 
 @pytest.mark.sharded

@@ -238,7 +238,7 @@ def train_with_trainer(strategy: str | Strategy, run: Run) -> Outcome:
         enable_model_summary=False,
     )
     trainer.fit(task, DataLoader(run.data(), batch_size=run.rows(trainer.strategy.topology.data_shard.count)))
-    whole = trainer.strategy.state.full(trainer.model)
+    whole = trainer.strategy.state.model(trainer.model, full=True)
     outcome.parameters = {name.removeprefix("model."): value.clone() for name, value in whole.items()}
     evaluation = DataLoader(Texts(EVALUATION_SAMPLES, seed=4), batch_size=2)
     outcome.evaluation_loss = trainer.validate(task, evaluation, verbose=False)[0]["evaluation_loss"]

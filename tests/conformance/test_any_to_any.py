@@ -44,7 +44,7 @@ def train(
     options: dict[str, Any] = {"max_steps": SAVED_AFTER, "callbacks": [SaveOnce(save_to)]} if save_to else {}
     trainer = FAMILIES[row.family].train(row, resume, initial, options)
     assert trainer.global_step == (SAVED_AFTER if save_to else STEPS)
-    return trainer.strategy.state.full(trainer.model)
+    return trainer.strategy.state.model(trainer.model, full=True)
 
 
 def train_language(row: Row, resume: str | None, initial: Parameters | None, options: dict[str, Any]) -> Trainer:

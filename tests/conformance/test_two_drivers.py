@@ -57,7 +57,7 @@ def fit(strategy: str, run: Run, steps: int, resume: str | None = None, save: st
         trainer = fit_layers(STRATEGIES[strategy], run, steps, resume)
     if save is not None:
         trainer.save_checkpoint(save)
-    return trainer.strategy.state.full(trainer.model)
+    return trainer.strategy.state.model(trainer.model, full=True)
 
 
 def fit_layers(row: Row, run: Run, steps: int, resume: str | None) -> Trainer:
@@ -142,7 +142,7 @@ def live(strategy: str, root: str, precisions: tuple[str, ...]) -> dict[str, Any
         accelerator.save_state(f"{root}/{precision} live")
         trainer.fit(task, data, resume=f"{root}/{precision} live")
         assert trainer.global_step == 2
-        found[precision] = whole, trainer.strategy.state.full(trainer.model)
+        found[precision] = whole, trainer.strategy.state.model(trainer.model, full=True)
     return found
 
 

@@ -126,7 +126,7 @@ def fitted(strategy: Any, task: Task | None = None, **options: Any) -> tuple[Tra
 
 def whole_weights(one: Trainer) -> dict[str, Tensor]:
     """Of rank 0, on all processes."""
-    state: dict[str, Tensor] = gather_object([one.strategy.state.full(one.model)])[0]
+    state: dict[str, Tensor] = gather_object([one.strategy.state.model(one.model, full=True)])[0]
     return state
 
 

@@ -235,6 +235,6 @@ def test_one_process_is_enough():
     trainer = quiet_trainer("fsdp")
     task = NetTask()
     trainer.fit(task, loader(8))
-    state = trainer.strategy.state.full(trainer.model)
+    state = trainer.strategy.state.model(trainer.model, full=True)
     assert gap(state, plain_task(1)) < EXACT
     assert torch.equal(state["net.scale"], torch.tensor([2.0]))

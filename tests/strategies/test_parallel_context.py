@@ -243,7 +243,7 @@ def trained(strategy: bool) -> tuple[dict[str, Tensor], list[Any]]:
         enable_model_summary=False,
     )
     trainer.fit(task, data)
-    return trainer.strategy.state.full(trainer.model), task.seen
+    return trainer.strategy.state.model(trainer.model, full=True), task.seen
 
 
 def test_a_function_may_split_batches_and_a_model_may_number_its_tokens():

@@ -104,7 +104,7 @@ def go_on(root: str, layouts: list[str], sources: list[str]) -> dict[tuple[str, 
         for source in sources:
             trainer = quiet_trainer(LAYOUTS[layout][0](), max_epochs=2)
             trainer.fit(LanguageTask(layers=1), text_loader(trainer), resume=f"{root}/{source}")
-            found[source, layout] = trainer.strategy.state.full(trainer.model)
+            found[source, layout] = trainer.strategy.state.model(trainer.model, full=True)
     return found
 
 
@@ -112,7 +112,7 @@ def two_epochs() -> dict[str, Tensor]:
     torch.set_num_threads(1)
     trainer = quiet_trainer("single", max_epochs=2)
     trainer.fit(LanguageTask(layers=1), text_loader(trainer))
-    return trainer.strategy.state.full(trainer.model)
+    return trainer.strategy.state.model(trainer.model, full=True)
 
 
 def check_all(root: Path, layouts: list[str]) -> None:

@@ -110,7 +110,7 @@ def trains() -> dict[str, Any]:
     task = NetTask()
     trainer = clipping_trainer(Parallel(pp=2))
     trainer.fit(task, loader(), loader(5))
-    whole = trainer.strategy.state.full(trainer.model)
+    whole = trainer.strategy.state.model(trainer.model, full=True)
     found["gap"] = gap(whole, plain()) if trainer.global_rank == 0 else len(whole)
     found["logged"] = sorted(trainer.callback_metrics)
     found["loss"] = float(trainer.callback_metrics["loss"])
@@ -168,15 +168,15 @@ def varies() -> dict[str, Any]:
     for schedule in ("1f1b", "interleaved_zero_bubble"):
         trainer = clipping_trainer(Parallel(pp=2, pp_schedule=schedule))
         trainer.fit(NetTask(frozen=True), loader())
-        whole = trainer.strategy.state.full(trainer.model)
+        whole = trainer.strategy.state.model(trainer.model, full=True)
         found[f"frozen, {schedule}"] = gap(whole, plain(frozen=True)) if whole else 0.0
         trainer = clipping_trainer(Parallel(pp=2, pp_schedule=schedule))
         trainer.fit(Weighs(), loader())
-        whole = trainer.strategy.state.full(trainer.model)
+        whole = trainer.strategy.state.model(trainer.model, full=True)
         found[f"left out, {schedule}"] = not all(torch.isfinite(value).all() for value in whole.values())
     trainer = clipping_trainer(Parallel(pp=2, activation_checkpointing=True, wrap=[nn.Sequential]))
     trainer.fit(NetTask(), loader())
-    whole = trainer.strategy.state.full(trainer.model)
+    whole = trainer.strategy.state.model(trainer.model, full=True)
     # Batch statistics move on in the recomputed forward too, as they do in one process.
     found["recomputed"] = (
         gap(
@@ -218,7 +218,7 @@ def remembers(options: dict[str, Any]) -> dict[str, Tensor]:
     torch.set_num_threads(1)
     trainer = clipping_trainer(Parallel(**options) if options else "single")
     trainer.fit(Remembering(), loader())
-    return trainer.strategy.state.full(trainer.model)
+    return trainer.strategy.state.model(trainer.model, full=True)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def fit_gained(options: dict[str, Any], task: type[NetTask] = Gained) -> dict[st
     torch.set_num_threads(1)
     trainer = clipping_trainer(Parallel(**options) if options else "single")
     trainer.fit(task(), loader(ROWS // trainer.strategy.topology.data_shard.count))
-    return trainer.strategy.state.full(trainer.model)
+    return trainer.strategy.state.model(trainer.model, full=True)
 
 
 @pytest.mark.parametrize("task", [Gained, GainedLater])
@@ -407,7 +407,7 @@ def go_on(options: dict[str, Any], paths: list[str]) -> list[dict[str, Tensor]]:
     found = []
     for path in [None, *paths]:
         trainer = fit(options, 2, path)
-        found.append(trainer.strategy.state.full(trainer.model))
+        found.append(trainer.strategy.state.model(trainer.model, full=True))
     return found
 
 

@@ -21,7 +21,7 @@ from drivetrain import (
 )
 from drivetrain.data import DataShard
 from drivetrain.strategies import registry, resolve_ddp, resolve_strategy, started_by_verbs
-from drivetrain.strategies.base import Gradients
+from drivetrain.strategies.base import Gradients, ModelState
 from tests.pool import run_in_processes
 
 ALONE = ProcessEnvironment.detect({})
@@ -129,6 +129,7 @@ class Noted(Strategy):
         super().setup(state)
         self.topology = replace(self.topology, data_shard=DataShard(0, 1))
         self.gradients = NotedGradients(self.calls)
+        state.before_leaving(lambda: self.calls.append("left"))
 
     def check(self, options: Any) -> None:
         if options.precision.name == "fp16":
@@ -145,9 +146,6 @@ class Noted(Strategy):
     def optimizer_step(self, optimizer: Any, precision: Any, closure: Any = None) -> bool:
         self.calls.append("step")
         return super().optimizer_step(optimizer, precision, closure)
-
-    def teardown(self) -> None:
-        self.calls.append("teardown")
 
 
 @pytest.fixture
@@ -180,7 +178,7 @@ def through_a_third_party_s() -> tuple[list[str], list[int]]:
 def test_a_third_party_s_strategy_is_asked_for_everything():
     step = ["backward", "clip", "step"]
     for calls, seen in run_in_processes(through_a_third_party_s, 2):
-        assert calls == ["prepare 1", *step, *step, "teardown"]
+        assert calls == ["prepare 1", *step, *step, "left"]
         assert seen == [0, 1]  # its data shard says that both processes see every batch
 
 
@@ -209,7 +207,20 @@ def test_a_ddp_that_was_given_takes_batch_statistics_over_several_processes(envi
 
 @pytest.mark.parametrize(
     ("parent", "old", "new"),
-    [(Gradients, "sync", r"no_sync\(model\)"), (Gradients, "scale_held", "scale"), (Strategy, "capability", "join")],
+    [
+        (Gradients, "sync", r"no_sync\(model\)"),
+        (Gradients, "scale_held", "scale"),
+        (Gradients, "clip_value", r"scale\(parameters, bound=...\)"),
+        (Gradients, "leaves", "backward"),
+        (ModelState, "full", r"model\(model, full=True\)"),
+        (ModelState, "holds_whole", "held_as"),
+        (Strategy, "capability", "split_sequences"),
+        (Strategy, "place", "prepare"),
+        (Strategy, "teardown", "before_leaving"),
+        (Strategy, "split_sequences", "SplitsSequences"),
+        (Strategy, "join", "JoinsUnevenInputs"),
+        (Strategy, "batch_placement", "PlacesBatches"),
+    ],
 )
 def test_a_class_that_overrides_a_method_of_an_earlier_version_is_refused(parent: type, old: str, new: str) -> None:
     with pytest.raises(ConfigurationError, match=f"Mine overrides {old}, .* Override .*{new}"):

@@ -218,7 +218,7 @@ class LightningFormat(CheckpointFormat):
                 "save_checkpoint(format='lightning', block=False): it is written at once. Leave block out.",
             )
         target = decide_on_main_process(lambda: self.place_of(path))
-        if trainer.strategy.state.holds_whole:
+        if trainer.strategy.state.held_as == "whole":
             write = partial(self._write_whole, trainer)
             return save_run(trainer, target, weights_only, write=write, keeps_objects=self.keeps_objects)
         beside = self.place_beside(target, trainer.default_root_dir)

@@ -24,16 +24,14 @@ from drivetrain.runtime.process_group import DEFAULT_TIMEOUT, group_store, group
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import (
     Gradients,
+    JoinsUnevenInputs,
     MicroBatch,
     ModelState,
     Output,
     StateDict,
     Strategy,
-    Topology,
     View,
-    average_gradients,
     with_buffers_of_rank_0,
-    zero_loss_of,
 )
 from drivetrain.strategies.ddp.wrapper import BROADCAST_BUFFERS, Copies, DistributedDataParallel
 from drivetrain.strategies.precision import Precision
@@ -165,7 +163,7 @@ def register_function_hook(model: parallel.DistributedDataParallel, hook: Callab
     model.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
 
 
-class DDP(Strategy):
+class DDP(Strategy, JoinsUnevenInputs):
     """A copy of the model on every process; gradients are averaged during backward.
 
     Args:
@@ -238,21 +236,20 @@ class DDP(Strategy):
     def setup(self, state: PartialState) -> None:
         """Take this process's place among its peers."""
         super().setup(state)
-        self.gradients: ReducedGradients = ReducedGradients(
-            self.topology.device, self.wrapper_options["find_unused_parameters"], self._copies
-        )
-        self.state = CopiedState(self.topology, self.unwrap, self._copies)
+        self.gradients = ReducedGradients(self._copies)
+        self.state = CopiedState(self, self._copies)
         self._copies.are_several = state.use_distributed
         self._agree = _agreement(state) if state.use_distributed else None
         if self.sync_batchnorm and self.topology.kind.name == "cpu":
             raise ConfigurationError("sync_batchnorm=True needs GPUs: torch's SyncBatchNorm has no CPU kernel.")
+        state.before_leaving(self._release)
 
     def prepare(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
+        self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Place a model and wrap it; one without trainable parameters, or without peers, stays bare."""
+        """Place a model and wrap it; one that is not trained, or has no peers, stays bare."""
         model, prepared = super().prepare(model, optimizers, precision, move)
-        trainable = any(parameter.requires_grad for parameter in model.parameters())
+        trainable = optimizers is not None and any(parameter.requires_grad for parameter in model.parameters())
         if not (self.topology.environment.is_distributed and trainable):
             return model, prepared
         if self.sync_batchnorm:
@@ -268,7 +265,7 @@ class DDP(Strategy):
         wrapped = DistributedDataParallel(model, **options)
         wrapped.agree = self._agree
         if self.wrapper_options["find_unused_parameters"] and not options["static_graph"]:
-            wrapped.watch_search(self.gradients.end_search if self._ends_search else None)
+            wrapped.watch_search(self._ends_search)
         if isinstance(self.comm_hook, str):
             wrapped.register_with(
                 partial(
@@ -312,7 +309,8 @@ class DDP(Strategy):
     ) -> list[Output]:
         """Run forward and backward over a window; raise before peers wait for gradients that are not computed."""
         outputs = super().forward_backward(model, step_fn, microbatches)
-        self.gradients.require_reduced(model)
+        if isinstance(model, DistributedDataParallel):
+            model.require_reduced()
         return outputs
 
     def optimizer_step(
@@ -343,7 +341,7 @@ class DDP(Strategy):
         """Let processes that ran out of batches shadow the collectives of the others, by torch's `Join`."""
         return self._shadowing(models)
 
-    def teardown(self) -> None:
+    def _release(self) -> None:
         """Free the reducers, also of modules that the user still holds.
 
         A reducer that is destroyed after its process group waits for gloo's thread while holding the GIL,
@@ -383,14 +381,8 @@ def _agreement(state: PartialState) -> Callable[[str], None]:
 class ReducedGradients(Gradients):
     """Gradients that backward averages over processes, bucket by bucket."""
 
-    def __init__(self, device: torch.device, finds_unused: bool, copies: Copies) -> None:
-        self._device, self._finds_unused, self._copies = device, finds_unused, copies
-        self._left_out: set[int] = set()
-
-    def end_search(self, never_used: Sequence[nn.Parameter] | None) -> None:
-        """Take note that DDP does not look for unused parameters any more, or looks again."""
-        self._finds_unused = never_used is None
-        self._left_out = set(map(id, never_used or ()))
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
         """Average what an optimizer has beside the wrapped modules."""
@@ -406,45 +398,17 @@ class ReducedGradients(Gradients):
             return nullcontext()
         return model.no_sync()
 
-    def reduce(self, model: nn.Module) -> None:
-        """Average the gradients of all parameters that any process has one of."""
-        if isinstance(model, DistributedDataParallel):
-            average_gradients([parameter for parameter in model.module.parameters() if parameter.requires_grad])
-
-    def require_reduced(self, model: nn.Module) -> None:
-        """Raise where the last backward has left out parameters, whose gradients the peers wait for."""
-        if isinstance(model, DistributedDataParallel):
-            model.require_reduced()
-
-    def zero_loss(self, task: nn.Module) -> torch.Tensor:
-        """A loss with gradients of zero; of no parameter at all where DDP looks for those that take no part.
-
-        A parameter that no process used has no gradient then, as in one process, rather than one of zero to decay by.
-        """
-        if self._finds_unused:
-            return torch.zeros((), device=self._device)
-        return zero_loss_of(each for each in task.parameters() if id(each) not in self._left_out)
-
-    def prepare_backward(self, model: nn.Module, loss: torch.Tensor) -> None:
-        """Let the reducer find the parameters that the coming backward uses, as DDP's own forward would."""
-        if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
-            if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
-                return  # the forward has: see no_sync
-            model.follow_trained()
-            model.reducer.prepare_for_forward()
-            model.reducer._rebuild_buckets()
-            model.reducer.prepare_for_backward([loss])
-
 
 class CopiedState(ModelState):
     """The state of a model that every process has a copy of."""
 
-    def __init__(self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module], copies: Copies) -> None:
-        super().__init__(topology, unwrap)
+    def __init__(self, strategy: Strategy, copies: Copies) -> None:
+        super().__init__(strategy)
         self._copies = copies
 
-    def model(self, model: nn.Module) -> StateDict:
+    def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
         """Parameters, which are compared between processes, and rank 0's buffers."""
+        if full or not self.strategy.topology.environment.is_distributed:
+            return super().model(model, full, everywhere)
         self._copies.compare_weights(model)
-        state = super().model(model)
-        return with_buffers_of_rank_0(self.unwrap(model), state) if self.topology.environment.is_distributed else state
+        return with_buffers_of_rank_0(self.strategy.unwrap(model), super().model(model))

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from drivetrain.runtime.collectives import gather, reduce
 from drivetrain.runtime.errors import ConfigurationError, some_of
 from drivetrain.runtime.logging import get_logger
-from drivetrain.strategies.base import average_gradients
+from drivetrain.strategies.base import ReducingWrapper, average_gradients, zero_loss_of
 from drivetrain.strategies.step_module import StepModule
 
 # Whether DDP's search for parameters that take no part in a loss finds any, what it costs, and the end of it
@@ -142,7 +142,7 @@ _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 _INDICES = re.compile(r"did not receive grad for rank \d+:((?: ?\d+)+)")
 
 
-class DistributedDataParallel(parallel.DistributedDataParallel):
+class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper):
     """Torch's, which follows what is trained, and names parameters in its errors.
 
     Torch reduces what required gradients when it was built, and leaves the rest to each process. Here the reducer is
@@ -158,8 +158,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     reducers_built = 0
     reduced: tuple[nn.Parameter, ...] = ()
     _search: UnusedSearch | None = None
-    _settled: Callable[[Sequence[nn.Parameter] | None], None] | None = None
-    _watches = False
+    _watches = _ends_search = False
     _hook: tuple[Any, Callable[..., Any]] | None = None
     _register: Callable[[DistributedDataParallel], None] | None = None
     _left_out: dict[str, Any] | None = None  # names of parameters that the search has left out, and the hooks on them
@@ -203,19 +202,18 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self.parameters_to_ignore.discard(name)
             handle.remove()
         self._left_out = None
-        if self._settled is not None:  # what is trained now is to be searched for unused parameters again
+        if self._ends_search:  # what is trained now is to be searched for unused parameters again
             self.find_unused_parameters = True
-            self._settled(None)
         with _requiring_gradients(frozen_since if keeps else ()):
             self._build_reducer()
         if self._watches:
-            self.watch_search(self._settled)
+            self.watch_search(self._ends_search)
 
-    def watch_search(self, settled: Callable[[Sequence[nn.Parameter] | None], None] | None = None) -> None:
-        """Watch in the first steps whether the search for unused parameters finds any."""
+    def watch_search(self, ends: bool) -> None:
+        """Watch in the first steps whether the search for unused parameters finds any, and end it if it need not be."""
         device = next(self.module.parameters()).device
         self._search = UnusedSearch(self.reducer, self._get_ddp_logging_data, self._names_of, device)
-        self._settled, self._watches = settled, True
+        self._ends_search, self._watches = ends, True
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let a function exchange the gradients of a bucket, as torch's does; also in reducers that are built later."""
@@ -244,7 +242,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         search = self._search
         if search is not None and self._reduces() and search.note():
             self._search = None
-            if self._settled is None:
+            if not self._ends_search:
                 search.finish()
             elif (never := search.settle()) is not None:
                 self._end_search(never)
@@ -268,8 +266,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.find_unused_parameters = False
         self._build_reducer()
         self.reducer.prepare_for_forward()
-        assert self._settled is not None
-        self._settled(left_out)
 
     def _build_reducer(self) -> None:
         # The old one's hooks go with it; torch makes a new one so for a module that was pickled.
@@ -315,6 +311,26 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _reduces(self) -> bool:
         """Whether the backward of the forward that runs exchanges gradients."""
         return torch.is_grad_enabled() and self.require_backward_grad_sync and not torch.compiler.is_compiling()
+
+    def prepare_backward(self, loss: Tensor) -> None:
+        """Let the reducer find the parameters that the coming backward uses, as torch's own forward would."""
+        if not self.require_backward_grad_sync:
+            return
+        if self.static_graph and not self._static_graph_delay_allreduce_enqueued:
+            return  # the forward has: see ReducedGradients.no_sync
+        self.follow_trained()
+        self.reducer.prepare_for_forward()
+        self.reducer._rebuild_buckets()
+        self.reducer.prepare_for_backward([loss])
+
+    def zero_loss(self) -> Tensor:
+        """A loss with gradients of zero; of no parameter at all where DDP looks for those that take no part.
+
+        A parameter that no process used has no gradient then, as in one process, rather than one of zero to decay by.
+        """
+        if self.find_unused_parameters:
+            return torch.zeros((), device=self.reduced[0].device)
+        return zero_loss_of(self.reduced)
 
     def require_reduced(self) -> None:
         """Raise where the last backward has left out parameters, whose gradients the peers wait for."""

@@ -17,8 +17,6 @@ from drivetrain.strategies.base import (
     Gradients,
     OptimizerProxy,
     Topology,
-    refuse_left_out_batch,
-    refuse_several_losses,
 )
 from drivetrain.strategies.deepspeed.config import Settings
 from drivetrain.strategies.deepspeed.layouts import Layout, layout_of
@@ -462,16 +460,6 @@ class EngineGradients(Gradients):
         if trained is not None:
             trained.discard_gradients()
 
-    def leaves(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Refuse: an engine runs one backward a step, to all of its parameters."""
-        refuse_several_losses("A DeepSpeed engine runs one backward in a step, to all of its parameters.")
-
-    def zero_loss(self, task: nn.Module) -> torch.Tensor:
-        """Refuse at stage 3, where the peers' backward gathers over all processes."""
-        if any(trained.settings.stage == 3 for trained in self._engines):
-            refuse_left_out_batch(task, self._topology.rank)
-        return super().zero_loss(task)
-
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients down to a total norm of at most `max_norm`; returns the norm over all processes before."""
         given = list(parameters)
@@ -491,30 +479,27 @@ class EngineGradients(Gradients):
                 trained.clipped = True
         return total
 
-    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
-        """Clamp every gradient to [-value, value]."""
-        given = list(parameters)
-        for trained in self._engines:
-            complete(trained)
-            clip_to_value(trained, trained.own(given), value)
-
-    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse."""
-        raise ConfigurationError(
-            "DeepSpeed settles which parameters it trains when the model is placed, so none can be added later. "
-            'Train all from the start, or use strategy="ddp" or "fsdp".',
-        )
-
-    def scale(self, model: nn.Module, parameters: Sequence[Tensor], factor: Tensor | float) -> None:
-        """Multiply what a window holds once it is complete; until then DeepSpeed keeps it in many places."""
-        trained = self._engines.find(model)
-        if trained is None:
-            super().scale(model, parameters, factor)
-        elif trained.is_complete:
-            complete(trained)
-            scale(trained, trained.all_trained(), torch.as_tensor(factor))
-        elif trained.holds_gradients:
-            trained.pending_scale *= float(factor)
+    def scale(
+        self,
+        parameters: Sequence[Tensor],
+        factor: Tensor | float = 1.0,
+        bound: float | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        """Change gradients; those of a window once it is complete: until then DeepSpeed keeps them in many places."""
+        trained = None if model is None else self._engines.find(model)
+        if model is not None and trained is None:
+            super().scale(parameters, factor, bound)
+        elif trained is not None and not trained.is_complete:
+            trained.pending_scale *= float(factor) if trained.holds_gradients else 1.0
+        else:
+            for each in self._engines if trained is None else [trained]:
+                own = each.own(list(parameters)) if trained is None else each.all_trained()
+                complete(each)
+                if bound is None:
+                    scale(each, own, torch.as_tensor(factor))
+                else:
+                    clip_to_value(each, own, bound)
 
 
 def complete(trained: TrainedModel) -> None:

@@ -22,6 +22,7 @@ from drivetrain.strategies.base import (
     Strategy,
     View,
     needs_closure,
+    refuse_several_losses,
 )
 from drivetrain.strategies.deepspeed import config as configuration
 from drivetrain.strategies.deepspeed import ops, zero_state
@@ -151,7 +152,8 @@ class DeepSpeed(Configured):
         super().setup(state)
         topology = self.topology
         self.gradients = EngineGradients(self._engines, topology)
-        self.state = ZeroState(topology, self.unwrap, self._engines)
+        self.state = ZeroState(self, self._engines)
+        state.before_leaving(self._release)
         refuse_other_device(topology.environment, topology.device)
         if self._group is None:
             self._group = DeepSpeedGroup(topology.environment, topology.kind.name, self.shared_memory)
@@ -212,11 +214,6 @@ class DeepSpeed(Configured):
             model=model,
         )
 
-    @property
-    def allows_inference_mode(self) -> bool:  # type: ignore[override]
-        """Whether evaluations may run in inference mode, in which stage 3 cannot gather."""
-        return not self.needs_even_batches
-
     def add_configuration(self, name: str, other: Strategy) -> None:
         """Hold the configuration of another `DeepSpeed`, which has not been set up."""
         settings = getattr(other, "settings", None)
@@ -252,11 +249,11 @@ class DeepSpeed(Configured):
         completed = configuration.complete(self.settings.without_training, self._known(None))
         return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
 
-    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
+    def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
         """Place a model that is only evaluated; where it is partitioned, in an engine that gathers its parameters."""
         if not any(is_partitioned(parameter) for parameter in model.parameters()):
             if not self.settings.shards_frozen:
-                return super().place(model, precision, move)
+                return super().prepare(model, None, precision, move)[0]
             model = precision.convert(model)
             _make_contiguous(model)
             DeepSpeedGroup.forget_secondary_group()
@@ -267,11 +264,11 @@ class DeepSpeed(Configured):
         return engine.module  # type: ignore[no-any-return]
 
     def prepare(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
+        self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
         """Build the engine of a model and its optimizer; a model without one is only placed."""
         if not optimizers:
-            return self.place(model, precision, move), []
+            return self._place(model, precision, move), []
         if len(optimizers) > 1:
             raise ConfigurationError(
                 f"DeepSpeed's engine drives one optimizer, but {len(optimizers)} hold parameters of this "
@@ -363,6 +360,8 @@ class DeepSpeed(Configured):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Let the engine differentiate a loss whose share of the window has been taken into account already."""
+        if kwargs.get("inputs") is not None:
+            refuse_several_losses("A DeepSpeed engine runs one backward in a step, to all of its parameters.")
         unknown = sorted(set(kwargs) - {"retain_graph"})
         if unknown:
             raise ConfigurationError(f"DeepSpeed's backward takes retain_graph only, got {', '.join(unknown)}.")
@@ -413,7 +412,7 @@ class DeepSpeed(Configured):
         trained.step()
         return bool(trained.engine.was_step_applied())
 
-    def teardown(self) -> None:
+    def _release(self) -> None:
         """Release engines and DeepSpeed's groups."""
         self._engines.destroy()
         if self._group is not None:

@@ -15,7 +15,7 @@ from drivetrain.checkpoint.export import parse_dtype, save_safetensors, weights_
 from drivetrain.checkpoint.formats import CheckpointFormat
 from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
-from drivetrain.strategies.base import ModelState, StateDict, Topology, check_groups
+from drivetrain.strategies.base import ModelState, StateDict, Strategy, check_groups
 from drivetrain.strategies.deepspeed.engine import Engines, TrainedModel
 from drivetrain.strategies.deepspeed.shards import DeepSpeedShards, deepspeed_folder, read_deepspeed
 
@@ -154,8 +154,10 @@ def _scatter(parameter: nn.Parameter, value: Tensor) -> None:
 class ZeroState(ModelState):
     """State that ZeRO spreads over processes, put together under the names of the bare model."""
 
-    def __init__(self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module], engines: Engines) -> None:
-        super().__init__(topology, unwrap)
+    held_as = "parts"
+
+    def __init__(self, strategy: Strategy, engines: Engines) -> None:
+        super().__init__(strategy)
         self._engines = engines
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
@@ -163,15 +165,18 @@ class ZeroState(ModelState):
         elements, trained = super().describe(parameter)
         return getattr(parameter, "ds_numel", elements), trained
 
-    def model(self, model: nn.Module) -> StateDict:
-        """Parameters and buffers; in 32 bits where DeepSpeed keeps such master weights.
+    def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
+        """Parameters and buffers; unless they are to be full, in 32 bits where DeepSpeed keeps such master weights.
 
         What has to be put together from all processes is kept by one of them each, and stands as a tensor on the meta
         device on the others, so that no process ever holds all of it.
         """
         trained = self._engines.find(model)
         if trained is None:
-            return super().model(model)
+            return super().model(model, full, everywhere)
+        if full:
+            first = self.strategy.topology.rank == 0
+            return read_model(trained, masters=False, holder=lambda _: first, whole=True)
         return read_model(trained, masters=True, holder=self._holds)
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
@@ -182,14 +187,6 @@ class ZeroState(ModelState):
             "DeepSpeed keeps the weights that it trains in its engine, so they cannot be changed in place during a "
             'run. Use strategy="fsdp" to shard the model, or "ddp".',
         )
-
-    def full(self, model: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor]:
-        """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
-        trained = self._engines.find(model)
-        if trained is None:
-            return super().full(model)
-        first = self.topology.rank == 0
-        return read_model(trained, masters=False, holder=lambda _: first, whole=True)
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
         """Load whole tensors by name into parameters and master weights."""
@@ -208,7 +205,7 @@ class ZeroState(ModelState):
 
     def _holds(self, number: int) -> bool:
         """Whether this process is the one that keeps a tensor which is put together for a checkpoint."""
-        return number % self.topology.environment.world_size == self.topology.rank
+        return number % self.strategy.topology.environment.world_size == self.strategy.topology.rank
 
 
 # DeepSpeed's own checkpoints: written and read by the engine, and turned into plain weights

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from drivetrain.strategies.base import ModelState, StateDict, with_buffers_of_rank_0
+from drivetrain.strategies.base import HeldAs, ModelState, StateDict, with_buffers_of_rank_0
 from drivetrain.strategies.fsdp import sharding
 from drivetrain.strategies.fsdp.materialise import load_weights
 from drivetrain.strategies.fsdp.sharding import gather, shard_like, whole_parameters
@@ -21,17 +21,29 @@ from drivetrain.strategies.fsdp.sharding import gather, shard_like, whole_parame
 class ShardedState(ModelState):
     """The state of models whose parameters are shards."""
 
+    held_as: HeldAs = "shards"
+
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """This process's shards of the parameters."""
         self.reshard(model)
         return super().parameters_in_place(model)
 
-    def model(self, model: nn.Module) -> StateDict:
-        """Shards of the parameters, and rank 0's buffers, under canonical names."""
+    def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
+        """Shards of the parameters, and rank 0's buffers; full ones are gathered one by one."""
         self.reshard(model)
-        bare = self.unwrap(model)
+        bare = self.strategy.unwrap(model)
         state = bare.state_dict()
-        return with_buffers_of_rank_0(bare, state) if self.topology.environment.is_distributed else state
+        if self.strategy.topology.environment.is_distributed:
+            state = with_buffers_of_rank_0(bare, state)
+        return self._full(state) if full else state
+
+    def _full(self, state: StateDict) -> StateDict:
+        whole: StateDict = {}
+        for name, value in state.items():
+            gathered = gather(value) if isinstance(value, torch.Tensor) else value
+            if self.strategy.topology.rank == 0:
+                whole[name] = gathered.detach().cpu() if isinstance(gathered, torch.Tensor) else gathered
+        return whole
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
         """Take this process's shards of what `model` returned under any strategy."""
@@ -46,35 +58,12 @@ class ShardedState(ModelState):
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
         """Take this process's shards of what `optimizer` returned under any strategy."""
         self.reshard(model)
-        parameters = dict(self.unwrap(model).named_parameters())
+        parameters = dict(self.strategy.unwrap(model).named_parameters())
         shards = {
             name: {key: _like(value, parameters.get(name)) for key, value in saved.items()}
             for name, saved in state["state"].items()
         }
         super().load_optimizer(model, optimizer, {**state, "state": shards})
-
-    def optimizer_targets(self, model: nn.Module, saved: StateDict) -> StateDict:
-        """Tensors that a saved optimizer state is read into: shards like those of the parameters."""
-        self.reshard(model)
-        parameters = dict(self.unwrap(model).named_parameters())
-        return {
-            "state": {
-                name: {key: _target(value, parameters.get(name)) for key, value in values.items()}
-                for name, values in saved["state"].items()
-            },
-            "param_groups": [
-                {key: _target(value, None) for key, value in group.items()} for group in saved["param_groups"]
-            ],
-        }
-
-    def full(self, model: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor]:
-        """All parameters and buffers, whole and on the CPU, on rank 0, gathered one by one; an empty dict elsewhere."""
-        whole: dict[str, torch.Tensor] = {}
-        for name, value in self.model(model).items():
-            gathered = gather(value) if isinstance(value, torch.Tensor) else value
-            if self.topology.rank == 0:
-                whole[name] = gathered.detach().cpu() if isinstance(gathered, torch.Tensor) else gathered
-        return whole
 
     @contextmanager
     def summoned(self, model: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
@@ -83,14 +72,14 @@ class ShardedState(ModelState):
         The model cannot be called meanwhile.
         """
         self.reshard(model)
-        bare = self.unwrap(model)
+        bare = self.strategy.unwrap(model)
         with whole_parameters(bare, writeback):
             yield bare
 
     def load_weights(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
         """Fill a prepared model from safetensors or a checkpoint; each process reads its shards only."""
         self.reshard(model)
-        load_weights(self.unwrap(model), path, strict)
+        load_weights(self.strategy.unwrap(model), path, strict)
 
     def reshard(self, model: nn.Module) -> None:
         """Free whatever is gathered at the moment, so that the model's parameters are its shards."""
@@ -102,12 +91,3 @@ def _like(value: Any, parameter: torch.Tensor | None) -> Any:
     if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
         return shard_like(value, parameter)
     return value
-
-
-def _target(described: Any, parameter: torch.Tensor | None) -> Any:
-    """Memory for a saved value: a shard where it belongs to one."""
-    if not isinstance(described, torch.Tensor):
-        return described
-    if isinstance(parameter, DTensor) and described.shape == parameter.shape:
-        return torch.empty_like(parameter, dtype=described.dtype, requires_grad=False)
-    return torch.empty(described.shape, dtype=described.dtype)

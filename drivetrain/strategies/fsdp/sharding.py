@@ -311,9 +311,16 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Free whatever is gathered at the moment, so that the model's parameters are its shards."""
+    """Free whatever is gathered at the moment, so that the model's parameters are its shards.
+
+    Backwards compute the gradients of those that are trained now: the whole parameter that a unit gathers into is made
+    once, and takes over then whether its shard is trained (torch 2.13).
+    """
     for module in sharded_units(model):
         module.reshard()
+        for one in _records_of(module):
+            if one.sharded_param.requires_grad and hasattr(one, "_unsharded_param"):
+                one._unsharded_param.requires_grad_(True)
 
 
 def _allocate_outside_inference(module: nn.Module, args: Any) -> None:
@@ -379,19 +386,6 @@ def allocate(model: nn.Module) -> None:
 # gradients that wait for the end of an accumulation window
 
 
-def train_shards(model: nn.Module, shards: Iterable[Tensor]) -> None:
-    """Let backwards compute the gradients of parameters that were frozen when the model was sharded.
-
-    The whole parameter that a unit gathers into is made once, and takes over then whether its shard is trained (torch
-    2.13).
-    """
-    wanted = {id(shard) for shard in shards}
-    for unit in sharded_units(model):
-        for one in _records_of(unit):
-            if id(one.sharded_param) in wanted and hasattr(one, "_unsharded_param"):
-                one._unsharded_param.requires_grad_(True)
-
-
 def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module]) -> None:
     """Refuse a unit that trains parameters of two dtypes, some of which were frozen when the model was sharded."""
     names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
@@ -414,10 +408,11 @@ def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str
         )
 
 
-def gathered_parameters(model: nn.Module, shards: Iterable[Tensor]) -> list[Tensor]:
+def gathered_parameters(models: Iterable[nn.Module], shards: Iterable[Tensor]) -> list[Tensor]:
     """For each shard, the whole parameter that a forward gathers of it; itself where it is none."""
     gathered = {
         id(one.sharded_param): one._unsharded_param
+        for model in models
         for unit in sharded_units(model)
         for one in _records_of(unit)
         if hasattr(one, "_unsharded_param")

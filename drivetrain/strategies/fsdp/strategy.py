@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 from drivetrain.runtime.collectives import broadcast, reduce
-from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import (
     Gradients,
@@ -28,7 +27,7 @@ from drivetrain.strategies.base import (
     Topology,
     View,
     average_gradients,
-    refuse_left_out_batch,
+    local_part,
     scale_tensors,
 )
 from drivetrain.strategies.fsdp import sharding
@@ -75,27 +74,7 @@ def scale_by_norm_(gradients: list[Tensor], total: Tensor, max_norm: float) -> N
     """Multiply gradients by what brings their norm, `total`, down to `max_norm`; by one where it is below."""
     if not gradients or math.isinf(max_norm):
         return
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for device, locals_ in _local_parts(gradients).items():
-        torch._foreach_mul_(locals_, factor.to(device))
-
-
-@torch.no_grad()
-def clip_grad_value_locally_(parameters: Iterable[Tensor], clip_value: float) -> None:
-    """Clamp every gradient to [-clip_value, clip_value], each process its own shards."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    for locals_ in _local_parts(gradients).values():
-        torch._foreach_clamp_min_(locals_, -clip_value)
-        torch._foreach_clamp_max_(locals_, clip_value)
-
-
-def _local_parts(gradients: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
-    """What this process holds of gradients, by device."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        by_device.setdefault(local.device, []).append(local)
-    return by_device
+    scale_tensors([local_part(each) for each in gradients], (max_norm / (total + 1e-6)).clamp(max=1.0))
 
 
 def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | None, Tensor]:
@@ -139,12 +118,9 @@ class ShardedGradients(Gradients):
     """Gradients that backward reduces to the shards of each process."""
 
     def __init__(
-        self,
-        rank: int,
-        averaging: Mapping[nn.Module, GradientAveraging] | None = None,
-        sync_each_batch: bool = False,
+        self, averaging: Mapping[nn.Module, GradientAveraging] | None = None, sync_each_batch: bool = False
     ) -> None:
-        self._rank, self._sync_each_batch = rank, sync_each_batch
+        self._sync_each_batch = sync_each_batch
         self._averaging: Mapping[nn.Module, GradientAveraging] = {} if averaging is None else averaging
         self._beside: WeakKeyDictionary[Optimizer, tuple[int, list[nn.Parameter]]] = WeakKeyDictionary()
 
@@ -173,34 +149,25 @@ class ShardedGradients(Gradients):
         """Return whether an open window has gradients that are not in `.grad` yet."""
         return any(True for _ in sharding.held_gradients(model))
 
-    def scale(self, model: nn.Module, parameters: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
-        """Multiply the gradients of a window, and those that are not in `.grad` yet."""
-        super().scale(model, parameters, factor)
-        scale_tensors(list(sharding.held_gradients(model)), factor)
+    def scale(
+        self,
+        parameters: Sequence[torch.Tensor],
+        factor: torch.Tensor | float = 1.0,
+        bound: float | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        """Change gradients, and with a model those that are not in `.grad` yet."""
+        super().scale(parameters, factor, bound)
+        if model is not None:
+            scale_tensors(list(sharding.held_gradients(model)), factor, bound)
 
     def discard(self, model: nn.Module) -> None:
         """Forget the gradients of an open window."""
         sharding.discard_held_gradients(model)
 
-    def zero_loss(self, task: nn.Module) -> torch.Tensor:
-        """Refuse: the peers' backward gathers over all processes, which only a backward can answer."""
-        refuse_left_out_batch(task, self._rank)
-
-    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """Let backwards reduce the gradients of parameters that were frozen when the model was sharded."""
-        sharding.train_shards(model, parameters)
-
-    def leaves(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gathered parameters that the last forward has computed with; those that stay whole as they are."""
-        return sharding.gathered_parameters(model, parameters)
-
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients down to a total norm of at most `max_norm`, over all shards."""
         return clip_grad_norm_over_meshes_(parameters, max_norm, norm_type)
-
-    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
-        """Clamp every gradient to [-value, value]."""
-        clip_grad_value_locally_(parameters, value)
 
 
 def _is_shard(parameter: torch.Tensor) -> bool:
@@ -326,7 +293,6 @@ class FSDP(Strategy):
             backward_prefetch=backward_prefetch,
             forward_methods=tuple(forward_methods),
         )
-        self._mesh: ShardMesh | None = None
         self._placer: Placer
         self._replaced = ReplacedParameters()
         self._window_is_open = False
@@ -351,8 +317,9 @@ class FSDP(Strategy):
     def setup(self, state: PartialState) -> None:
         """Take this process's place among its peers."""
         topology = Topology.data_parallel(state)
-        self._mesh = ShardMesh(topology, self.options.replicate_size)
-        self.assemble(topology, ModelSharder(self.options, topology, self.unwrap, self._mesh))
+        mesh = ShardMesh(topology, self.options.replicate_size)
+        self.assemble(topology, ModelSharder(self.options, topology, self.unwrap, mesh))
+        state.before_leaving(mesh.leave)  # the group that a world of one made for it
 
     def assemble(self, topology: Topology, placer: Placer) -> None:
         """Make the parts, from a topology and a way of placing models that may be others than this strategy's own.
@@ -362,17 +329,8 @@ class FSDP(Strategy):
             placer: Shards models, or places them in another way.
         """
         self.topology, self._placer = topology, placer
-        self.gradients = ShardedGradients(topology.rank, placer.averaging, self.options.sync_each_batch)
-        self.state = ShardedState(topology, self.unwrap)
-
-    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Refuse: a process without a batch cannot leave out a forward in which all gather."""
-        if self.topology.environment.is_distributed:
-            raise ConfigurationError(
-                "join_uneven_inputs does not work with strategy='fsdp': every forward gathers over all processes, so "
-                "all need as many batches. Keep even_batches=True, the default, and drop this context.",
-            )
-        return nullcontext()
+        self.gradients = ShardedGradients(placer.averaging, self.options.sync_each_batch)
+        self.state = ShardedState(self)
 
     # model
 
@@ -380,16 +338,14 @@ class FSDP(Strategy):
         """Build a model without values, but for rank 0 with `init="rank0"`; `prepare` fills them in."""
         return self._placer.init_context()
 
-    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Shard a model, for evaluation too: it may not fit otherwise."""
-        return self._placer.place(model, precision, move)
-
     def prepare(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
+        self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Shard a model, and let its optimizers hold the shards."""
+        """Shard a model, for evaluation too, and let its optimizers hold the shards."""
         slots = slots_of(model)
-        placed = self.place(model, precision, move)
+        placed = self._placer.place(model, precision, move)
+        if optimizers is None:
+            return placed, []
         self._prepared.add(placed)
         self._replaced.follow(slots, optimizers)
         for optimizer in optimizers:
@@ -418,11 +374,13 @@ class FSDP(Strategy):
         return outputs
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss, scaled already.
+        """Compute the gradients of a loss; `inputs` may be shards, for which a forward has gathered the whole.
 
         Raises:
             ConfigurationError: A unit trains parameters of two dtypes, since some were unfrozen after `prepare`.
         """
+        if kwargs.get("inputs") is not None:
+            kwargs["inputs"] = sharding.gathered_parameters(self._prepared, kwargs["inputs"])
         try:
             super().backward(loss, **kwargs)
         except (RuntimeError, AssertionError):
@@ -436,11 +394,6 @@ class FSDP(Strategy):
         """Step an optimizer, once it is known to hold the shards."""
         self._replaced.check(optimizer)
         return super().optimizer_step(optimizer, precision, closure)
-
-    def teardown(self) -> None:
-        """Leave the group that a world of one made for its mesh."""
-        if self._mesh is not None:
-            self._mesh.leave()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.options.changed()})"

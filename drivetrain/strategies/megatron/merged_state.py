@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
-from drivetrain.strategies.base import ModelState, StateDict, Topology, check_groups, named_optimizer_state
+from drivetrain.strategies.base import ModelState, StateDict, Strategy, check_groups, named_optimizer_state
 from drivetrain.strategies.megatron.configuration import MegatronGroups
 from drivetrain.strategies.megatron.layout import Entry
 from drivetrain.strategies.megatron.model import PlacedModel, PlacedModels
@@ -23,8 +22,10 @@ from drivetrain.strategies.megatron.optimizer import GROUP, MegatronOptimizerFro
 class MergedState(ModelState):
     """State that is put together from the parts of all processes, and taken apart again."""
 
-    def __init__(self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module], models: PlacedModels) -> None:
-        super().__init__(topology, unwrap)
+    held_as = "parts"
+
+    def __init__(self, strategy: Strategy, models: PlacedModels) -> None:
+        super().__init__(strategy)
         self._models = models
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
@@ -43,13 +44,15 @@ class MergedState(ModelState):
             'during a run. Use strategy="fsdp", or Parallel, to spread the model over processes.',
         )
 
-    def model(self, model: nn.Module) -> StateDict:
-        """Parameters and buffers; in 32 bits where the optimizer keeps such master weights.
+    def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
+        """Parameters and buffers; unless they are to be full, in 32 bits where the optimizer keeps such master weights.
 
         What is put together from several processes is kept by one of them each, and stands as a tensor on the meta
         device on the others, so that no process ever holds all of it.
         """
         placed = self._models.require(model)
+        if full:
+            return self._full(placed)
         kept = None if placed.optimizer is None else ParameterState(placed.optimizer)
 
         def value(entry: Entry) -> Tensor:
@@ -65,12 +68,10 @@ class MergedState(ModelState):
         state: StateDict = placed.layout.read(value, dtype)
         return state | self._around(placed)
 
-    def full(self, model: nn.Module, everywhere: bool = False) -> dict[str, Tensor]:
-        """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
-        placed = self._models.require(model)
+    def _full(self, placed: PlacedModel) -> StateDict:
         layout = placed.layout
         whole = layout.read(lambda entry: entry.tensor, layout.dtype, lambda name, ranks: 0)
-        if self.topology.rank != 0:
+        if self.strategy.topology.rank != 0:
             return {}
         around = {name: value.detach().cpu() for name, value in self._around(placed).items()}
         return {name: value.detach() for name, value in whole.items()} | around
@@ -112,7 +113,7 @@ class MergedState(ModelState):
         """An optimizer's state by canonical parameter name, put together as in `model`."""
         front = self._front(optimizer)
         if front is None:
-            return named_optimizer_state(self.unwrap(model), optimizer)
+            return named_optimizer_state(self.strategy.unwrap(model), optimizer)
         placed, kept = front.placed, ParameterState(front)
         known: dict[str, bool] = {}
         for each in gather_object([kept.keys()]):

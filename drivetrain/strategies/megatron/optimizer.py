@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.base import Gradients, OptimizerProxy, Topology, refuse_left_out_batch
+from drivetrain.strategies.base import Gradients, OptimizerProxy, Topology, scale_tensors
 from drivetrain.strategies.megatron.configuration import MegatronOptions, optimizer_config
 from drivetrain.strategies.megatron.model import PlacedModel, PlacedModels
 
@@ -163,10 +163,6 @@ class BufferedGradients(Gradients):
         placed = self._models.find(model)
         return placed is not None and bool(placed.held_gradients())
 
-    def zero_loss(self, task: nn.Module) -> torch.Tensor:
-        """Refuse: every micro-batch goes through all stages and layers."""
-        refuse_left_out_batch(task, self._topology.rank)
-
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients down to a total norm of at most `max_norm`, over all layers, stages and parts."""
         front = self._stepped(parameters)
@@ -188,27 +184,23 @@ class BufferedGradients(Gradients):
         if self._clipping is not None and not front.clipped and not front.prepare_gradients():
             _clip(front, self._clipping, _total_norm(front, 2.0))
 
-    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
-        """Clamp every gradient to [-value, value]."""
+    def scale(
+        self,
+        parameters: Sequence[torch.Tensor],
+        factor: torch.Tensor | float = 1.0,
+        bound: float | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        """Change gradients: of a model those in megatron-core's buffers, else what its optimizer steps with."""
+        if model is not None:
+            placed = self._models.find(model)
+            for chunk in placed.wrapped if placed is not None and placed.optimizer is not None else ():
+                chunk.scale_gradients(factor)  # type: ignore[operator]
+            return
         front = self._stepped(parameters)
         if front is not None and not front.prepare_gradients():
-            for parameter in front.stepped_parameters():
-                if parameter.grad is not None:
-                    parameter.grad.clamp_(-value, value)
-
-    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse."""
-        raise ConfigurationError(
-            "megatron-core settles which parameters it trains when the model is placed, so none can be added later. "
-            'Train all from the start, or use strategy="ddp" or "fsdp".',
-        )
-
-    def scale(self, model: nn.Module, parameters: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
-        """Multiply the gradients in megatron-core's buffers."""
-        placed = self._models.find(model)
-        if placed is not None and placed.optimizer is not None:
-            for chunk in placed.wrapped:
-                chunk.scale_gradients(factor)  # type: ignore[operator]
+            stepped = front.stepped_parameters()
+            scale_tensors([each.grad for each in stepped if each.grad is not None], factor, bound)
 
     def _stepped(self, parameters: Iterable[torch.Tensor]) -> MegatronOptimizerFront | None:
         """The optimizer that steps parameters: always all of a model's."""

@@ -84,7 +84,6 @@ class Megatron(Strategy):
     name = "megatron"
     schedules_microbatches = True
     needs_even_batches = True
-    allows_inference_mode = False  # for what stages hand over
 
     def __init__(
         self,
@@ -152,7 +151,8 @@ class Megatron(Strategy):
         pipelined = options.pipeline_parallel > 1
         self.topology = Topology.in_grid(state, place, self._groups.stage_group if pipelined else None)
         self.gradients = BufferedGradients(self._models, self.topology, options.gradient_clipping)
-        self.state = MergedState(self.topology, self.unwrap, self._models)
+        self.state = MergedState(self, self._models)
+        state.before_leaving(self._release)
 
     def check(self, options: RunOptions) -> None:
         """Refuse number formats that megatron-core does not compute in, and leave those that it does to it."""
@@ -214,7 +214,7 @@ class Megatron(Strategy):
                 chunks.append(program.model_provider(first, last, stage, config))
         return chunks
 
-    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
+    def _place(self, model: nn.Module, precision: Precision) -> nn.Module:
         """Place a model that is only evaluated."""
         known = self._models.find(model)
         if known is None:
@@ -223,11 +223,11 @@ class Megatron(Strategy):
         return model
 
     def prepare(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
+        self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
         """Wrap the parts of a model in megatron-core's DDP, and build its optimizer; without one, only place them."""
         if not optimizers:
-            return self.place(model, precision, move), []
+            return self._place(model, precision), []
         if len(optimizers) > 1:
             raise ConfigurationError(
                 f"Megatron-core steps a model with one optimizer, but {len(optimizers)} hold parameters of it. Give "
@@ -359,7 +359,7 @@ class Megatron(Strategy):
         self.gradients.clip_by_default(optimizer)
         return optimizer.step(closure)
 
-    def teardown(self) -> None:
+    def _release(self) -> None:
         """Release megatron-core's groups."""
         self._schedules.clear()
         self._models.clear()

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import MicroBatch, Output, Strategy, Topology, View
+from drivetrain.strategies.base import MicroBatch, Output, SplitsSequences, Strategy, Topology, View
 from drivetrain.strategies.fsdp import FSDP
 from drivetrain.strategies.fsdp.model_sharding import ModelSharder
 from drivetrain.strategies.parallel.context import (
@@ -34,7 +34,7 @@ from drivetrain.strategies.parallel.whole_model import WholeModelPlacer
 from drivetrain.strategies.precision import Precision
 
 
-class Parallel(Strategy):
+class Parallel(Strategy, SplitsSequences):
     """Several kinds of parallelism over one grid of processes.
 
     Args:
@@ -146,6 +146,7 @@ class Parallel(Strategy):
         shards = self._shard_mesh(mesh)
         self.inner = self._make_sharded(state, shards) if stages is None else self._make_pipeline(state, shards, stages)
         self.topology, self.gradients, self.state = self.inner.topology, self.inner.gradients, self.inner.state
+        state.before_leaving(self.layers.teardown)
 
     def _make_sequences(self, mesh: DeviceMesh | None, state: PartialState) -> Sequences:
         if mesh is None:
@@ -193,12 +194,9 @@ class Parallel(Strategy):
         placer = StagePlacer(
             ModelSharder(self.options, topology, self.unwrap, lambda: cast("DeviceMesh", mesh)), shards=mesh is not None
         )
-        return Pipeline(chosen, self.sizes, topology, group, placer, self.layers)
-
-    @property
-    def allows_inference_mode(self) -> bool:  # type: ignore[override]
-        """Whether the strategy inside allows it."""
-        return self.inner.allows_inference_mode
+        pipeline = Pipeline(chosen, self.sizes, topology, group, placer, self.layers)
+        pipeline.setup(state)
+        return pipeline
 
     def split_sequences(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
@@ -206,26 +204,19 @@ class Parallel(Strategy):
         """Split tensors over the processes that share sequences, and let attention see all of them."""
         return self.sequences.split(buffers, seq_dims, keep)
 
-    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
-        """As the strategy inside."""
-        return self.inner.join(models)
-
     # model
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Build a model without values where they are filled in shard by shard, else as usual."""
         return self.inner.init_context()
 
-    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Spread a model over stages, split its layers, and shard what is left."""
-        return self.inner.place(model, precision, move)
-
     def prepare(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
+        self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Split and shard a model, and let its optimizers hold the parts."""
+        """Spread a model over stages, split its layers, shard what is left, and let its optimizers hold the parts."""
         prepared = self.inner.prepare(model, optimizers, precision, move)
-        self.layers.begin(prepared[0])
+        if optimizers is not None:
+            self.layers.begin(prepared[0])
         return prepared
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
@@ -252,11 +243,6 @@ class Parallel(Strategy):
         if closure is None:
             self.layers.check(optimizer)
         return self.inner.optimizer_step(optimizer, precision, closure)
-
-    def teardown(self) -> None:
-        """Release the grid."""
-        self.inner.teardown()
-        self.layers.teardown()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in vars(self.sizes).items() if size != 1)

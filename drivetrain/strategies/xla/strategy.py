@@ -22,13 +22,12 @@ from drivetrain.strategies.base import (
     BatchPlacement,
     Gradients,
     ModelState,
+    PlacesBatches,
     RunOptions,
     StateDict,
     Strategy,
-    Topology,
-    lay_out_state,
+    keep_optimizers,
     move_in_place,
-    refuse_left_behind,
 )
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.wrapping import units_of
@@ -264,20 +263,20 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 class XLAState(ModelState):
     """The state of a model and its optimizers, read from the devices at once and whole, however it is sharded."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        unwrap: Callable[[nn.Module], nn.Module],
-        place_like: Callable[[torch.Tensor, torch.Tensor], None],
-    ) -> None:
-        super().__init__(topology, unwrap)
+    held_as = "parts"
+
+    def __init__(self, strategy: Strategy, place_like: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        super().__init__(strategy)
         self._place_like = place_like
 
-    def model(self, model: nn.Module) -> StateDict:
+    def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
         """Parameters and buffers, on the CPU."""
         xla.sync()
-        state = self.unwrap(model).state_dict(keep_vars=True)
-        return {name: to_host(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+        if full and self.strategy.topology.rank != 0:
+            return {}
+        state = self.strategy.unwrap(model).state_dict(keep_vars=True)
+        held = {name: to_host(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+        return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)} if full else held
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
         """An optimizer's state, on the CPU."""
@@ -285,17 +284,9 @@ class XLAState(ModelState):
         state = super().optimizer(model, optimizer)
         return {**state, "state": recursively_apply(to_host, state["state"])}
 
-    def full(self, model: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor]:
-        """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
-        xla.sync()
-        if self.topology.rank != 0:
-            return {}
-        state = self.unwrap(model).state_dict(keep_vars=True)
-        return {name: to_host(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
-
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
         """Load, and let the values be on the devices before the next step is recorded."""
-        known = self.unwrap(model).state_dict(keep_vars=True)
+        known = self.strategy.unwrap(model).state_dict(keep_vars=True)
         spread = {name: self._spread(value, known.get(name)) for name, value in state.items()}
         result = super().load_model(model, spread, strict)
         xla.sync()
@@ -360,7 +351,7 @@ def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[
     return specs
 
 
-class XLA(Strategy):
+class XLA(Strategy, PlacesBatches):
     """A model on XLA devices such as TPUs; each step is recorded, compiled once, and launched as one graph.
 
     One process drives all devices of its machine (SPMD): its batch is the global one, whose rows are spread over the
@@ -384,8 +375,6 @@ class XLA(Strategy):
     """
 
     name = "xla"
-    allows_inference_mode = False  # what is made there cannot be recorded
-
     compilations: Compilations
 
     def __init__(
@@ -439,7 +428,7 @@ class XLA(Strategy):
         elif wants_all:
             raise ConfigurationError(f"{self!r} shards over all devices of one process, which spmd=False forbids.")
         self.compilations = Compilations()
-        self.state = XLAState(self.topology, self.unwrap, self._place_like)
+        self.state = XLAState(self, self._place_like)
         self.gradients = XLAGradients() if alone else AveragedGradients(state.num_processes)
 
     def _refuse_isolated_processes(self, alone: bool) -> None:
@@ -480,7 +469,7 @@ class XLA(Strategy):
 
     # model
 
-    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
+    def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
         """Bring a model onto the devices: a copy on each, or spread over them."""
         converted = precision.convert(model)
         if not move:
@@ -507,14 +496,14 @@ class XLA(Strategy):
             self._mesh.shard_like(tensor, parameter)
 
     def prepare(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
+        self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
         """Place a model; among several processes all begin with the values of the first."""
         before = dict(self.unwrap(model).named_parameters())
-        placed = self.place(model, precision, move)
-        refuse_left_behind(before, placed, optimizers)
-        for optimizer in optimizers:
-            lay_out_state(optimizer)
+        placed = self._place(model, precision, move)
+        if optimizers is None:
+            return placed, []
+        keep_optimizers(before, placed, optimizers)
         if isinstance(self.gradients, AveragedGradients):
             importlib.import_module("torch_xla.core.xla_model").broadcast_master_param(placed)
             self.gradients.add(placed)
@@ -576,9 +565,9 @@ class XLAFSDP(XLA):
         self._shape = MeshShape(data=replicate_size, shard=REST, tensor=tp)
         self._wrap = wrap
 
-    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
+    def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
         """Spread a model over the devices, and keep what its blocks return spread by rows."""
-        placed = super().place(model, precision, move)
+        placed = super()._place(model, precision, move)
         mesh = self._mesh
         if mesh is None or not move:
             return placed

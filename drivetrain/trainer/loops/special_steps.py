@@ -22,6 +22,7 @@ from drivetrain.runtime.memory import Attempt, attempt_together
 from drivetrain.runtime.nested import batch_size_or_none, send_to_device
 from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.timing import FORWARD
+from drivetrain.strategies.base import average_gradients
 from drivetrain.trainer.hooks import Hooks, is_overridden
 from drivetrain.trainer.loops.step import (
     DummyLoss,
@@ -138,13 +139,12 @@ class NamedLossesStep(PlainStep):
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
         self._names = trainer.task_run.optimizer_names
         super().__init__(trainer, task, model, hooks)
-        self._placed = trainer.task_run.model
-        self._gradients = trainer.strategy.gradients
 
-    def _choose_dummy_loss(self, model: nn.Module) -> DummyLoss | None:
-        if self._trainer.world_size == 1:
+    def _choose_dummy_loss(self) -> DummyLoss | None:
+        trainer = self._trainer
+        if trainer.world_size == 1:
             return None
-        return DummyLoss(self._trainer.strategy, self._task, model, self._names)
+        return DummyLoss(trainer.strategy, self._task, trainer.task_run.model, self._names)
 
     def _loss_of(self, output: Any) -> Any:
         if output is None:
@@ -167,11 +167,11 @@ class NamedLossesStep(PlainStep):
         losses = []
         for number, (name, optimizer) in enumerate(zip(self._names, self._optimizers, strict=True)):
             trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
-            leaves = self._gradients.leaves(self._placed, trained)  # type: ignore[arg-type]
+            inputs: list[Tensor] = [*trained]
             if number == 0 and self._dummy_loss is not None:
-                leaves += self._dummy_loss.leaves
+                inputs += self._dummy_loss.leaves
             self._output.explain(output[name])
-            losses.append((output[name], leaves))
+            losses.append((output[name], inputs))
         self._engine.backward_each([each for each in losses if each[1]], share)
 
 
@@ -208,7 +208,7 @@ class ScheduledStep(PlainStep):
     def _step_hooks(self, hooks: Hooks) -> StepHooks:
         return replace(super()._step_hooks(hooks), after_backward=())
 
-    def _choose_dummy_loss(self, model: nn.Module) -> DummyLoss | None:
+    def _choose_dummy_loss(self) -> DummyLoss | None:
         return None
 
     def run(self, window: list[PendingBatch]) -> bool:
@@ -325,7 +325,6 @@ class SplitStep(PlainStep):
 
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
         super().__init__(trainer, task, trainer.strategy.view(model, "manual"), hooks)
-        self._whole_model = model
         self._metrics, self._kept_buffers = find_metrics(task), list(task.buffers())
         self._held_back = HeldBack(self._logged)
         self._own_weight: Tensor | float | None = None
@@ -340,7 +339,7 @@ class SplitStep(PlainStep):
             self._zero_grad()
         decides = self._trainer.world_size > 1 and self._engine.weights.in_use is None
         outputs = self._compute(window)
-        self._trainer.strategy.gradients.reduce(self._whole_model)
+        average_gradients([each for each in self._model.parameters() if each.requires_grad])
         if decides:
             self._agree_on_weights()
         for number, micro_batch in enumerate(window):
@@ -376,7 +375,7 @@ class SplitStep(PlainStep):
                 outputs: list[Any] = made.result
                 return outputs
             failed = made
-            clear_gradients(self._optimizers, presence_of(self._whole_model))
+            clear_gradients(self._optimizers, presence_of(self._model))
             random.restore()
             with torch.no_grad():
                 for buffer, kept in zip(self._kept_buffers, buffers, strict=True):

@@ -19,6 +19,7 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.timing import CALLBACKS, DATA, FORWARD, OPTIMIZER, SYNC
 from drivetrain.strategies import StepModule, Strategy
+from drivetrain.strategies.base import ReducingWrapper, zero_loss
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.step_module import ATTACHES_PRESENCE
 from drivetrain.trainer.hooks import Hooks, is_overridden
@@ -132,10 +133,9 @@ class DummyLoss:
         was_dummy: Whether the last step was left out.
     """
 
-    def __init__(self, strategy: Strategy, task: nn.Module, model: nn.Module, names: Sequence[str] = ()) -> None:
+    def __init__(self, strategy: Strategy, task: nn.Module, model: nn.Module | None, names: Sequence[str] = ()) -> None:
         self._names = names
-        self._zero_loss = strategy.gradients.zero_loss
-        self._task = task
+        self._zero_loss = partial(zero_loss, strategy, task, model)
         self._shares_batches = strategy.topology.data_shard.count == 1
         self._presence = presence_of(model)
         self.was_dummy = False
@@ -151,7 +151,7 @@ class DummyLoss:
             output = step(*args)
             self.was_dummy = output is None
             if output is None:
-                zero = self._zero_loss(self._task)
+                zero = self._zero_loss()
                 zero = zero if presence is None else zero + presence * 0.0
                 return dict.fromkeys(self._names, zero) if self._names else zero
             return output if presence is None else _attached(output, presence, *self._names[:1])
@@ -352,7 +352,7 @@ class PlainStep:
         self._engine, self._timing = accelerator.optimizer_step, accelerator.optimizer_step.timing
         self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
         self._forward_backward = strategy.forward_backward
-        self._dummy_loss = self._choose_dummy_loss(model)
+        self._dummy_loss = self._choose_dummy_loss()
         self._taken: list[PendingBatch] = []  # by the step itself, out of an iterator
         step = as_taken(task, "training_step", self._take_following)
         bound, self._no_step = map(self._bind, (step, _leave_out))
@@ -390,8 +390,9 @@ class PlainStep:
         replacing = step if self._dummy_loss is None else self._dummy_loss.replacing(step)
         return bind_step(self._model, replacing, self._trainer.accelerator.precision)
 
-    def _choose_dummy_loss(self, model: nn.Module) -> DummyLoss | None:
-        return DummyLoss(self._trainer.strategy, self._task, model) if self._trainer.world_size > 1 else None
+    def _choose_dummy_loss(self) -> DummyLoss | None:
+        trainer = self._trainer
+        return DummyLoss(trainer.strategy, self._task, trainer.task_run.model) if trainer.world_size > 1 else None
 
     def spread_over(self, shards: int) -> None:
         """Take into account over how many processes the rows of a step are spread."""
@@ -583,10 +584,10 @@ class ManualStep(PlainStep):
     """The step of a task that runs backwards and steps its optimizers itself, in `training_step`."""
 
     def _step_hooks(self, hooks: Hooks) -> StepHooks:
-        trainer, task, model = self._trainer, self._task, self._trainer.task_run.model
+        task, model = self._task, self._trainer.task_run.model
         return StepHooks(
             run_backward=task.backward if is_overridden(task, Task, "backward") else None,
-            prepare_backward=partial(trainer.strategy.gradients.prepare_backward, model),  # type: ignore[arg-type]
+            prepare_backward=model.prepare_backward if isinstance(model, ReducingWrapper) else None,
             before_backward=hooks.find("on_before_backward"),
             after_backward=hooks.find("on_after_backward"),
             before_step=hooks.find("on_before_optimizer_step"),
@@ -598,7 +599,7 @@ class ManualStep(PlainStep):
         info = self._current.batch_info
         return 1.0 if self._shards == 1 or info is None else info.share(self._shards)
 
-    def _choose_dummy_loss(self, model: nn.Module) -> DummyLoss | None:
+    def _choose_dummy_loss(self) -> DummyLoss | None:
         return None
 
     def try_gradients(self, window: Sequence[PendingBatch]) -> None:

@@ -233,7 +233,7 @@ def fit(
     )
     rows = ROWS // trainer.strategy.topology.data_shard.count
     trainer.fit(task, DataLoader(Texts() if data is None else data, batch_size=rows), resume=resume)
-    outcome.parameters = trainer.strategy.state.full(trainer.model)
+    outcome.parameters = trainer.strategy.state.model(trainer.model, full=True)
     if evaluate:
         loader = DataLoader(evaluation_texts(), batch_size=2)
         outcome.evaluation_loss = trainer.validate(task, loader, verbose=False)[0]["val_loss"]

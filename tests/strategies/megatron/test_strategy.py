@@ -38,7 +38,7 @@ def raw_loop(plugin: MegatronLMPlugin, initial: dict[str, torch.Tensor] | None) 
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Texts(), batch_size=rows))
     if initial is not None:
         accelerator.strategy.state.load_model(model, initial)
-    begun = accelerator.strategy.state.full(model)
+    begun = accelerator.strategy.state.model(model, full=True)
     losses, norms = [], []
     for batch in loader:
         with accelerator.accumulate(model):

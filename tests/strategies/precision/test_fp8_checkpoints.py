@@ -79,7 +79,10 @@ def write(layout: str, root: str) -> dict[str, Tensor]:
     trainer = trainer_of(layout)
     trainer.fit(NetTask(), loader(16 // trainer.world_size))
     trainer.save_checkpoint(f"{root}/checkpoint")
-    return {name.removeprefix("net."): value for name, value in trainer.strategy.state.full(trainer.model).items()}
+    return {
+        name.removeprefix("net."): value
+        for name, value in trainer.strategy.state.model(trainer.model, full=True).items()
+    }
 
 
 @pytest.mark.parametrize("layout", EVERY)

@@ -59,7 +59,7 @@ def train_with_trainer() -> dict[str, Any]:
         "compilations": counted.seen,
         "steps": compilations.steps,
         "losses": [loss.item() for loss in task.losses],
-        "parameters": trainer.strategy.state.full(task.net),
+        "parameters": trainer.strategy.state.model(task.net, full=True),
         "devices": {parameter.device.type for parameter in task.parameters()},
     }
 
@@ -151,7 +151,7 @@ def test_logging_in_a_step_reads_nothing_from_the_device() -> None:
 def accumulate() -> dict[str, Any]:
     trainer, task = make_trainer(accumulate_grad_batches=3), Classifier()
     trainer.fit(task, DataLoader(samples(8 * 12), 8))
-    return trainer.strategy.state.full(task.net)
+    return trainer.strategy.state.model(task.net, full=True)
 
 
 def test_micro_batches_add_up_as_in_plain_torch() -> None:

@@ -47,7 +47,7 @@ def run_of(strategy: Strategy, batch_size: int = 8) -> dict[str, Any]:
     weight = task.net[0].weight
     state = trainer.task_optimizers[0].state[weight]["exp_avg"]
     return {
-        "parameters": trainer.strategy.state.full(task.net),
+        "parameters": trainer.strategy.state.model(task.net, full=True),
         "losses": [loss.item() for loss in task.losses],
         "weight": DeviceMesh.spec_of(weight),
         "state": DeviceMesh.spec_of(state),
@@ -157,7 +157,7 @@ def save_and_resume(directory: Path) -> dict[str, Any]:
         trainer.fit(task, data, resume=str(directory / "saved"))
         state = trainer.task_optimizers[0].state[task.net[0].weight]["exp_avg"]
         seen[name] = {
-            "parameters": trainer.strategy.state.full(task.net),
+            "parameters": trainer.strategy.state.model(task.net, full=True),
             "steps": trainer.global_step,
             "alike": DeviceMesh.spec_of(state) == DeviceMesh.spec_of(task.net[0].weight),
         }
@@ -221,7 +221,7 @@ def open_with_torchs_own_loader(directory: Path) -> dict[str, Any]:
     trainer, task = make_trainer(strategy=XLAFSDP()), Classifier()
     trainer.fit(task, DataLoader(samples(16), 8))
     trainer.save_checkpoint(directory / "saved")
-    saved = trainer.strategy.state.full(trainer.model)
+    saved = trainer.strategy.state.model(trainer.model, full=True)
     planners = importlib.import_module("torch_xla.experimental.distributed_checkpoint")
     opened = Checkpoint(directory / "saved")
     places = {name: f"engine/models/0/{name}" for name in saved}

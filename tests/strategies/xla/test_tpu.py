@@ -51,7 +51,7 @@ def test_a_process_for_each_device_trains_as_one_plain_process(tmp_path: Path) -
 def train_sharded() -> dict[str, Any]:
     trainer, task = make_trainer(strategy=XLAFSDP()), Classifier()
     trainer.fit(task, DataLoader(samples(ROWS * STEPS), ROWS))
-    return trainer.strategy.state.full(task.net)
+    return trainer.strategy.state.model(task.net, full=True)
 
 
 def test_one_process_drives_all_devices() -> None:

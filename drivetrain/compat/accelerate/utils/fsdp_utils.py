@@ -76,7 +76,7 @@ def save_fsdp_model(
     state, adapter_only = accelerator.strategy.state, adapter_only and is_peft_model(model)
     os.makedirs(output_dir, exist_ok=True)
     if _is_whole(fsdp_plugin):
-        whole = state.full(model)
+        whole = state.model(model, full=True)
         if accelerator.is_main_process:
             torch.save(_part(whole, adapter_only), _whole_file(output_dir, model_index))
         accelerator.wait_for_everyone()

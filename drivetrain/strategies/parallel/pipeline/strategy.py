@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -149,8 +149,8 @@ class TrainingWindow:
 class StagedGradients(ShardedGradients):
     """Gradients whose norm is that over all stages."""
 
-    def __init__(self, rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(rank)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__()
         self._group, self._device = group, device
         self._held: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
@@ -159,11 +159,10 @@ class StagedGradients(ShardedGradients):
         for optimizer in optimizers:
             count = sum(len(group["params"]) for group in optimizer.param_groups)
             if count > self._held.setdefault(optimizer, count):
-                _refuse_added()
-
-    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse: what the stages send each other is settled when the model is split."""
-        _refuse_added()
+                raise ConfigurationError(
+                    "A pipeline settles which parameters it trains when the model is split, so none can be added "
+                    'later. Train all from the start, or use strategy="fsdp".',
+                )
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients down to a total norm of at most `max_norm`, over all shards and stages."""
@@ -185,29 +184,23 @@ class StagedGradients(ShardedGradients):
         return power ** (1.0 / norm_type)
 
 
-def _refuse_added() -> NoReturn:
-    raise ConfigurationError(
-        "A pipeline settles which parameters it trains when the model is split, so none can be added later. Train "
-        'all from the start, or use strategy="fsdp".',
-    )
-
-
 # The state of a model that is spread over stages, under the names of the whole
 
 
 class StagedState(ShardedState):
     """The state of all stages."""
 
-    def __init__(
-        self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module], find: Callable[[], SplitModel]
-    ) -> None:
-        super().__init__(topology, unwrap)
+    held_as = "parts"
+
+    def __init__(self, strategy: Strategy, find: Callable[[], SplitModel]) -> None:
+        super().__init__(strategy)
         self._find = find
 
-    def model(self, model: nn.Module) -> StateDict:
-        """Parts of the parameters under canonical names, those that a peer holds on the meta device."""
+    def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
+        """Parts of the parameters under canonical names, those that a peer holds on the meta device; or full ones."""
         self.reshard(model)
-        return self._find().stage_state.model_state()
+        stages = self._find().stage_state
+        return stages.full_state_dict() if full else stages.model_state()
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
         """An optimizer's state over all stages, its tensors sharded as the parameters are."""
@@ -220,11 +213,6 @@ class StagedState(ShardedState):
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
         """Take this process's parts of what `optimizer` returned under any strategy."""
         super().load_optimizer(model, optimizer, self._find().stage_state.own_optimizer_state(state))
-
-    def full(self, model: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor]:
-        """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
-        self.reshard(model)
-        return self._find().stage_state.full_state_dict()
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
         """As everywhere; what stands for a parameter of another stage is trained where that one is."""
@@ -342,15 +330,20 @@ class Pipeline(Strategy):
         self._calls: ModelCalls | None = None
         self._window: TrainingWindow | None = None
         self.topology = topology
-        self.gradients = StagedGradients(topology.rank, place.group, topology.device)
-        self.state = StagedState(topology, self.unwrap, lambda: self._prepared().split)
+        self.gradients = StagedGradients(place.group, topology.device)
+        self.state = StagedState(self, lambda: self._prepared().split)
 
     def setup(self, state: PartialState) -> None:
-        """Nothing is left to do: the grid that this pipeline is in has its place already."""
+        """Let the model be called as any other again in the end; the grid has its place already."""
+        state.before_leaving(self._close)
+
+    def _close(self) -> None:
+        if self._calls is not None:
+            self._calls.close()
 
     # model
 
-    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
+    def _spread(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
         """Spread a model over stages, split its layers, and shard what is left."""
         bare = self.unwrap(model)
         known = placed_before(bare, self._sizes)
@@ -405,11 +398,13 @@ class Pipeline(Strategy):
         return self._calls
 
     def prepare(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
+        self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
         """Split a model, and let optimizers step this process's parameters only; their groups stay, some empty."""
         slots = slots_of(model)
-        placed = self.place(model, precision, move)
+        placed = self._spread(model, precision, move)
+        if optimizers is None:
+            return placed, []
         self._replaced.follow(slots, optimizers)
         precision.agree_on_overflow(largest_anywhere)
         for optimizer in optimizers:
@@ -442,8 +437,3 @@ class Pipeline(Strategy):
         """Step an optimizer, once it is known to hold the shards."""
         self._replaced.check(optimizer)
         return super().optimizer_step(optimizer, precision, closure)
-
-    def teardown(self) -> None:
-        """Let the model be called as any other again."""
-        if self._calls is not None:
-            self._calls.close()

@@ -135,7 +135,7 @@ class LightningSaving(LightningConventions):
         """
         if isinstance(self.checkpoint_format, PluginFiles):
             return "lightning"
-        is_file = block and "://" not in os.fspath(filepath) and self.strategy.state.holds_whole
+        is_file = block and "://" not in os.fspath(filepath) and self.strategy.state.held_as == "whole"
         return "lightning" if is_file else "drivetrain"
 
     @property
