@@ -121,10 +121,16 @@ def names_of(configured: Any) -> tuple[str, ...]:
 
 
 def parse_configured_optimizers(
-    configured: Any, by_hand: bool = False, strict: bool = True
+    configured: Any, read: Callable[..., SchedulerConfig], by_hand: bool = False
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Bring whatever `configure_optimizers` returned into one shape."""
-    optimizers, schedulers = _parse(configured, partial(_scheduler_config, by_hand=by_hand, strict=strict))
+    """Bring whatever `configure_optimizers` returned into one shape.
+
+    Args:
+        configured: What it returned.
+        read: `Trainer.read_scheduler`.
+        by_hand: Whether the task steps schedulers by itself.
+    """
+    optimizers, schedulers = _parse(configured, partial(read, by_hand=by_hand))
     for config in schedulers:
         if not by_hand and not callable(getattr(config.scheduler, "step", None)):
             raise ArgumentTypeError(
@@ -199,23 +205,22 @@ def _from_dicts(
     return _checked(optimizers), schedulers
 
 
-def _scheduler_config(
-    item: Any, monitor: str | None = None, by_hand: bool = False, strict: bool = True
-) -> SchedulerConfig:
+SCHEDULER_KEYS = tuple(each.name for each in fields(SchedulerConfig) if each.init)
+"""The keys that a scheduler's dict may have."""
+
+
+def read_scheduler(item: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
+    """Return what one scheduler among the results of `configure_optimizers` means."""
     if isinstance(item, SchedulerConfig):
         return item
     if not isinstance(item, Mapping):
         return SchedulerConfig(item, monitor=monitor)
-    allowed = [each.name for each in fields(SchedulerConfig) if each.init]
-    unknown = {key for key in item if key not in allowed}
-    if unknown and strict:
-        key = sorted(map(str, unknown))[0]
-        raise ConfigurationError(
-            f"A scheduler's dict has the key {key!r}; allowed: {', '.join(allowed)}.{nearest(key, allowed)}",
-        )
+    unknown = sorted(str(key) for key in item if key not in SCHEDULER_KEYS)
     if unknown:
-        words = f"Found unsupported keys in the lr scheduler dict: {unknown}. Allowed are {', '.join(allowed)}."
-        warnings.warn(words, RuntimeWarning, stacklevel=2)
+        raise ConfigurationError(
+            f"A scheduler's dict has the key {unknown[0]!r}; allowed: {', '.join(SCHEDULER_KEYS)}."
+            f"{nearest(unknown[0], SCHEDULER_KEYS)}",
+        )
     without_effect = [key for key in item if key in _OF_AUTOMATIC_STEPS]
     if by_hand and without_effect:
         warnings.warn(
@@ -228,7 +233,7 @@ def _scheduler_config(
         raise ConfigurationError(
             "The lr scheduler dict must have the key \"scheduler\"; there is no key 'scheduler' in a dict returned.",
         )
-    return SchedulerConfig(**{"monitor": monitor, **{key: item[key] for key in item if key in allowed}})
+    return SchedulerConfig(**{"monitor": monitor, **item})
 
 
 def _checked(optimizers: list[Any]) -> list[Optimizer]:

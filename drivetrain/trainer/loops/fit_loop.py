@@ -137,9 +137,7 @@ class FitLoop:
                 if progress.total_batches >= self._next_due:
                     self._run_due()
                 if control.stop_requested and control.may_stop(batches.limit):
-                    finished = batches.are_done
-                    if not finished and control.stops_by_request and trainer.validates_when_stopped:
-                        self._validate_before_stop()
+                    finished = self.stop_epoch()
                     break
             else:
                 finished = not is_stopped or batches.are_done
@@ -166,9 +164,7 @@ class FitLoop:
         self.batches.begin_epoch(saved)
         trainer.logged.enter(TRAIN_EPOCH)
         if progress.phase is not Phase.CLOSING:
-            is_again = saved is not None and progress.batches_in_epoch > 0
-            find = self._hooks.find if trainer.repeats_epoch_start or not is_again else self._hooks.find_own
-            self._call(find("on_train_epoch_start"))
+            self.call_epoch_start(is_again=saved is not None and progress.batches_in_epoch > 0)
             if self.batches.is_stale and self.batches.reload():
                 self._schedule.set_epoch_length(self.batches.limit)
                 self.batches.begin_epoch(None)
@@ -284,7 +280,8 @@ class FitLoop:
         else:
             self._agree()
 
-    def _validate_before_stop(self) -> None:
+    def validate_within_epoch(self) -> None:
+        """Validate between two steps, unless the last batch has been validated or this epoch is without validation."""
         if self._schedule.is_this_epoch and self._progress.validated_at != self._progress.total_batches:
             self._validate()
 
@@ -322,6 +319,18 @@ class FitLoop:
             self._close_epoch()
         else:
             self._agree()
+
+    def stop_epoch(self) -> bool:
+        """Leave an epoch in which the run is to stop. Returns whether its last batch is done."""
+        return self.batches.are_done
+
+    def call_epoch_start(self, is_again: bool) -> None:
+        """Call `on_train_epoch_start` of all.
+
+        Args:
+            is_again: Whether it was called for this epoch before: a checkpoint was written within the epoch.
+        """
+        self._call(self._hooks.find("on_train_epoch_start"))
 
     def _call(self, hooks: Iterable[Callable[[], Any]]) -> None:
         with self._timing.span(CALLBACKS):

@@ -91,7 +91,7 @@ class ClosureStep(PlainStep):
                     self._trainer.current_epoch, window[-1].batch_idx, optimizer, compute_gradients
                 )
             except StepWithoutLoss:
-                return stepped or self._counts_anyway(window)
+                return stepped or self._trainer.steps_without_loss(window) > 0
             except StepVetoed:
                 return stepped
             stepped = stepped or self._engine.steps_taken > 0
@@ -349,7 +349,7 @@ class SplitStep(PlainStep):
             if self._on_batch_end and micro_batch is not window[-1]:
                 self._end_batch(outputs[number], micro_batch)
         self._held_back.clear()
-        stepped = self._engine.step_all() if self._has_loss() else self._counts_anyway(window)
+        stepped = self._engine.step_all() if self._has_loss() else self._trainer.steps_without_loss(window)
         if decides and self._is_weighted:
             self._engine.weights.decide(self._own_weight)
         return self._finish(window, outputs[-1], stepped)

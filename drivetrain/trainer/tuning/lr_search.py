@@ -196,9 +196,8 @@ def _take_rate(trainer: Trainer, task: Task, rate: float) -> None:
     before = [group["lr"] for group in groups]
     if trainer.global_step == 0:
         with isolated_random_state(devices=True):
-            [optimizer], schedulers = parse_configured_optimizers(
-                task.configure_optimizers(), strict=trainer.refuses_unknown_keys
-            )
+            configured = task.configure_optimizers()
+            [optimizer], schedulers = parse_configured_optimizers(configured, trainer.read_scheduler)
         if len(optimizer.param_groups) == len(groups):
             for group, configured in zip(groups, optimizer.param_groups, strict=True):
                 group.update({name: value for name, value in configured.items() if name != "params"})
