@@ -418,7 +418,6 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state_dict = _with_missing_entries(state_dict)
         state = SavedAccount.of(state_dict)
         self._current_score = checked_number(state_dict, "current_score", float, optional=True)
         self._validations = checked_number(state_dict, "validations", int)
@@ -717,40 +716,3 @@ class OnExceptionCheckpoint(Callback):
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         self._training = False
-
-
-def _with_missing_entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete a foreign state dict that holds only the paths and scores of the best checkpoints.
-
-    The result is untrusted: `SavedAccount.of` must validate it.
-    """
-    best = state.get("best_k_models")
-    if not isinstance(best, Mapping):
-        return dict(state)
-    newest = state.get("best_model_path") or ""
-    last = state.get("last_model_path") or ""
-    score = state.get("current_score")
-    # Without a metric, such a state holds its only checkpoint as `best_model_path`.
-    scores = [[path, _number(value)] for path, value in best.items()] or ([[newest, 0.0]] if newest else [])
-    return {
-        "best_k_models": scores,
-        "newest_of_best": newest,
-        "last_model_path": last,
-        "newest_model_path": next(reversed(best), newest),
-        "beside": "",
-        "passing": [],
-        "doomed": [],
-        "dirpath": state.get("dirpath"),
-        "below_root": None,
-        "current_score": None if score is None else _number(score),
-        "validations": 0,
-        "judged": 0,
-        "last_step": 0,
-        "waits_for_validation": False,
-        "elapsed": 0.0,
-    }
-
-
-def _number(value: Any) -> Any:
-    """Convert a one-element tensor to a number. Other values are returned unchanged."""
-    return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
