@@ -31,7 +31,7 @@ from drivetrain.callbacks.step_schedule import (
 from drivetrain.runtime.durations import Duration, Unit, clock_time, count_of
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError, nearest
 from drivetrain.runtime.logging import get_logger
-from drivetrain.runtime.store_agreement import all_arrive
+from drivetrain.runtime.store_barrier import all_arrive
 from drivetrain.runtime.terminal import without_credentials
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int 
         raise ConfigurationError(
             "ModelCheckpoint: Combination of parameters every_n_train_steps, every_n_epochs and train_time_interval, "
             f"and every: give one of them, not {', '.join(f'{name}={value!r}' for name, value in given.items())}. For "
-            "several rhythms, use several ModelCheckpoints.",
+            "several intervals, use several ModelCheckpoints.",
         )
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None and value < 0:
@@ -237,7 +237,7 @@ class ModelCheckpoint(Callback):
         self.save_weights_only = save_weights_only
         self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
-        self.every_n_train_steps, self.train_time_interval, self.every_n_epochs, self.rhythm = SaveInterval.of(
+        self.every_n_train_steps, self.train_time_interval, self.every_n_epochs, self.schedule = SaveInterval.of(
             every_n_train_steps, train_time_interval, every_n_epochs, every
         )
         self.save_on_train_epoch_end = save_on_train_epoch_end
@@ -399,7 +399,7 @@ class ModelCheckpoint(Callback):
             every_n_train_steps=self.every_n_train_steps,
             every_n_epochs=self.every_n_epochs,
             train_time_interval=self.train_time_interval and self.train_time_interval.total_seconds(),
-            **({} if self.rhythm is None else {"every": str(self.rhythm)}),
+            **({} if self.schedule is None else {"every": str(self.schedule)}),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -645,7 +645,7 @@ class ModelCheckpoint(Callback):
 
 def _interval_timer(options: ModelCheckpoint, trainer: Trainer, elapsed: float) -> StepInterval | None:
     """Return a timer if the interval is in time, samples, tokens or fractions of the run, else None."""
-    every = Duration.of(options.rhythm or options.train_time_interval)
+    every = Duration.of(options.schedule or options.train_time_interval)
     return None if every is None else StepInterval(trainer, every, "ModelCheckpoint(every)", elapsed)
 
 

@@ -183,7 +183,7 @@ class ThroughputMonitor(Callback):
         self.available_flops = available_flops
         self.window_size, self.separator = window_size, separator
         self.every = checked_every(every, "ThroughputMonitor")
-        self.rhythm = self.every if isinstance(self.every, Duration) else None
+        self.schedule = self.every if isinstance(self.every, Duration) else None
         self._log: StepLog | None = None
         self._readings: deque[Reading] = deque()
         self._now = Reading()
@@ -326,7 +326,7 @@ class SpeedMonitor(Callback):
 
     def __init__(self, every: int | str | Duration | None = None) -> None:
         self.every = checked_every(every, "SpeedMonitor")
-        self.rhythm = self.every if isinstance(self.every, Duration) else None
+        self.schedule = self.every if isinstance(self.every, Duration) else None
         self._log: StepLog | None = None
         self._spent: dict[str, float] | None = None  # `trainer.timing.seconds` at the last log
         self._samples: int | None = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -22,7 +22,7 @@ from drivetrain.data.seeding import (
     several_processes,
 )
 from drivetrain.data.sharding import Layout, ending_together, filled, with_rows_of_all
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, deprecated
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
 
@@ -149,8 +149,13 @@ class PreparedLoader(DataLoader[Any]):
         """End workers that wait for the next iteration, which then starts new ones."""
         self._reader.restart()
 
+    @deprecated(since="0.1.0", removed_in="0.3.0", use="preserve_state")
+    def undone(self) -> AbstractContextManager[None]:
+        """The old name of `preserve_state`."""
+        return self.preserve_state()
+
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def preserve_state(self) -> Iterator[None]:
         """Undo in the end what the body's iterations did to the loader: it draws next what it would have drawn first.
 
         Generators that the loader, its samplers and its dataset hold are put back, and workers that stay are ended. The

@@ -41,7 +41,7 @@ class SchedulerConfig:
         strict: Whether a missing monitored value is an error; else a warning.
         name: Its name for `LearningRateMonitor`.
         reduce_on_plateau: Whether it takes a value.
-        rhythm: What decides when it steps, within `fit`, where that is counted in neither steps nor epochs.
+        step_interval: What decides when it steps, within `fit`, where that is counted in neither steps nor epochs.
     """
 
     scheduler: Any
@@ -51,7 +51,7 @@ class SchedulerConfig:
     strict: bool = True
     name: str | None = None
     reduce_on_plateau: bool = False
-    rhythm: StepInterval | None = field(default=None, init=False, repr=False, compare=False)
+    step_interval: StepInterval | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.interval not in ("epoch", "step"):
@@ -263,8 +263,9 @@ def _describe(value: Any) -> str:
 def begin_schedules(trainer: Trainer) -> None:
     """Count from here on what schedulers follow that follow neither steps nor epochs; called when training starts."""
     for config in trainer.lr_scheduler_configs:
-        is_counted = isinstance(config.frequency, Duration)
-        config.rhythm = StepInterval(trainer, config.frequency, "frequency of a scheduler") if is_counted else None  # type: ignore[arg-type]
+        every = config.frequency
+        is_counted = isinstance(every, Duration)
+        config.step_interval = StepInterval(trainer, every, "frequency of a scheduler") if is_counted else None
 
 
 def step_step_schedulers(trainer: Trainer) -> None:
@@ -273,7 +274,7 @@ def step_step_schedulers(trainer: Trainer) -> None:
     for config in trainer.lr_scheduler_configs:
         if config.interval != "step":
             continue
-        if step % config.frequency == 0 if config.rhythm is None else config.rhythm.is_due(step):  # type: ignore[operator]
+        if step % config.frequency == 0 if config.step_interval is None else config.step_interval.is_due(step):  # type: ignore[operator]
             _step(trainer, config)
 
 

@@ -50,7 +50,7 @@ class FitLoop:
         self._run_validation = watch(VALIDATION, validation.run) if validation is not None else None
         self._next_poll: float = 0
         self._states_are_checked = False
-        self._next_agreement: float = 0
+        self._next_exchange: float = 0
         self._next_turn = 0
         self._next_validation: float = FOREVER
         self._next_due: float = 0
@@ -204,7 +204,7 @@ class FitLoop:
         progress = self._progress
         if progress.total_batches >= self._next_turn:
             self._next_turn = self._timing.turn(progress.total_batches)
-        if progress.global_step >= self._next_poll or progress.total_batches >= self._next_agreement:
+        if progress.global_step >= self._next_poll or progress.total_batches >= self._next_exchange:
             self._poll()
         if progress.batches_in_epoch >= self._next_validation:
             self._next_validation = self._schedule.next_batch()
@@ -222,7 +222,7 @@ class FitLoop:
             self._next_poll = 0  # a step may have any number of samples and tokens
         # Not counted in steps, of which there may be none: all may overflow, or be left out.
         watches = control.watches_peers_or_clock or self._schedule.follows_a_clock
-        self._next_agreement = control.next_agreement if watches else FOREVER
+        self._next_exchange = control.next_exchange if watches else FOREVER
         self._plan_due()
 
     def _plan_due(self) -> None:
@@ -233,7 +233,7 @@ class FitLoop:
         is_counted = self._trainer.task is not None and self._trainer.task.automatic_optimization
         until_poll = self._next_poll - progress.global_step if is_counted else 0
         ahead = progress.total_batches + min(until_validation, until_poll)
-        self._next_due = min(self._next_turn, self._next_agreement, ahead)
+        self._next_due = min(self._next_turn, self._next_exchange, ahead)
 
     def _poll(self) -> None:
         """Write what is due, and see whether to stop or validate."""
@@ -244,7 +244,7 @@ class FitLoop:
             check_saved_states(trainer)
         if self._progress.global_step >= trainer.tracker_log.next_step:
             trainer.tracker_log.write_due_values()
-        if self._progress.total_batches >= self._next_agreement:
+        if self._progress.total_batches >= self._next_exchange:
             with self._timing.span(SYNC):
                 [is_due] = control.agree(trainer.saves, self._schedule.is_overdue)
             if is_due and self._schedule.is_this_epoch:
