@@ -263,7 +263,7 @@ def _describe(value: Any) -> str:
 def begin_schedules(trainer: Trainer) -> None:
     """Count from here on what schedulers follow that follow neither steps nor epochs; called when training starts."""
     for config in trainer.lr_scheduler_configs:
-        every = config.frequency
+        every: Any = config.frequency
         is_counted = isinstance(every, Duration)
         config.step_interval = StepInterval(trainer, every, "frequency of a scheduler") if is_counted else None
 

@@ -45,13 +45,11 @@ class TrackerLog:
         next_step: The optimizer step whose values are written next.
         evaluated_step: The step at which the weights were saved that are evaluated; None where they are the run's own.
         step_interval: Which steps' values are written, where `log_every_n_steps` is a duration.
-        shows_hyper_parameters: Whether the trackers get the hyper-parameters of a run.
     """
 
     trainer: Trainer
     written: dict[str, float] = field(default_factory=dict)
     next_step: float = FOREVER
-    shows_hyper_parameters: bool = True
     step_interval: StepInterval | None = None
     evaluated_step: int | None = None
     _written_at: int = -1
@@ -187,8 +185,7 @@ class TrackerLog:
 
     # before and after
 
-    @staticmethod
-    def hyper_parameters_of(owner: Any) -> Mapping[str, Any]:
+    def hyper_parameters_of(self, owner: Any) -> Mapping[str, Any]:
         """The hyper-parameters of a task or a data module that the trackers get."""
         return owner.hparams  # type: ignore[no-any-return]
 
@@ -202,7 +199,7 @@ class TrackerLog:
         owners = [each for each in (self.trainer.datamodule, task) if each is not None]
         shown = [self.hyper_parameters_of(each) for each in owners if each.__dict__.get("_log_hyperparams", True)]
         values = {name: value for hparams in shown for name, value in hparams.items() if name != CLASS_PATH}
-        if values and self.shows_hyper_parameters:
+        if values:
             group.store_init_configuration(values)
         group.log_graph(task)
 
