@@ -16,7 +16,7 @@ from drivetrain.callbacks.step_schedule import StepLog, checked_every
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.host import cores_of_process
-from drivetrain.runtime.nested import find_batch_size
+from drivetrain.runtime.pytrees import find_batch_size
 from drivetrain.runtime.timing import TimeSpent
 
 if TYPE_CHECKING:

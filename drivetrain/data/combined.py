@@ -17,7 +17,7 @@ from drivetrain.data.placement import PendingBatch, PendingParts
 from drivetrain.data.reader import least, rebuilt, up_to
 from drivetrain.data.sharding import with_last
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError, deprecated, nearest
-from drivetrain.runtime.nested import honor_type
+from drivetrain.runtime.pytrees import honor_type
 
 _Known = list[BatchInfo | None]  # of each loader that a batch comes from
 _Pairs = Generator[tuple[Any, _Known], None, None]

@@ -1,7 +1,7 @@
 """Exchange of nested structures between the processes of a run.
 
 Every function here must be called by all processes, takes structures as described in
-`drivetrain.runtime.nested`, keeps dtypes and devices, and gives every process the same result. In a world of
+`drivetrain.runtime.pytrees`, keeps dtypes and devices, and gives every process the same result. In a world of
 one nothing is exchanged.
 
 With `DRIVETRAIN_DEBUG=1` the processes first compare what they are about to exchange, and a
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from drivetrain.runtime.collective_checks import call_collective, verify_operation
 from drivetrain.runtime.errors import CollectiveError, ConfigurationError, DataError, nearest
-from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.process_group import group_timeout
+from drivetrain.runtime.pytrees import recursively_apply
 from drivetrain.runtime.state import PartialState
 
 # Torch 2.13 warns at every use of the older name.

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from drivetrain.accelerator.prepared import parameters_of
 from drivetrain.runtime.collectives import gather
 from drivetrain.runtime.errors import ConfigurationError, known_keywords
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.pytrees import recursively_apply
 from drivetrain.runtime.state import PartialState
 from drivetrain.runtime.terminal import print_all
 from drivetrain.runtime.timing import LOGGING

@@ -274,7 +274,7 @@ def test_a_number_of_workers_belongs_to_the_loader() -> None:
 
 
 def test_the_old_name_of_preserve_state_is_taken_and_deprecated() -> None:
-    loader = prepare_loader(DataLoader(range(4), batch_size=2))
+    loader = prepare_loader(DataLoader(range(4), batch_size=2), shard=DataShard())
     with pytest.warns(DrivetrainDeprecationWarning, match=r"undone is deprecated.*Use preserve_state"), loader.undone():
         assert len(list(loader)) == 2
     assert loader.epoch == 0

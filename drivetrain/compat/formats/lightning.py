@@ -72,21 +72,16 @@ def completed(state: Any) -> Any:
     scores = [[path, _number(value)] for path, value in best.items()] or ([[newest, 0.0]] if newest else [])
     return {
         **state,
+        **dict.fromkeys(("validations", "judged", "last_step"), 0),
         "best_k_models": scores,
         "newest_of_best": newest,
         "last_model_path": state.get("last_model_path") or "",
         "newest_model_path": next(reversed(best), newest),
+        "current_score": None if score is None else _number(score),
         "beside": "",
         "passing": [],
         "doomed": [],
-        "dirpath": state.get("dirpath"),
-        "below_root": None,
-        "current_score": None if score is None else _number(score),
-        "validations": 0,
-        "judged": 0,
-        "last_step": 0,
         "waits_for_validation": False,
-        "elapsed": 0.0,
     }
 
 

@@ -24,7 +24,7 @@ from drivetrain.data import BatchInfo, CombinedLoader, PendingBatch, PreparedLoa
 from drivetrain.data.seeding import kept_generators
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError, InvalidLoaderError
-from drivetrain.runtime.nested import honor_type
+from drivetrain.runtime.pytrees import honor_type
 from drivetrain.runtime.seeds import isolated_random_state, seed_all_generators
 from drivetrain.runtime.timing import DATA, IDLE
 from drivetrain.trainer.data_module import DataModule

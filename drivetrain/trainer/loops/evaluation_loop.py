@@ -20,7 +20,7 @@ from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import DataError, InvalidLoaderError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.memory import HostBlocks
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.pytrees import recursively_apply
 from drivetrain.runtime.seeds import RandomState, isolated_random_state
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import evaluation_context

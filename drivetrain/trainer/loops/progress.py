@@ -19,7 +19,7 @@ from drivetrain.data import BatchInfo, PendingBatch
 from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.durations import Duration, Unit
 from drivetrain.runtime.errors import ConfigurationError, DataError, DrivetrainDeprecationWarning
-from drivetrain.runtime.nested import find_batch_size, recursively_apply
+from drivetrain.runtime.pytrees import find_batch_size, recursively_apply
 
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task

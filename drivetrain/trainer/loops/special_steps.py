@@ -19,7 +19,7 @@ from drivetrain.data import BatchInfo, PendingBatch
 from drivetrain.data.sharding import pick_rows
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.memory import Attempt, attempt_together
-from drivetrain.runtime.nested import batch_size_or_none, send_to_device
+from drivetrain.runtime.pytrees import batch_size_or_none, send_to_device
 from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.timing import FORWARD
 from drivetrain.trainer.hooks import Hooks, is_overridden

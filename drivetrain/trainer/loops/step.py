@@ -16,7 +16,7 @@ from drivetrain.accelerator.preparation import under_precision
 from drivetrain.accelerator.step import StepHooks
 from drivetrain.data import PendingBatch
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.pytrees import send_to_device
 from drivetrain.runtime.timing import CALLBACKS, DATA, FORWARD, OPTIMIZER, SYNC
 from drivetrain.strategies import StepModule, Strategy
 from drivetrain.strategies.precision import Precision

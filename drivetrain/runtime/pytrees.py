@@ -1,4 +1,4 @@
-"""Operations over nested structures of tensors: what a batch is made of.
+"""Operations over pytrees of tensors, nested structures such as a batch is.
 
 A structure is a tensor, or a `dict` or any other mapping, a list, a tuple, a named tuple, or an instance of a
 dataclass or attrs class, of structures. Every function here gives back the same types it was given. What is neither
