@@ -447,7 +447,7 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 ROOMS = {
     "accelerator": (12, 3271),
-    "callbacks": (33, 7027),
+    "callbacks": (33, 7025),
     "checkpoint": (13, 3248),
     "cli": (18, 1575),
     "compat": (182, 11033),
