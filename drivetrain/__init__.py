@@ -149,10 +149,10 @@ _EXPORTS: dict[str, str] = {
     "broadcast": "drivetrain.runtime.collectives",
     "broadcast_object_list": "drivetrain.runtime.collectives",
     "pad_across_processes": "drivetrain.runtime.collectives",
-    "concatenate": "drivetrain.runtime.nested",
-    "find_batch_size": "drivetrain.runtime.nested",
-    "recursively_apply": "drivetrain.runtime.nested",
-    "send_to_device": "drivetrain.runtime.nested",
+    "concatenate": "drivetrain.runtime.pytrees",
+    "find_batch_size": "drivetrain.runtime.pytrees",
+    "recursively_apply": "drivetrain.runtime.pytrees",
+    "send_to_device": "drivetrain.runtime.pytrees",
     "set_seed": "drivetrain.runtime.seeds",
     "find_executable_batch_size": "drivetrain.runtime.memory",
     "release_memory": "drivetrain.runtime.memory",
@@ -269,10 +269,10 @@ if TYPE_CHECKING:
     from drivetrain.runtime.logging import get_logger as get_logger
     from drivetrain.runtime.memory import find_executable_batch_size as find_executable_batch_size
     from drivetrain.runtime.memory import release_memory as release_memory
-    from drivetrain.runtime.nested import concatenate as concatenate
-    from drivetrain.runtime.nested import find_batch_size as find_batch_size
-    from drivetrain.runtime.nested import recursively_apply as recursively_apply
-    from drivetrain.runtime.nested import send_to_device as send_to_device
+    from drivetrain.runtime.pytrees import concatenate as concatenate
+    from drivetrain.runtime.pytrees import find_batch_size as find_batch_size
+    from drivetrain.runtime.pytrees import recursively_apply as recursively_apply
+    from drivetrain.runtime.pytrees import send_to_device as send_to_device
     from drivetrain.runtime.seeds import set_seed as set_seed
     from drivetrain.runtime.state import DistributedType as DistributedType
     from drivetrain.runtime.state import PartialState as PartialState

@@ -450,14 +450,14 @@ ROOMS = {
     "callbacks": (33, 7035),
     "checkpoint": (13, 3248),
     "cli": (18, 1575),
-    "compat": (182, 10951),
-    "data": (14, 3147),
+    "compat": (182, 11033),
+    "data": (14, 3153),
     "inference": (24, 5755),
     "launch": (15, 4264),
     "runtime": (24, 3462),
     "strategies": (59, 10875),
     "trackers": (18, 2959),
-    "trainer": (46, 9645),
+    "trainer": (46, 9621),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 

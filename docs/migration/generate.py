@@ -46,7 +46,7 @@ VERDICTS = {
 # Rooms whose public names count beside those of `drivetrain` itself.
 ROOMS = (
     "drivetrain",
-    "drivetrain.runtime.nested",
+    "drivetrain.runtime.pytrees",
     "drivetrain.runtime.collectives",
     "drivetrain.runtime.seeds",
     "drivetrain.runtime.state",

@@ -69,15 +69,14 @@ class FullyShardedDataParallelPlugin:
             ConfigurationError: An option cannot be.
         """
         from drivetrain.strategies.fsdp import FSDP
-        from drivetrain.strategies.fsdp.accelerate_config import options_from
 
-        options = options_from(self._config())
+        options: dict[str, Any] = {}
         if callable(self.auto_wrap_policy):
             options["wrap"] = _wrap_of(self.auto_wrap_policy)
         options.update(_dtypes_of(self.mixed_precision_policy))
         if self.activation_checkpointing_offload:
             options["activation_offload"] = True
-        return FSDP(**options)
+        return FSDP.from_config(self._config(), **options)
 
     def _config(self) -> dict[str, Any]:
         """The same as keys of `fsdp_config`."""

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from drivetrain.data import ActiveLoaders, PreparedLoader, SkippingLoader
 from drivetrain.runtime import collectives
 from drivetrain.runtime.errors import DataError
-from drivetrain.runtime.nested import field_names, honor_type, recursively_apply, with_fields
+from drivetrain.runtime.pytrees import field_names, honor_type, recursively_apply, with_fields
 from drivetrain.strategies.base import Topology
 
 

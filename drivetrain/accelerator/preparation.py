@@ -52,7 +52,7 @@ from drivetrain.data import (
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.runtime.nested import recursively_apply, send_to_device
+from drivetrain.runtime.pytrees import recursively_apply, send_to_device
 from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.runtime.state import DistributedType, PartialState
 from drivetrain.strategies import StepModule, Strategy, resolve_ddp, resolve_strategy

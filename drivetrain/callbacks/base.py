@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from drivetrain.runtime.errors import known_keywords
+from drivetrain.runtime.errors import deprecated, known_keywords
 from drivetrain.runtime.terminal import print_all
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Callback:
     run_identity: str | None = None
     """The identifier of the Trainer whose `fit` produced the callback's state, or None before the first `fit`."""
 
-    rhythm: Duration | tuple[Duration, ...] | None = None
+    schedule: Duration | tuple[Duration, ...] | None = None
     """The callback's interval if it is measured in samples, tokens or fractions of the run, else None. The Trainer then
     counts these units, and `trainer.progress.count` returns the counts."""
 
@@ -91,6 +91,17 @@ class Callback:
     further_weights: str | None = None
     """The key of a second model state dict that the callback adds to checkpoints, such as averaged weights, or None.
     `Task.on_load_checkpoint` is called for them too, with a checkpoint copy that has them as `"state_dict"`."""
+
+    @property
+    @deprecated(since="0.1.0", removed_in="0.3.0", use="schedule")
+    def rhythm(self) -> Duration | tuple[Duration, ...] | None:
+        """The old name of `schedule`."""
+        return self.schedule
+
+    @rhythm.setter
+    @deprecated(since="0.1.0", removed_in="0.3.0", use="schedule")
+    def rhythm(self, schedule: Duration | tuple[Duration, ...] | None) -> None:
+        self.schedule = schedule
 
     # state
 

@@ -56,7 +56,7 @@ class DeviceStatsMonitor(Callback):
         self.cpu_stats = cpu_stats
         self.filter_keys = None if filter_keys is None else set(filter_keys)
         self.every = checked_every(every, "DeviceStatsMonitor")
-        self.rhythm = self.every if isinstance(self.every, Duration) else None
+        self.schedule = self.every if isinstance(self.every, Duration) else None
         self._starts: StepLog | None = None
         self._ends: StepLog | None = None
 

@@ -20,7 +20,7 @@ from drivetrain.runtime.collectives import BlockGather
 from drivetrain.runtime.errors import ConfigurationError, DataError, nearest
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.memory import HostBlocks
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.pytrees import recursively_apply
 from drivetrain.runtime.state import PartialState
 
 if TYPE_CHECKING:

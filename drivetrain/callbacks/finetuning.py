@@ -321,7 +321,7 @@ class BackboneFinetuning(BaseFinetuning):
         super().__init__()
         self.unfreeze_backbone_at_epoch = _epoch_or_duration(unfreeze_backbone_at_epoch)
         at = self.unfreeze_backbone_at_epoch
-        self.rhythm: Duration | None = at if isinstance(at, Duration) else None
+        self.schedule: Duration | None = at if isinstance(at, Duration) else None
         self._start: RunPoint | None = None
         self._elapsed = 0.0  # the part of that duration that passed in the resumed run
         self._begun_at: int | None = None  # the epoch in which the backbone was unfrozen
@@ -337,7 +337,7 @@ class BackboneFinetuning(BaseFinetuning):
 
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
-        if self.rhythm is not None:
+        if self.schedule is not None:
             state["begun_at"] = self._begun_at
             state["elapsed"] = self._elapsed if self._start is None else self._start.elapsed
         return state
@@ -358,9 +358,9 @@ class BackboneFinetuning(BaseFinetuning):
         self.freeze(task.backbone)
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
-        if self.rhythm is not None:
+        if self.schedule is not None:
             name = "BackboneFinetuning.unfreeze_backbone_at_epoch"
-            self._start = RunPoint(trainer, self.rhythm, name, self._elapsed, by_epoch=True)
+            self._start = RunPoint(trainer, self.schedule, name, self._elapsed, by_epoch=True)
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
         if self._start is not None and self._begun_at is None and self._start.has_come():

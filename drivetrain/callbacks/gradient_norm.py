@@ -49,7 +49,7 @@ class GradientNorm(Callback):
             raise ConfigurationError(f"GradientNorm(norm_type={norm_type}): give a number above 0, such as 2.0.")
         self.norm_type, self.by_parameter = float(norm_type), by_parameter
         self.every = checked_every(every, "GradientNorm")
-        self.rhythm = self.every if isinstance(self.every, Duration) else None
+        self.schedule = self.every if isinstance(self.every, Duration) else None
         self._logs: list[StepLog] = []
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:

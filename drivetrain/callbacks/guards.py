@@ -123,8 +123,8 @@ class Guard(Callback):
         name = type(self).__name__
         if isinstance(every_n_steps, str | Duration):
             every_n_steps = interval_of(every_n_steps, f"{name}.every_n_steps")
-        self.rhythm: Duration | None = every_n_steps if isinstance(every_n_steps, Duration) else None
-        self._rhythm: StepInterval | None = None
+        self.schedule: Duration | None = every_n_steps if isinstance(every_n_steps, Duration) else None
+        self._interval: StepInterval | None = None
         if action not in ACTIONS:
             raise ConfigurationError(
                 f"{name}(action={action!r}): give one of {', '.join(map(repr, ACTIONS))}."
@@ -133,7 +133,7 @@ class Guard(Callback):
         for key, number, least in (
             ("max_rollbacks", max_rollbacks, 0),
             ("max_skips", max_skips, 0),
-            ("every_n_steps", every_n_steps if self.rhythm is None else 1, 1),
+            ("every_n_steps", every_n_steps if self.schedule is None else 1, 1),
         ):
             if not isinstance(number, int) or number < least:
                 raise ConfigurationError(f"{name}({key}={number!r}): give {least} or more.")
@@ -203,8 +203,8 @@ class Guard(Callback):
         self._watched.clear()
         self._is_tripped = False
         self._skips_in_a_row = 0
-        if self.rhythm is not None:
-            self._rhythm = StepInterval(trainer, self.rhythm, f"{name}.every_n_steps")
+        if self.schedule is not None:
+            self._interval = StepInterval(trainer, self.schedule, f"{name}.every_n_steps")
         trainer.skip_batches(self.skipped)
 
     def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
@@ -230,8 +230,8 @@ class Guard(Callback):
         if self._is_manual and self._batches:
             self._watch(trainer, task)
         self._forget_step()
-        if self._rhythm is not None:
-            is_due = self._rhythm.is_due(trainer.global_step)
+        if self._interval is not None:
+            is_due = self._interval.is_due(trainer.global_step)
         else:
             is_due = len(self._watched) >= self.every_n_steps  # type: ignore[operator]
         if is_due:

@@ -68,7 +68,7 @@ class LearningRateMonitor(Callback):
         self._every: int | Duration | None = None
         if logging_interval not in (None, "step", "epoch"):
             self._every = self._read(logging_interval)
-        self.rhythm = self._every if isinstance(self._every, Duration) else None
+        self.schedule = self._every if isinstance(self._every, Duration) else None
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
         self.log_key_prefix = log_key_prefix
@@ -95,7 +95,7 @@ class LearningRateMonitor(Callback):
         self._logs_steps = False
         self._next_step = -1
         self._windows = self._steps = 0
-        self._rhythm: StepInterval | None = None
+        self._interval: StepInterval | None = None
 
     @property
     def state_key(self) -> str:
@@ -119,9 +119,11 @@ class LearningRateMonitor(Callback):
         every = trainer.log_every_n_steps if self._every is None else self._every
         self._logs_steps = bool(every) and any(self._is_due(each, "step") for each in self._rates)
         self._steps = every if isinstance(every, int) else 0
-        self._rhythm = StepInterval(trainer, every, "LearningRateMonitor.logging_interval") if not self._steps else None
+        self._interval = (
+            StepInterval(trainer, every, "LearningRateMonitor.logging_interval") if not self._steps else None
+        )
         if self._every is None:
-            self._rhythm = trainer.tracker_log.rhythm
+            self._interval = trainer.tracker_log.step_interval
         for each in self._rates:
             each.align(self)
 
@@ -135,7 +137,7 @@ class LearningRateMonitor(Callback):
         # Count windows, not steps: in manual optimization one batch may take several optimizer steps.
         self._next_step = step
         self._windows += 1
-        is_due = self._rhythm.is_due(step) if self._rhythm is not None else self._windows % self._steps == 0
+        is_due = self._interval.is_due(step) if self._interval is not None else self._windows % self._steps == 0
         if is_due:
             self._log(trainer, "step", step)
 

@@ -65,7 +65,7 @@ class MemoryMonitor(Callback):
     ) -> None:
         self.snapshot_dir, self.snapshot, self.max_entries = snapshot_dir, snapshot, max_entries
         self.every = checked_every(every, "MemoryMonitor")
-        self.rhythm = self.every if isinstance(self.every, Duration) else None
+        self.schedule = self.every if isinstance(self.every, Duration) else None
         self._log: StepLog | None = None
         self._history: MemoryHistory | None = None
 

@@ -31,7 +31,7 @@ from drivetrain.callbacks.step_schedule import (
 from drivetrain.runtime.durations import Duration, Unit, clock_time, count_of
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError, nearest
 from drivetrain.runtime.logging import get_logger
-from drivetrain.runtime.store_agreement import all_arrive
+from drivetrain.runtime.store_barrier import all_arrive
 from drivetrain.runtime.terminal import without_credentials
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int 
         raise ConfigurationError(
             "ModelCheckpoint: Combination of parameters every_n_train_steps, every_n_epochs and train_time_interval, "
             f"and every: give one of them, not {', '.join(f'{name}={value!r}' for name, value in given.items())}. For "
-            "several rhythms, use several ModelCheckpoints.",
+            "several intervals, use several ModelCheckpoints.",
         )
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None and value < 0:
@@ -237,7 +237,7 @@ class ModelCheckpoint(Callback):
         self.save_weights_only = save_weights_only
         self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
-        self.every_n_train_steps, self.train_time_interval, self.every_n_epochs, self.rhythm = SaveInterval.of(
+        self.every_n_train_steps, self.train_time_interval, self.every_n_epochs, self.schedule = SaveInterval.of(
             every_n_train_steps, train_time_interval, every_n_epochs, every
         )
         self.save_on_train_epoch_end = save_on_train_epoch_end
@@ -399,7 +399,7 @@ class ModelCheckpoint(Callback):
             every_n_train_steps=self.every_n_train_steps,
             every_n_epochs=self.every_n_epochs,
             train_time_interval=self.train_time_interval and self.train_time_interval.total_seconds(),
-            **({} if self.rhythm is None else {"every": str(self.rhythm)}),
+            **({} if self.schedule is None else {"every": str(self.schedule)}),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -418,7 +418,6 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state_dict = _with_missing_entries(state_dict)
         state = SavedAccount.of(state_dict)
         self._current_score = checked_number(state_dict, "current_score", float, optional=True)
         self._validations = checked_number(state_dict, "validations", int)
@@ -646,7 +645,7 @@ class ModelCheckpoint(Callback):
 
 def _interval_timer(options: ModelCheckpoint, trainer: Trainer, elapsed: float) -> StepInterval | None:
     """Return a timer if the interval is in time, samples, tokens or fractions of the run, else None."""
-    every = Duration.of(options.rhythm or options.train_time_interval)
+    every = Duration.of(options.schedule or options.train_time_interval)
     return None if every is None else StepInterval(trainer, every, "ModelCheckpoint(every)", elapsed)
 
 
@@ -717,40 +716,3 @@ class OnExceptionCheckpoint(Callback):
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         self._training = False
-
-
-def _with_missing_entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete a foreign state dict that holds only the paths and scores of the best checkpoints.
-
-    The result is untrusted: `SavedAccount.of` must validate it.
-    """
-    best = state.get("best_k_models")
-    if not isinstance(best, Mapping):
-        return dict(state)
-    newest = state.get("best_model_path") or ""
-    last = state.get("last_model_path") or ""
-    score = state.get("current_score")
-    # Without a metric, such a state holds its only checkpoint as `best_model_path`.
-    scores = [[path, _number(value)] for path, value in best.items()] or ([[newest, 0.0]] if newest else [])
-    return {
-        "best_k_models": scores,
-        "newest_of_best": newest,
-        "last_model_path": last,
-        "newest_model_path": next(reversed(best), newest),
-        "beside": "",
-        "passing": [],
-        "doomed": [],
-        "dirpath": state.get("dirpath"),
-        "below_root": None,
-        "current_score": None if score is None else _number(score),
-        "validations": 0,
-        "judged": 0,
-        "last_step": 0,
-        "waits_for_validation": False,
-        "elapsed": 0.0,
-    }
-
-
-def _number(value: Any) -> Any:
-    """Convert a one-element tensor to a number. Other values are returned unchanged."""
-    return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value

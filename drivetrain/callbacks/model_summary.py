@@ -16,7 +16,7 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.memory import parameter_size
-from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.pytrees import send_to_device
 from drivetrain.runtime.seeds import isolated_random_state
 from drivetrain.runtime.terminal import print_text
 from drivetrain.strategies.base import original_type

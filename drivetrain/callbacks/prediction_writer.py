@@ -17,7 +17,7 @@ from torch import Tensor
 from drivetrain.callbacks.base import Callback
 from drivetrain.runtime.errors import ConfigurationError, DataError, nearest
 from drivetrain.runtime.memory import HostBlocks
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.pytrees import recursively_apply
 from drivetrain.runtime.state import PartialState
 
 if TYPE_CHECKING:

@@ -213,23 +213,23 @@ class StepLog:
         self.every = trainer.log_every_n_steps if every is None else every
         self._steps = self.every if isinstance(self.every, int) else -1
         self._owner, self._is_own = owner, every is not None
-        self._rhythm: StepInterval | None = None
+        self._interval: StepInterval | None = None
         self._last = trainer.global_step
 
     def begin(self) -> StepLog:
         """Start to count units other than steps, when training starts. Returns this object."""
         trainer = self._trainer
         if not self._is_own:
-            self._rhythm = trainer.tracker_log.rhythm
+            self._interval = trainer.tracker_log.step_interval
         elif not isinstance(self.every, int):
-            self._rhythm = StepInterval(trainer, self.every, f"{self._owner}.every")
+            self._interval = StepInterval(trainer, self.every, f"{self._owner}.every")
         return self
 
     def is_due(self, step: int) -> bool:
         """Return True if values are to be logged at this step. A second call for the same step returns False."""
         if not self._steps or step == self._last:
             return False
-        if step % self._steps if self._steps > 0 else not (self._rhythm and self._rhythm.is_due(step)):
+        if step % self._steps if self._steps > 0 else not (self._interval and self._interval.is_due(step)):
             return False
         self._last = step
         return True

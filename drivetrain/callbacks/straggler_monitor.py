@@ -82,7 +82,7 @@ class StragglerMonitor(Callback):
         self, every_n_steps: int | str | Duration = 100, threshold: float = 1.5, measured_steps: int = 10
     ) -> None:
         interval = interval_of(every_n_steps, "StragglerMonitor.every_n_steps")
-        self.rhythm = interval if isinstance(interval, Duration) else None
+        self.schedule = interval if isinstance(interval, Duration) else None
         if (isinstance(interval, int) and interval < 1) or measured_steps < 1 or threshold <= 1:
             raise ConfigurationError(
                 f"StragglerMonitor(every_n_steps={every_n_steps}, threshold={threshold}, "
@@ -91,7 +91,7 @@ class StragglerMonitor(Callback):
         self.every_n_steps, self.threshold = interval, threshold
         self.measured_steps = measured_steps if isinstance(interval, Duration) else min(measured_steps, interval)
         self._steps = 0  # steps between two comparisons
-        self._rhythm: StepInterval | None = None  # the interval if it is not in steps
+        self._interval: StepInterval | None = None  # the interval if it is not in steps
         self.latest: list[OwnTime] = []
         self._named: int | None = None
         self._measures_forward = True
@@ -107,8 +107,8 @@ class StragglerMonitor(Callback):
         self._measures_forward = trainer.strategy.state.held_as == "whole"
         self.latest, self._named = [], None
         self._reset()
-        rhythm = StepInterval(trainer, self.every_n_steps, "StragglerMonitor.every_n_steps")
-        self._steps, self._rhythm = rhythm.steps, None if rhythm.steps else rhythm
+        interval = StepInterval(trainer, self.every_n_steps, "StragglerMonitor.every_n_steps")
+        self._steps, self._interval = interval.steps, None if interval.steps else interval
         self._plan(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
@@ -130,7 +130,7 @@ class StragglerMonitor(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
-        if self._rhythm is not None and self._rhythm.is_due(step) and self._measured_from < 0:
+        if self._interval is not None and self._interval.is_due(step) and self._measured_from < 0:
             self._measured_from, self._next, self._ended = step, step + self.measured_steps, perf_counter()
         elif step >= self._next and self._measured_from >= 0:
             self._compare(trainer, step)
@@ -142,7 +142,7 @@ class StragglerMonitor(Callback):
             self._ended = perf_counter()
 
     def _plan(self, trainer: Trainer) -> None:
-        if self._rhythm is not None:
+        if self._interval is not None:
             self._next = sys.maxsize  # until an interval is over
             return
         self._next = (trainer.global_step // self._steps + 1) * self._steps

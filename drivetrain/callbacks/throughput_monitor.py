@@ -16,7 +16,7 @@ from drivetrain.callbacks.step_schedule import StepLog, checked_every
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.host import cores_of_process
-from drivetrain.runtime.nested import find_batch_size
+from drivetrain.runtime.pytrees import find_batch_size
 from drivetrain.runtime.timing import TimeSpent
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class ThroughputMonitor(Callback):
         self.available_flops = available_flops
         self.window_size, self.separator = window_size, separator
         self.every = checked_every(every, "ThroughputMonitor")
-        self.rhythm = self.every if isinstance(self.every, Duration) else None
+        self.schedule = self.every if isinstance(self.every, Duration) else None
         self._log: StepLog | None = None
         self._readings: deque[Reading] = deque()
         self._now = Reading()
@@ -326,7 +326,7 @@ class SpeedMonitor(Callback):
 
     def __init__(self, every: int | str | Duration | None = None) -> None:
         self.every = checked_every(every, "SpeedMonitor")
-        self.rhythm = self.every if isinstance(self.every, Duration) else None
+        self.schedule = self.every if isinstance(self.every, Duration) else None
         self._log: StepLog | None = None
         self._spent: dict[str, float] | None = None  # `trainer.timing.seconds` at the last log
         self._samples: int | None = 0

@@ -385,11 +385,11 @@ class EMAWeightAveraging(WeightAveraging):
             Unit.EPOCHS,
             " update_starting_at_step takes the other units.",
         )
-        self.rhythm = tuple(each for each in (every, start) if isinstance(each, Duration)) or None
+        self.schedule = tuple(each for each in (every, start) if isinstance(each, Duration)) or None
         self._forget()
 
     def _forget(self) -> None:
-        self._rhythm: StepInterval | None = None
+        self._interval: StepInterval | None = None
         self._start: RunPoint | None = None
         self._elapsed = 0.0  # the part of `update_starting_at_step` that passed in the resumed run
         self._asked, self._answer = -1, False
@@ -397,7 +397,7 @@ class EMAWeightAveraging(WeightAveraging):
         self._has_started = False
 
     def state_dict(self) -> dict[str, Any]:
-        if self.rhythm is None:
+        if self.schedule is None:
             return super().state_dict()
         elapsed = self._elapsed if self._start is None else self._start.elapsed
         own = {"follows_interval": self._follows_interval, "elapsed": elapsed, "asked": self._asked}
@@ -417,13 +417,13 @@ class EMAWeightAveraging(WeightAveraging):
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         name, start = type(self).__name__, self.update_starting_at_step
         if isinstance(self.update_every_n_steps, Duration):
-            self._rhythm = StepInterval(trainer, self.update_every_n_steps, f"{name}.update_every_n_steps")
+            self._interval = StepInterval(trainer, self.update_every_n_steps, f"{name}.update_every_n_steps")
         if isinstance(start, Duration):
             self._start = RunPoint(trainer, start, f"{name}.update_starting_at_step", self._elapsed)
             self._has_started = self._start.has_come()
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        if step_idx is not None and self.rhythm is not None:
+        if step_idx is not None and self.schedule is not None:
             if step_idx != self._asked:
                 self._asked, self._answer = step_idx, self._decide(step_idx)
             return self._answer
@@ -440,7 +440,7 @@ class EMAWeightAveraging(WeightAveraging):
             is_due = step_idx % every == 0
         else:
             is_due = self._follows_interval
-            self._follows_interval = self._rhythm is not None and self._rhythm.is_due(step_idx + 1)
+            self._follows_interval = self._interval is not None and self._interval.is_due(step_idx + 1)
         if not isinstance(first, Duration):
             return is_due and step_idx >= (first or 0)
         has_started, self._has_started = self._has_started, self._start is not None and self._start.has_come()
@@ -524,7 +524,7 @@ class StochasticWeightAveraging(Callback):
         if annealing < 0:
             raise ConfigurationError(f"StochasticWeightAveraging(annealing_epochs={annealing_epochs}): give 0 or more.")
         self.swa_lrs, self.swa_epoch_start = swa_lrs, swa_epoch_start
-        self.rhythm = swa_epoch_start if isinstance(swa_epoch_start, Duration) else None
+        self.schedule = swa_epoch_start if isinstance(swa_epoch_start, Duration) else None
         self.annealing_epochs, self.annealing_strategy = annealing, annealing_strategy
         self.avg_fn, self.device = avg_fn, device
         self._begin()
@@ -573,7 +573,7 @@ class StochasticWeightAveraging(Callback):
         }
 
     def _state_of_start(self) -> dict[str, Any]:
-        if self.rhythm is None:
+        if self.schedule is None:
             return {}
         elapsed = self._elapsed if self._start is None else self._start.elapsed
         return {"start_epoch": self._start_epoch, "elapsed": elapsed}

@@ -59,14 +59,14 @@ class WeightHistograms(Callback):
         max_values: int = 10_000,
     ) -> None:
         interval = interval_of(every_n_steps, "WeightHistograms.every_n_steps")
-        self.rhythm = interval if isinstance(interval, Duration) else None
+        self.schedule = interval if isinstance(interval, Duration) else None
         if (isinstance(interval, int) and interval < 1) or max_values < 1 or not (weights or gradients):
             raise ConfigurationError(
                 f"WeightHistograms(every_n_steps={every_n_steps}, weights={weights}, gradients={gradients}, "
                 f"max_values={max_values}): give at least one step and one value, and enable weights or gradients.",
             )
         self.every_n_steps, self.max_values = interval, max_values
-        self._rhythm: StepInterval | None = None
+        self._interval: StepInterval | None = None
         self.weights, self.gradients = weights, gradients
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
@@ -76,12 +76,12 @@ class WeightHistograms(Callback):
                 "Trainer(logger='tensorboard'), or remove this callback.",
             )
         assert trainer.model is not None
-        self._rhythm = StepInterval(trainer, self.every_n_steps, "WeightHistograms.every_n_steps")
+        self._interval = StepInterval(trainer, self.every_n_steps, "WeightHistograms.every_n_steps")
         trainer.strategy.state.parameters_in_place(trainer.model)  # raises if the strategy's engine holds the weights
 
     def on_before_optimizer_step(self, trainer: Trainer, task: Task, optimizer: Optimizer) -> None:
         step = trainer.global_step + 1
-        if self._rhythm is None or not self._rhythm.is_due(step):
+        if self._interval is None or not self._interval.is_due(step):
             return
         assert trainer.model is not None
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

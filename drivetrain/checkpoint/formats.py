@@ -196,7 +196,7 @@ def find_format(name: str) -> CheckpointFormat:
     """
     if name not in _FORMATS:
         raise ConfigurationError(
-            f"save_checkpoint(format={name!r}): give 'lightning' or 'drivetrain', or leave it out."
+            f"save_checkpoint(format={name!r}): give 'drivetrain', {', '.join(map(repr, _FORMATS))}, or leave it out."
         )
     module, _, attribute = _FORMATS[name].partition(":")
     if not _is_there(module):

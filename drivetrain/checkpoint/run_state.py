@@ -230,8 +230,8 @@ def import_checkpoint(source: str | os.PathLike[str], output: str | os.PathLike[
     found = read_foreign(source)
     if found is None:
         raise CheckpointError(
-            f"{os.fspath(source)} is not a checkpoint of Accelerate's save_state, since there is no "
-            "random_states_0.pkl, and no file of Lightning's."
+            f"{os.fspath(source)} is no checkpoint of another tool that can be converted. Give the directory of a "
+            "save_state with its random states, or a .ckpt file."
         )
     if Path(output).exists():
         raise ConfigurationError(f"{os.fspath(output)} is there already. Name a new directory, or remove it.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import count, islice
 from typing import Any
@@ -16,8 +16,8 @@ from drivetrain.data.loader import PreparedLoader
 from drivetrain.data.placement import PendingBatch, PendingParts
 from drivetrain.data.reader import rebuilt, smallest_known, up_to
 from drivetrain.data.sharding import with_last
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError, nearest
-from drivetrain.runtime.nested import honor_type
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError, deprecated, nearest
+from drivetrain.runtime.pytrees import honor_type
 
 _Known = list[BatchInfo | None]  # for each loader of a combined batch
 _Pairs = Generator[tuple[Any, _Known], None, None]
@@ -196,14 +196,19 @@ class CombinedLoader:
         batch.info = info
         return batch
 
+    @deprecated(since="0.1.0", removed_in="0.3.0", use="preserve_state")
+    def undone(self) -> AbstractContextManager[None]:
+        """The old name of `preserve_state`."""
+        return self.preserve_state()
+
     @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Restore the positions and generators of all loaders after the body (see `PreparedLoader.undone`)."""
+    def preserve_state(self) -> Iterator[None]:
+        """Restore the positions and generators of all loaders after the body (see `PreparedLoader.preserve_state`)."""
         before = list(self._ended), self._begun, self._resumes, self._index, self._epoch, self._has_passed
         try:
             with ExitStack() as stack:
                 for loader in self.loaders:
-                    stack.enter_context(loader.undone())
+                    stack.enter_context(loader.preserve_state())
                 yield
         finally:
             self._ended, self._begun, self._resumes, self._index, self._epoch, self._has_passed = before

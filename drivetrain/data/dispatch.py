@@ -19,7 +19,7 @@ from drivetrain.data.seeding import EpochStart, kept_generators
 from drivetrain.data.sharding import Layout, check_same_stream
 from drivetrain.runtime.collectives import broadcast, broadcast_object_list
 from drivetrain.runtime.errors import DataError
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.pytrees import recursively_apply
 from drivetrain.runtime.seeds import isolated_random_state
 from drivetrain.runtime.state import PartialState
 

@@ -40,7 +40,7 @@ from drivetrain.data.sharding import (
 )
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.runtime.nested import batch_size_or_none
+from drivetrain.runtime.pytrees import batch_size_or_none
 from drivetrain.runtime.seeds import isolated_random_state, sample_seed, seed_all_generators
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -22,7 +22,7 @@ from drivetrain.data.seeding import (
     several_processes,
 )
 from drivetrain.data.sharding import Layout, ending_together, filled, with_rows_of_all
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, deprecated
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
 
@@ -150,8 +150,13 @@ class PreparedLoader(DataLoader[Any]):
         """Stop persistent workers; the next iteration starts new ones."""
         self._reader.restart()
 
+    @deprecated(since="0.1.0", removed_in="0.3.0", use="preserve_state")
+    def undone(self) -> AbstractContextManager[None]:
+        """The old name of `preserve_state`."""
+        return self.preserve_state()
+
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def preserve_state(self) -> Iterator[None]:
         """Restore the loader's position and generators after the body, so that later iterations are not affected.
 
         The generators held by the loader, its samplers and its dataset are restored, and persistent workers are

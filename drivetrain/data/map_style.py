@@ -34,7 +34,7 @@ from drivetrain.data.sharding import Head, Layout, check_same_dataset, shard_bat
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.runtime.nested import batch_size_or_none
+from drivetrain.runtime.pytrees import batch_size_or_none
 from drivetrain.runtime.seeds import isolated_random_state, sample_seed
 
 # Fast reading of a TensorDataset, one batch instead of one sample at a time

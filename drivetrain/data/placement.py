@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.runtime.devices import DeviceKind
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.pytrees import recursively_apply
 
 Item = TypeVar("Item")
 Place = Callable[[Any], Any]

@@ -14,7 +14,7 @@ from drivetrain.data.seeding import EpochStart, several_processes
 from drivetrain.data.sharding import Layout
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.logging import get_logger
-from drivetrain.runtime.nested import batch_size_or_none
+from drivetrain.runtime.pytrees import batch_size_or_none
 
 logger = get_logger(__name__)
 

@@ -23,7 +23,7 @@ from drivetrain.data.configuration import DataShard, TailPolicy
 from drivetrain.runtime.collectives import gather_object, reduce
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.runtime.nested import batch_size_or_none, field_names, honor_type, with_fields
+from drivetrain.runtime.pytrees import batch_size_or_none, field_names, honor_type, with_fields
 from drivetrain.runtime.state import PartialState
 
 Item = TypeVar("Item")

@@ -30,7 +30,7 @@ from drivetrain.inference.tensors import (
 )
 from drivetrain.runtime.devices import detect_device_kind
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
-from drivetrain.runtime.nested import find_device, send_to_device
+from drivetrain.runtime.pytrees import find_device, send_to_device
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Device = torch.device | str | int

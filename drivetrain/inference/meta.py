@@ -20,7 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from drivetrain.inference.hooks import ModelHook, add_hook_to_module, hook_of
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.pytrees import recursively_apply
 
 _active = threading.local()
 

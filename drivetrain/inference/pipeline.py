@@ -14,7 +14,7 @@ from drivetrain.inference.tensors import find_tied_parameters, locate, retie_par
 from drivetrain.runtime.collectives import broadcast, broadcast_object_list
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
 from drivetrain.runtime.logging import get_logger
-from drivetrain.runtime.nested import (
+from drivetrain.runtime.pytrees import (
     batch_size_or_none,
     get_data_structure,
     initialize_tensors,

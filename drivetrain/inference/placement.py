@@ -23,7 +23,7 @@ from drivetrain.inference.meta import meta_leftovers
 from drivetrain.inference.offloaded import INDEX, FolderWeights, Place, like, named_places, write_offloaded
 from drivetrain.inference.streaming import StreamOptions, WeightStream
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
-from drivetrain.runtime.nested import find_device, send_to_device
+from drivetrain.runtime.pytrees import find_device, send_to_device
 
 # Modules that a device map splits
 

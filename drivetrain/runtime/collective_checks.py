@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain.runtime.errors import CollectiveError, user_line
-from drivetrain.runtime.nested import is_leaf, recursively_apply
 from drivetrain.runtime.process_group import leaving_key
+from drivetrain.runtime.pytrees import is_leaf, recursively_apply
 
 if TYPE_CHECKING:
     from drivetrain.runtime.state import PartialState

@@ -1,6 +1,6 @@
 """Collectives over nested structures of tensors.
 
-Every process must call these functions. They take the structures described in `drivetrain.runtime.nested`, keep dtypes
+Every process must call these functions. They take the structures described in `drivetrain.runtime.pytrees`, keep dtypes
 and devices, and return equal results on all processes. With a world size of 1 nothing is communicated.
 
 With `DRIVETRAIN_DEBUG=1` the processes first compare the operation and the shapes. A `CollectiveError` then names the
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from drivetrain.runtime.collective_checks import call_collective, verify_operation
 from drivetrain.runtime.errors import CollectiveError, ConfigurationError, DataError, nearest
-from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.process_group import group_timeout
+from drivetrain.runtime.pytrees import recursively_apply
 from drivetrain.runtime.state import PartialState
 
 # torch 2.13 warns at every use of all_gather_into_tensor.

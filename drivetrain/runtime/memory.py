@@ -20,9 +20,9 @@ from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.host import resident_bytes
 from drivetrain.runtime.logging import get_logger
-from drivetrain.runtime.nested import recursively_apply, send_to_device
+from drivetrain.runtime.pytrees import recursively_apply, send_to_device
 from drivetrain.runtime.state import PartialState
-from drivetrain.runtime.store_agreement import SharedAttempt
+from drivetrain.runtime.store_barrier import SharedAttempt
 
 logger = get_logger(__name__)
 

@@ -19,7 +19,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain.runtime import heartbeat
 from drivetrain.runtime.errors import CollectiveError, ConfigurationError, DataError
-from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.pytrees import send_to_device
 
 _PREFIX = "drivetrain/work"
 _LEASE = 30.0  # seconds without a sign of life after which a process counts as dead

@@ -19,7 +19,7 @@ from drivetrain.runtime.collectives import broadcast, reduce
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, known_keywords
-from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.pytrees import send_to_device
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.step_module import StepModule

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.pytrees import recursively_apply
 
 ATTACHES_PRESENCE = "attaches_presence"
 """Attribute of a step whose loss the module's `presence` takes part in already."""

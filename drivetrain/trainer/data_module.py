@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain import checkpoint
 from drivetrain.checkpoint.manifest import LOSS_IS_FINITE
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.pytrees import send_to_device
 from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, build
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from drivetrain.checkpoint.manifest import EVERY_PLACE_OF_MODELS
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.trainer.data_module import for_hooks, take_back
-from drivetrain.trainer.hyper_parameters import build
+from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, build
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class TaskFiles(nn.Module):
+class TaskFiles(HoldsHyperParameters, nn.Module):
     """The part of `Task` that reads checkpoints and exports the forward."""
 
     __jit_unused_properties__: ClassVar[list[str]] = []

@@ -73,14 +73,6 @@ class Hooks:
         for hook in self.find(name):
             hook(*args)
 
-    def find_own(self, name: str) -> tuple[Hook, ...]:
-        """The hooks of this name of drivetrain's own callbacks that have one, and of what is derived from those."""
-        return tuple(
-            self._bind(callback, name)
-            for callback in self._chosen()
-            if getattr(_own_class(callback), name) is not getattr(Callback, name)
-        )
-
     def find_early(self, name: str) -> tuple[Hook, ...]:
         """The hooks of callbacks that do not run last, and then the task's."""
         return (*self._of_callbacks(name, late=False), *self._of_owner(name))
@@ -115,12 +107,6 @@ class Hooks:
         bound = partial(getattr(callback, name), self._trainer, self._task)
         actions = self._trainer.actions
         return actions.watch(actions.of_callback(callback, name), bound)
-
-
-def _own_class(callback: Callback) -> type:
-    """The nearest of this package's classes that a callback is derived from."""
-    package = __name__.partition(".")[0]
-    return next(kind for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] == package)
 
 
 def _of_loader(hook: Hook, count: int, dataloader_idx: int | None) -> Hook:

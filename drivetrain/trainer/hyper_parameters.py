@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,10 +82,7 @@ def _constructor_frames(frame: FrameType, owner: Any) -> Iterator[FrameType]:
 
 
 def select_hyper_parameters(
-    names: Sequence[Any],
-    arguments: dict[str, Any],
-    ignore: Sequence[str] | str | None,
-    keeps_modules: bool = False,
+    names: Sequence[Any], arguments: dict[str, Any], ignore: Sequence[str] | str | None
 ) -> dict[str, Any]:
     """What `save_hyperparameters(*names)` means."""
     left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())
@@ -108,8 +105,7 @@ def select_hyper_parameters(
         chosen = {name: arguments[name] for name in names}
     else:
         chosen = dict(arguments)
-    chosen = {name: value for name, value in chosen.items() if name not in left_out}
-    return {name: value for name, value in chosen.items() if keeps_modules or not _is_module(name, value)}
+    return {name: value for name, value in chosen.items() if name not in left_out}
 
 
 def _is_module(name: str, value: Any) -> bool:
@@ -155,30 +151,26 @@ def arguments_for(kind: type, saved: Mapping[str, Any], name: str | None = None)
 
 
 def made_of(
-    kind: type, saved: Mapping[str, Any], name: str | None, overrides: Mapping[str, Any], instantiate: bool = False
+    kind: type[HoldsHyperParameters],
+    saved: Mapping[str, Any],
+    name: str | None,
+    overrides: Mapping[str, Any],
+    instantiate: bool = False,
 ) -> Any:
     """Build an object of a class from saved hyper-parameters."""
     instantiator = saved.get(INSTANTIATOR)
     if instantiator is None:
-        taken = arguments_for(kind, overrides) if getattr(kind, "ignores_unknown_arguments", False) else overrides
-        return kind(**{**arguments_for(kind, saved, name), **taken})
-    if instantiator not in _INSTANTIATORS:
+        return kind.construct_with({**arguments_for(kind, saved, name), **overrides})
+    if not str(instantiator).endswith(".cli.instantiate_module"):
         raise CheckpointError(
-            f"The hyper-parameters name {instantiator!r} to make a {kind.__name__} of them; of such functions only "
-            f"{', '.join(_INSTANTIATORS)} are called. Give all arguments of the constructor, and hparams_file= of a "
-            "YAML file with none."
+            f"The hyper-parameters name {instantiator!r} to make a {kind.__name__} of them. Only what a command line "
+            "has left is made again, which names drivetrain.trainer.cli.instantiate_module. Give all arguments of the "
+            "constructor, and hparams_file= of a YAML file with none."
         )
+    # The name is compared, never imported: another tool's command line leaves the same entries under its own path.
     from drivetrain.trainer.cli.instantiation import make_again  # few runs began on a command line
 
     return make_again(kind, saved, overrides, instantiate)
-
-
-# Nothing else that a checkpoint names is called. The others are what another command line leaves.
-_INSTANTIATORS = (
-    "drivetrain.trainer.cli.instantiate_module",
-    "lightning.pytorch.cli.instantiate_module",
-    "pytorch_lightning.cli.instantiate_module",
-)
 
 
 def without_modules(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,15 +256,24 @@ def _content_of(value: Any) -> Any:
 
 
 class HoldsHyperParameters:
-    """Something that remembers its hyper-parameters, also where its base's constructor has not run yet.
+    """Something that remembers its hyper-parameters, also where its base's constructor has not run yet."""
 
-    Attributes:
-        keeps_modules: Whether modules among the arguments are kept in memory; a checkpoint never has them among them.
-        ignores_unknown_arguments: Whether `load_from_checkpoint` leaves out what the constructor does not take.
-    """
+    @classmethod
+    def construct_with(cls, arguments: Mapping[str, Any]) -> Any:
+        """Make an object when a checkpoint is loaded.
 
-    keeps_modules: ClassVar[bool] = False
-    ignores_unknown_arguments: ClassVar[bool] = False
+        Args:
+            arguments: The saved hyper-parameters that the constructor takes, and what `load_from_checkpoint` was given.
+        """
+        return cls(**arguments)
+
+    def keep_hyper_parameters(self, chosen: Mapping[str, Any]) -> None:
+        """Add arguments to `hparams`, without the modules among them, of which a warning is logged.
+
+        Args:
+            chosen: What `save_hyperparameters` is to keep.
+        """
+        self.hparams.update({name: value for name, value in chosen.items() if not _is_module(name, value)})
 
     @property
     def hparams(self) -> HyperParameters:
@@ -327,7 +328,7 @@ class HoldsHyperParameters:
             outermost = outermost_arguments(frame, self) if frame is not None else None
             if outermost is not None:
                 self.__dict__["_constructor_arguments"] = outermost
-        self.hparams.update(select_hyper_parameters(args, arguments, ignore, self.keeps_modules))
+        self.keep_hyper_parameters(select_hyper_parameters(args, arguments, ignore))
         for name in [ignore] if isinstance(ignore, str) else ignore or ():
             self.hparams.pop(name, None)
             self.__dict__.get("_constructor_arguments", {}).pop(name, None)
@@ -342,7 +343,7 @@ class HoldsHyperParameters:
 
 
 def build(
-    kind: type,
+    kind: type[HoldsHyperParameters],
     driver: Mapping[str, Any],
     entry: str,
     hparams_file: str | os.PathLike[str] | None,

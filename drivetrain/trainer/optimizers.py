@@ -41,7 +41,7 @@ class SchedulerConfig:
         strict: Whether a missing monitored value is an error; else a warning.
         name: Its name for `LearningRateMonitor`.
         reduce_on_plateau: Whether it takes a value.
-        rhythm: What decides when it steps, within `fit`, where that is counted in neither steps nor epochs.
+        step_interval: What decides when it steps, within `fit`, where that is counted in neither steps nor epochs.
     """
 
     scheduler: Any
@@ -51,7 +51,7 @@ class SchedulerConfig:
     strict: bool = True
     name: str | None = None
     reduce_on_plateau: bool = False
-    rhythm: StepInterval | None = field(default=None, init=False, repr=False, compare=False)
+    step_interval: StepInterval | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.interval not in ("epoch", "step"):
@@ -121,10 +121,16 @@ def names_of(configured: Any) -> tuple[str, ...]:
 
 
 def parse_configured_optimizers(
-    configured: Any, by_hand: bool = False, strict: bool = True
+    configured: Any, read: Callable[..., SchedulerConfig], by_hand: bool = False
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Bring whatever `configure_optimizers` returned into one shape."""
-    optimizers, schedulers = _parse(configured, partial(_scheduler_config, by_hand=by_hand, strict=strict))
+    """Bring whatever `configure_optimizers` returned into one shape.
+
+    Args:
+        configured: What it returned.
+        read: `Trainer.read_scheduler`.
+        by_hand: Whether the task steps schedulers by itself.
+    """
+    optimizers, schedulers = _parse(configured, partial(read, by_hand=by_hand))
     for config in schedulers:
         if not by_hand and not callable(getattr(config.scheduler, "step", None)):
             raise ArgumentTypeError(
@@ -199,23 +205,22 @@ def _from_dicts(
     return _checked(optimizers), schedulers
 
 
-def _scheduler_config(
-    item: Any, monitor: str | None = None, by_hand: bool = False, strict: bool = True
-) -> SchedulerConfig:
+SCHEDULER_KEYS = tuple(each.name for each in fields(SchedulerConfig) if each.init)
+"""The keys that a scheduler's dict may have."""
+
+
+def read_scheduler(item: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
+    """Return what one scheduler among the results of `configure_optimizers` means."""
     if isinstance(item, SchedulerConfig):
         return item
     if not isinstance(item, Mapping):
         return SchedulerConfig(item, monitor=monitor)
-    allowed = [each.name for each in fields(SchedulerConfig) if each.init]
-    unknown = {key for key in item if key not in allowed}
-    if unknown and strict:
-        key = sorted(map(str, unknown))[0]
-        raise ConfigurationError(
-            f"A scheduler's dict has the key {key!r}; allowed: {', '.join(allowed)}.{nearest(key, allowed)}",
-        )
+    unknown = sorted(str(key) for key in item if key not in SCHEDULER_KEYS)
     if unknown:
-        words = f"Found unsupported keys in the lr scheduler dict: {unknown}. Allowed are {', '.join(allowed)}."
-        warnings.warn(words, RuntimeWarning, stacklevel=2)
+        raise ConfigurationError(
+            f"A scheduler's dict has the key {unknown[0]!r}; allowed: {', '.join(SCHEDULER_KEYS)}."
+            f"{nearest(unknown[0], SCHEDULER_KEYS)}",
+        )
     without_effect = [key for key in item if key in _OF_AUTOMATIC_STEPS]
     if by_hand and without_effect:
         warnings.warn(
@@ -228,7 +233,7 @@ def _scheduler_config(
         raise ConfigurationError(
             "The lr scheduler dict must have the key \"scheduler\"; there is no key 'scheduler' in a dict returned.",
         )
-    return SchedulerConfig(**{"monitor": monitor, **{key: item[key] for key in item if key in allowed}})
+    return SchedulerConfig(**{"monitor": monitor, **item})
 
 
 def _checked(optimizers: list[Any]) -> list[Optimizer]:
@@ -258,8 +263,9 @@ def _describe(value: Any) -> str:
 def begin_schedules(trainer: Trainer) -> None:
     """Count from here on what schedulers follow that follow neither steps nor epochs; called when training starts."""
     for config in trainer.lr_scheduler_configs:
-        is_counted = isinstance(config.frequency, Duration)
-        config.rhythm = StepInterval(trainer, config.frequency, "frequency of a scheduler") if is_counted else None  # type: ignore[arg-type]
+        every: Any = config.frequency
+        is_counted = isinstance(every, Duration)
+        config.step_interval = StepInterval(trainer, every, "frequency of a scheduler") if is_counted else None
 
 
 def step_step_schedulers(trainer: Trainer) -> None:
@@ -268,7 +274,7 @@ def step_step_schedulers(trainer: Trainer) -> None:
     for config in trainer.lr_scheduler_configs:
         if config.interval != "step":
             continue
-        if step % config.frequency == 0 if config.rhythm is None else config.rhythm.is_due(step):  # type: ignore[operator]
+        if step % config.frequency == 0 if config.step_interval is None else config.step_interval.is_due(step):  # type: ignore[operator]
             _step(trainer, config)
 
 

@@ -168,7 +168,7 @@ class TaskRun:
         configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
         configured = configure()
         optimizers, self.schedulers = parse_configured_optimizers(
-            configured, by_hand=not task.automatic_optimization, strict=self.trainer.refuses_unknown_keys
+            configured, self.trainer.read_scheduler, by_hand=not task.automatic_optimization
         )
         self.optimizer_names = names_of(configured)
         if not optimizers and task.automatic_optimization:

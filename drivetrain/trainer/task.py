@@ -14,13 +14,12 @@ from torch.optim import Optimizer
 from drivetrain.accelerator.prepared import parameters_of
 from drivetrain.runtime.collectives import gather
 from drivetrain.runtime.errors import ConfigurationError, known_keywords
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.pytrees import recursively_apply
 from drivetrain.runtime.state import PartialState
 from drivetrain.runtime.terminal import print_all
 from drivetrain.runtime.timing import LOGGING
 from drivetrain.trainer.data_module import DataHooks
 from drivetrain.trainer.export import TaskFiles
-from drivetrain.trainer.hyper_parameters import HoldsHyperParameters
 from drivetrain.trainer.profilers.base import TaskProfiler
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ _NO_TRAINER = (
 )
 
 
-class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
+class Task(TaskFiles, DataHooks, TaskHooks):
     """A model together with how it is trained, validated, tested and used.
 
     Subclass it, override `training_step` and `configure_optimizers`, and hand it to `Trainer.fit`.

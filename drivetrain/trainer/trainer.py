@@ -20,7 +20,7 @@ from drivetrain.accelerator.preparation import FUSED_HINT
 from drivetrain.callbacks.base import Callback, Stage
 from drivetrain.callbacks.early_stopping import EarlyStopping
 from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
-from drivetrain.data import BatchInfo, DataShard, is_split_already
+from drivetrain.data import BatchInfo, CombinedLoader, DataShard, PendingBatch, is_split_already
 from drivetrain.data.configuration import warn_of_workers
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, MadeAgain, known_keywords, warn_ignored
@@ -56,6 +56,7 @@ from drivetrain.trainer.loops.run_control import (
 from drivetrain.trainer.loops.special_steps import choose_step
 from drivetrain.trainer.metrics.logged_values import SAVING, LoggedValues, Value
 from drivetrain.trainer.metrics.tracker_log import TrackerLog
+from drivetrain.trainer.optimizers import SchedulerConfig, read_scheduler
 from drivetrain.trainer.options import OptionAttributes, TrainerOptions
 from drivetrain.trainer.prepared_task import TaskRun
 from drivetrain.trainer.profilers.actions import Actions
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
     from drivetrain.accelerator import PreparedOptimizer
     from drivetrain.trainer.hooks import Hooks
     from drivetrain.trainer.loops.run_control import StopReason
-    from drivetrain.trainer.optimizers import SchedulerConfig
 
 
 # The read-only face of the Trainer: where it is, what it has logged, what it is made of
@@ -230,26 +230,6 @@ class TrainerStatus:
     def checkpoint_format(self) -> checkpoint.CheckpointFormat:
         """How the checkpoints of runs are kept: as directories. Override it to keep them in another way."""
         return DIRECTORIES
-
-    @property
-    def refuses_unknown_keys(self) -> bool:
-        """Whether a key that a scheduler's dict cannot have is an error; else a warning."""
-        return True
-
-    @property
-    def validates_when_stopped(self) -> bool:
-        """Whether a run that is asked to stop within an epoch validates before it ends."""
-        return False
-
-    @property
-    def counts_steps_without_loss(self) -> bool:
-        """Whether a step counts, and schedulers step, whose batches have all been left out by `training_step`."""
-        return False
-
-    @property
-    def repeats_epoch_start(self) -> bool:
-        """Whether `on_train_epoch_start` is called once more for an epoch that a checkpoint was written within."""
-        return True
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process, through the progress bar if there is one."""
@@ -733,7 +713,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         self.current.stage = Stage.TRAIN
         batches = TrainingBatches(self, sources[Stage.TRAIN])
         task_checks.warn_of_rare_logging(self, self.estimated_stepping_batches)
-        loop = self.loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
+        loop = self.loop = self.make_fit_loop(step, batches, validation, EpochHealth(self, task))
         self.accelerator.run_state.moment = partial(moment_of, self)
         if saved is not None:
             loop.resume_from(saved)
@@ -835,13 +815,17 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         """
         return loader
 
-    def holds_loaders(self, given: Any) -> bool:
-        """Whether what was given or made is a structure of loaders, which are combined, rather than one.
+    def combine_loaders(self, given: Any, stage: Stage) -> Any:
+        """Combine several loaders into one `CombinedLoader`. Returns a single loader as it is.
+
+        A dict and a list of `DataLoader` objects are several loaders. Another list is one loader: it holds batches.
 
         Args:
-            given: A list may be several loaders, or one that holds its batches.
+            given: What was given or made.
+            stage: What it is for: training loaders run side by side, others after each other.
         """
-        return are_several(given)
+        mode = "max_size_cycle" if stage is Stage.TRAIN else "sequential"
+        return CombinedLoader(given, mode) if are_several(given) else given
 
     def shard_of(self, loader: Any) -> DataShard | None:
         """This process's share of a loader; None for the one that the strategy gives it.
@@ -851,6 +835,35 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         """
         shares = self.use_distributed_sampler and not (self.world_size > 1 and is_split_already(loader))
         return None if shares else DataShard()
+
+    def read_scheduler(self, given: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
+        """Return what one scheduler among the results of `configure_optimizers` means.
+
+        Args:
+            given: The scheduler, or a dict of it and when it steps.
+            monitor: The logged value to watch if `given` names none.
+            by_hand: Whether the task steps it by itself.
+
+        Raises:
+            ConfigurationError: A key or a value of the dict cannot be.
+        """
+        return read_scheduler(given, monitor, by_hand)
+
+    def steps_without_loss(self, window: Sequence[PendingBatch]) -> int:
+        """Return how many optimizer steps a window counts as if `training_step` left out all its batches: none.
+
+        Args:
+            window: The micro-batches.
+        """
+        return 0
+
+    def make_fit_loop(self, *parts: Any) -> FitLoop:
+        """Make the loop of a `fit`; override it to train with another `FitLoop`.
+
+        Args:
+            parts: The arguments of `FitLoop` after the Trainer.
+        """
+        return FitLoop(self, *parts)
 
     def adopt_callbacks(self, added: Any) -> None:
         """Take a task's callbacks, which replace those of the same class, or of one that theirs is derived from.

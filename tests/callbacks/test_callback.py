@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import drivetrain.callbacks as callbacks
-from drivetrain import ConfigurationError, Trainer
+from drivetrain import ConfigurationError, DrivetrainDeprecationWarning, Duration, Trainer
 from drivetrain.callbacks import Callback, EarlyStopping, EvaluationGather, LossSpikeGuard, ModelCheckpoint, Timer
 from drivetrain.callbacks.model_summary import summarize
 from tests.callbacks.tasks import Scripted, fit, numbers
+from tests.trainer.tasks import Weight, fitted, ones
 
 HOOKS = [name for name, _ in inspect.getmembers(Callback, inspect.isfunction) if name.startswith("on_")]
 HOOKS += ["setup", "teardown"]
@@ -128,3 +129,23 @@ def test_the_best_checkpoint_of_another_trainers_run_is_refused(tmp_path: Path) 
     only_tests = Trainer(callbacks=saving, logger=False, enable_progress_bar=False, accelerator="cpu")
     task = Scripted(SECOND_FOLD)
     assert only_tests.validate(task, numbers(4, 4), ckpt_path="best", verbose=False) == [{"val_loss": 1.0}]
+
+
+def test_the_old_name_of_a_schedule_is_taken_and_deprecated(tmp_path: Path) -> None:
+    every = Duration.of("4 samples", "schedule")
+
+    class Old(Callback):
+        rhythm = every
+
+        def on_train_end(self, trainer: Trainer, task: Any) -> None:
+            self.samples = trainer.progress.count(every.unit)
+
+    callback = Callback()
+    with pytest.warns(DrivetrainDeprecationWarning, match=r"rhythm is deprecated.*Use schedule"):
+        callback.rhythm = every
+    with pytest.warns(DrivetrainDeprecationWarning, match=r"rhythm is deprecated.*Use schedule"):
+        assert callback.rhythm is callback.schedule is every
+    old = Old()
+    with pytest.warns(DrivetrainDeprecationWarning, match=r"Old\.rhythm is deprecated.*Use schedule"):
+        fitted(Weight(), ones(2), callbacks=old, default_root_dir=tmp_path)
+    assert old.samples > 0

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from drivetrain import ConfigurationError
 from drivetrain.callbacks import Callback, LambdaCallback
-from drivetrain.runtime.errors import UnknownArgumentError
 from tests.callbacks.tasks import Scripted, fit
 
 
@@ -35,5 +35,5 @@ def test_what_is_not_given_is_no_hook_of_the_run(tmp_path: Path) -> None:
 
 
 def test_an_unknown_hook_is_refused() -> None:
-    with pytest.raises(UnknownArgumentError, match="Did you mean 'on_train_end'"):
+    with pytest.raises(ConfigurationError, match="Did you mean 'on_train_end'"):
         LambdaCallback(on_trian_end=print)  # type: ignore[call-arg]

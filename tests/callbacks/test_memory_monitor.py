@@ -10,9 +10,7 @@ import psutil
 import pytest
 import torch
 
-from drivetrain import MemoryMonitor, Trainer
-from drivetrain.runtime.devices import get_device_kind
-from drivetrain.runtime.memory import MemoryUse
+from drivetrain import MemoryMonitor, PartialState, Trainer, release_memory
 from tests.pool import run_in_processes
 from tests.trackers.test_registry import ListTracker
 from tests.trainer.tasks import Weight, ones
@@ -38,27 +36,32 @@ def quiet(tracker: ListTracker | bool, **options: Any) -> Trainer:
     return Trainer(**(given | options))
 
 
+def resident() -> float:
+    """The memory of this process, in MiB."""
+    return float(psutil.Process(os.getpid()).memory_info().rss / MIB)
+
+
 def rows_of(tracker: ListTracker) -> list[dict[str, float]]:
     return [row for _, row in tracker.rows if "memory/current" in row]
 
 
 def test_what_a_step_keeps_shows() -> None:
     tracker = ListTracker()
-    get_device_kind("cpu").empty_cache()  # what earlier tests have freed would be used again
+    PartialState(cpu=True)
+    release_memory()  # what earlier tests have freed would be used again
     quiet(tracker, callbacks=[MemoryMonitor()]).fit(Hoarding(), ones(4))
     rows = rows_of(tracker)
     assert len(rows) == 4
     assert rows[3]["memory/current"] - rows[0]["memory/current"] == pytest.approx(3 * 8, abs=6)
     assert rows[3]["memory/current"] <= rows[3]["memory/peak"]
-    here = psutil.Process(os.getpid()).memory_info().rss / MIB
-    assert rows[3]["memory/host"] == pytest.approx(here, rel=0.2)
+    assert rows[3]["memory/host"] == pytest.approx(resident(), rel=0.2)
 
 
 def fit_hoarding() -> Any:
     torch.set_num_threads(1)
     tracker = ListTracker()
     quiet(tracker, strategy="ddp", callbacks=[MemoryMonitor()]).fit(Hoarding(), ones(8))
-    return rows_of(tracker), MemoryUse.read(get_device_kind("cpu"), torch.device("cpu")).host / MIB
+    return rows_of(tracker), resident()
 
 
 @pytest.mark.slow

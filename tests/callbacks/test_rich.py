@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from drivetrain import ConfigurationError, Trainer
-from drivetrain.callbacks import ModelSummary, RichModelSummary, RichProgressBar, rich_progress_bar
-from drivetrain.callbacks.rich_progress_bar import require_rich
+from drivetrain.callbacks import ModelSummary, RichModelSummary, RichProgressBar
 from tests.callbacks.tasks import Scripted, numbers
 from tests.pool import run_in_processes
 
@@ -78,7 +77,7 @@ def test_the_table_has_what_the_plain_one_has(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize("make", [RichProgressBar, RichModelSummary])
 def test_without_rich_they_say_how_to_install_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rich_progress_bar, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "rich", None)
     with pytest.raises(ConfigurationError, match=r'pip install "drivetrain\[rich\]"'):
         make()
 
@@ -87,7 +86,7 @@ def draw_after_import() -> float:
     for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
         del sys.modules[name]
     random.seed(0)
-    require_rich("A bar")
+    RichProgressBar()
     assert "rich.style" in sys.modules
     return random.random()
 

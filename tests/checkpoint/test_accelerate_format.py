@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
 
-from drivetrain import FSDP, Accelerator, CheckpointError, load_checkpoint_in_model
+from drivetrain import FSDP, Accelerator, CheckpointError, ConfigurationError, load_checkpoint_in_model
 from drivetrain.checkpoint import read_foreign
-from drivetrain.cli.main import cli
+from tests.commands import drivetrain
 from tests.pool import run_in_processes
 
 
@@ -107,11 +106,11 @@ def test_a_run_continues_from_accelerate_s_files(tmp_path, safe, prefix):
 
 def test_a_converted_checkpoint_continues_the_same(tmp_path):
     expected = written(tmp_path / "theirs")
-    result = CliRunner().invoke(cli, ["import-checkpoint", str(tmp_path / "theirs"), str(tmp_path / "ours")])
+    result = drivetrain("import-checkpoint", tmp_path / "theirs", tmp_path / "ours")
     assert (result.exit_code, result.output.strip()) == (0, str(tmp_path / "ours")), result.output
     assert continued(str(tmp_path / "ours")) == expected
-    again = CliRunner().invoke(cli, ["import-checkpoint", str(tmp_path / "theirs"), str(tmp_path / "ours")])
-    assert "there already" in str(again.exception)
+    with pytest.raises(ConfigurationError, match="there already"):
+        drivetrain("import-checkpoint", tmp_path / "theirs", tmp_path / "ours")
 
 
 def sharded(folder: str) -> list[float]:
@@ -133,7 +132,7 @@ def sharded(folder: str) -> list[float]:
 @pytest.mark.sharded
 def test_shards_take_what_accelerate_wrote(tmp_path):
     written(tmp_path / "theirs")
-    CliRunner().invoke(cli, ["import-checkpoint", str(tmp_path / "theirs"), str(tmp_path / "ours")])
+    drivetrain("import-checkpoint", tmp_path / "theirs", tmp_path / "ours")
     for theirs, ours in run_in_processes(sharded, 2, args=(str(tmp_path),)):
         assert theirs == pytest.approx(ours, abs=1e-7)
 

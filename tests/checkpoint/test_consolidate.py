@@ -12,7 +12,6 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from click.testing import CliRunner
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -20,8 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from drivetrain import Accelerator, CheckpointError, ConfigurationError, PartialState, consolidate
 from drivetrain.checkpoint import save_run_state, save_safetensors
 from drivetrain.checkpoint.export import shard_limit
-from drivetrain.cli.main import cli
 from tests.checkpoint.states import alone, assert_same, run_state, write
+from tests.commands import drivetrain
 from tests.pool import ROOT, run_in_processes
 
 TRANSFORMERS = ROOT / ".venv-bench" / "bin" / "python"
@@ -185,7 +184,7 @@ def test_one_module_is_written_by_its_own_names(tmp_path: Path) -> None:
     own = {name.removeprefix("layers."): value for name, value in model_state().items() if name.startswith("layers.")}
     assert_same(read(tmp_path / "out"), own)
     arguments = ["merge-weights", str(tmp_path / "one"), str(tmp_path / "inner"), "--module", "layers.3"]
-    assert CliRunner().invoke(cli, arguments, catch_exceptions=False).exit_code == 0
+    assert drivetrain(*arguments).exit_code == 0
     assert_same(read(tmp_path / "inner"), {"weight": model_state()["layers.3.weight"]})
     with pytest.raises(CheckpointError, match=r"no weights of a module 'layer'.* head, layers.* Did you mean 'layers'"):
         consolidate(tmp_path / "one", tmp_path / "other", module="layer")
@@ -269,16 +268,16 @@ def test_what_is_no_size_is_refused(text: Any) -> None:
 def test_the_command_writes_the_files_and_says_which(tmp_path: Path) -> None:
     save(tmp_path / "one")
     arguments = ["merge-weights", str(tmp_path / "one"), str(tmp_path / "out"), "--max-shard-size", "3KB"]
-    done = CliRunner().invoke(cli, [*arguments, "--dtype", "bfloat16"], catch_exceptions=False)
+    done = drivetrain(*arguments, "--dtype", "bfloat16")
     assert done.exit_code == 0
     printed = [line for line in done.stdout.splitlines() if line.endswith(".safetensors")]
     assert printed == [str(path) for path in sorted((tmp_path / "out").glob("*.safetensors"))]
     assert len(printed) > 1
     assert read(tmp_path / "out")["layers.1.weight"].dtype == torch.bfloat16
     with pytest.raises(CheckpointError, match="not empty"):
-        CliRunner().invoke(cli, arguments, catch_exceptions=False)
+        drivetrain(*arguments)
     with pytest.raises(CheckpointError, match="Did you mean 'bfloat16'"):
-        CliRunner().invoke(cli, [*arguments, "--overwrite", "--dtype", "bfloat61"], catch_exceptions=False)
+        drivetrain(*arguments, "--overwrite", "--dtype", "bfloat61")
 
 
 def test_a_state_dict_is_written_in_the_same_files(tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ from drivetrain.checkpoint import (
     remove_checkpoint,
     save_run_state,
 )
-from drivetrain.checkpoint.storage import MANIFEST
 from tests.checkpoint.states import alone, digest, own_state, reseal, reseal_manifest, run_state, write
 
+MANIFEST = "MANIFEST.json"
 INDEX = "tensors/index.json"
 FILE = "tensors/rank_0_0.safetensors"
 WEIGHT = "state_dict/layer.weight"  # 8 x 4 values

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from drivetrain import FSDP, Accelerator, CheckpointError
 from drivetrain.checkpoint import read_foreign
-from drivetrain.cli.main import cli
+from tests.commands import drivetrain
 from tests.pool import run_in_processes
 
 SHARDS, WHOLE = "sharded", "full"
@@ -112,7 +111,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_continues_from_the_files_and_from_what_they_are_converted_to(tmp_path: Path, kind: str) -> None:
     expected = written(tmp_path / "theirs", kind)
     assert continued(str(tmp_path / "theirs")) == expected
-    result = CliRunner().invoke(cli, ["import-checkpoint", str(tmp_path / "theirs"), str(tmp_path / "ours")])
+    result = drivetrain("import-checkpoint", tmp_path / "theirs", tmp_path / "ours")
     assert result.exit_code == 0, result.output
     assert continued(str(tmp_path / "ours")) == expected
 
@@ -120,7 +119,7 @@ def test_a_run_continues_from_the_files_and_from_what_they_are_converted_to(tmp_
 @pytest.mark.parametrize("below", ["", "pytorch_model_fsdp_0"])
 def test_their_shards_become_plain_weights(theirs: Path, tmp_path: Path, below: str) -> None:
     arguments = ["merge-weights", str(theirs / below), str(tmp_path / "out"), "--dtype", "bfloat16"]
-    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    result = drivetrain(*arguments)
     assert result.exit_code == 0, result.output
     expected = read_foreign(theirs)[0]["engine"]["models"][0]
     found = load_file(tmp_path / "out" / "model.safetensors")

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from drivetrain.cli.k8s import k8s
-from drivetrain.cli.slurm import slurm
+from tests.commands import drivetrain
 
 SCHEMA = json.loads((Path(__file__).parent / "schemas" / "jobset-v1alpha2.json").read_text())
 
@@ -25,7 +23,7 @@ SCHEMA = json.loads((Path(__file__).parent / "schemas" / "jobset-v1alpha2.json")
 )
 def test_a_manifest_is_one_that_kubernetes_takes(flags: list[str]) -> None:
     validator = pytest.importorskip("jsonschema", reason="jsonschema is not installed").Draft202012Validator(SCHEMA)
-    ended = CliRunner().invoke(k8s, ["--image", "team/train:1", *flags, "train.py", "--lr", "$(0.1)"])
+    ended = drivetrain("k8s", "--image", "team/train:1", *flags, "train.py", "--lr", "$(0.1)")
     assert ended.exit_code == 0, ended.output
     manifest = yaml.safe_load(ended.stdout)
     assert list(validator.iter_errors(manifest)) == []
@@ -34,7 +32,7 @@ def test_a_manifest_is_one_that_kubernetes_takes(flags: list[str]) -> None:
 
 
 def test_each_pod_is_given_its_own_rank_and_the_first_ones_address() -> None:
-    ended = CliRunner().invoke(k8s, ["--image", "i", "--name", "run", "--nodes", "2", "train.py", "--lr", "$(x)"])
+    ended = drivetrain("k8s", "--image", "i", "--name", "run", "--nodes", "2", "train.py", "--lr", "$(x)")
     pod = yaml.safe_load(ended.stdout)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     command = pod["containers"][0]["command"]
     assert {"--machine_rank=$(JOB_COMPLETION_INDEX)", "--main_process_ip=run-machine-0-0.run", "--cpu"} <= set(command)
@@ -53,7 +51,7 @@ def test_an_sbatch_file_is_written_where_it_was_asked_for(tmp_path: Path) -> Non
         "--file",
         str(file),
     ]
-    ended = CliRunner().invoke(slurm, [*flags, "train.py", "--nodes", "7"])
+    ended = drivetrain("slurm", *flags, "train.py", "--nodes", "7")
     assert ended.exit_code == 0, ended.output
     launch = "drivetrain launch --preemption_grace_period=100 --num_processes=8 --cpu --mixed_precision bf16"
     assert f"{launch} train.py --nodes 7 &" in file.read_text().splitlines()

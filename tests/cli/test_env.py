@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from drivetrain import ConfigurationError
-from drivetrain.cli.env import env
+from tests.commands import drivetrain
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +18,7 @@ def no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report(*arguments: str) -> str:
-    ended = CliRunner().invoke(env, list(arguments), catch_exceptions=False)
+    ended = drivetrain("env", *arguments)
     assert ended.exit_code == 0
     return ended.output
 

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from drivetrain import Accelerator, ConfigurationError
-from drivetrain.cli.merge_weights import merge_weights
+from tests.commands import drivetrain
 
 
 class Tied(torch.nn.Module):
@@ -33,7 +32,7 @@ def checkpoint(tmp_path: Path, model: Tied) -> Path:
 
 
 def merge(*arguments: object) -> str:
-    ended = CliRunner().invoke(merge_weights, [str(each) for each in arguments], catch_exceptions=False)
+    ended = drivetrain("merge-weights", *arguments)
     assert ended.exit_code == 0, ended.output
     return ended.stdout
 

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from drivetrain import ConfigurationError
 from drivetrain.callbacks.report.record import write_record
-from drivetrain.cli.report import report
-from drivetrain.cli.runs import runs
 from drivetrain.trackers.index import record_run
+from tests.commands import drivetrain
 from tests.trackers.test_report_page import run_in
 
 RECORDS = "import json, os; json.dump([os.environ['DRIVETRAIN_RESUME'], os.getcwd()], open('resumed.json', 'w'))"
@@ -31,19 +29,14 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def called(command: object, *arguments: str) -> Result:
-    result = CliRunner().invoke(command, arguments, catch_exceptions=False)  # type: ignore[arg-type]
-    return result
-
-
 def test_runs_are_listed_newest_first(directory: Path) -> None:
-    title, *lines = called(runs).output.splitlines()
+    title, *lines = drivetrain("runs").output.splitlines()
     assert title.split() == ["began", "run", "state", "metric", "command"]
     assert [line.split()[2:6] for line in lines] == [
         ["version_1", "failed", "val_loss", "1"],
         ["version_0", "finished", "val_loss", "1"],
     ]
-    listed = json.loads(called(runs, "--json").output)
+    listed = json.loads(drivetrain("runs", "--json").output)
     assert [(run["name"], run["state"], run["metric"]) for run in listed] == [
         ("version_1", "failed", "val_loss 1"),
         ("version_0", "finished", "val_loss 1"),
@@ -64,7 +57,7 @@ def test_a_value_that_is_not_the_best_is_listed_as_the_last(
     best: dict[str, object], metrics: dict[str, float], shown: str, directory: Path
 ) -> None:
     write_record(directory / "drivetrain_logs" / "version_1", {"state": "finished", "best": best, "metrics": metrics})
-    assert f"  finished  {shown}  " in called(runs).output
+    assert f"  finished  {shown}  " in drivetrain("runs").output
 
 
 MALFORMED: dict[str, Any] = {
@@ -95,11 +88,11 @@ def test_a_record_that_cannot_be_read_is_listed_so_beside_the_others(record: Any
     text = record if isinstance(record, str | bytes) else json.dumps(record)
     file = Path(directory, "drivetrain_logs", "version_1", "run.json")
     file.write_bytes(text.encode() if isinstance(text, str) else text)
-    _, broken, whole = called(runs).output.splitlines()
+    _, broken, whole = drivetrain("runs").output.splitlines()
     assert "version_1  unreadable  run.json cannot be read: " in broken
     assert "version_0  finished" in whole
-    assert "run.json cannot be read" in called(runs, "show", "version_1").output
-    assert called(report, "drivetrain_logs/version_1").exit_code == 0
+    assert "run.json cannot be read" in drivetrain("runs", "show", "version_1").output
+    assert drivetrain("report", "drivetrain_logs/version_1").exit_code == 0
 
 
 @pytest.mark.parametrize("kind", ["a file of gigabytes", "a pipe", "a directory"])
@@ -113,7 +106,7 @@ def test_what_is_no_record_is_not_waited_for(kind: str, directory: Path) -> None
     else:
         with file.open("wb") as opened:
             opened.truncate(2**32)
-    assert "version_1  unreadable" in called(runs).output
+    assert "version_1  unreadable" in drivetrain("runs").output
 
 
 def test_the_page_spells_control_characters_and_markup_out(directory: Path) -> None:
@@ -121,7 +114,7 @@ def test_the_page_spells_control_characters_and_markup_out(directory: Path) -> N
     write_record(
         directory / "drivetrain_logs" / "version_1", {"state": "failed", "reason": hostile, "command": hostile}
     )
-    called(report, "drivetrain_logs/version_1")
+    drivetrain("report", "drivetrain_logs/version_1")
     page = (directory / "drivetrain_logs" / "version_1" / "report.html").read_text(encoding="utf-8")
     assert "\\x1b[31m\\u202e&lt;script&gt;alert(1)" in page
     assert not set(page) & set("\x1b\u202e")
@@ -134,7 +127,7 @@ def test_what_a_record_says_reaches_the_terminal_without_control_characters(dire
     write_record(folder, record)
     index = directory / "drivetrain_logs" / "index"
     index.write_text(index.read_text().replace("\n", f"{hostile}\n"))
-    for shown in (called(runs).output, called(runs, "show", str(folder)).output):
+    for shown in (drivetrain("runs").output, drivetrain("runs", "show", str(folder)).output):
         assert "\\x1b]0;owned\\x07" in shown
         assert not set(shown) & set("\x1b\x07\x9b\u202e")
 
@@ -149,15 +142,15 @@ def test_passwords_in_addresses_are_not_listed(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_directory_without_runs_is_explained(tmp_path: Path) -> None:
-    assert "Give their folder with --dir" in called(runs, "--dir", str(tmp_path)).output
+    assert "Give their folder with --dir" in drivetrain("runs", "--dir", str(tmp_path)).output
 
 
 def test_a_run_is_shown(directory: Path) -> None:
-    shown = called(runs, "show", "version_1").output
+    shown = drivetrain("runs", "show", "version_1").output
     for part in ("failed: RuntimeError: no", "30 steps, 3 epochs", "best.ckpt", "python train.py"):
         assert part in shown
     with pytest.raises(ConfigurationError, match="Did you mean 'version_1'"):
-        called(runs, "show", "version_11")
+        drivetrain("runs", "show", "version_11")
 
 
 def test_a_run_is_resumed_with_its_command_where_it_was_started(directory: Path) -> None:
@@ -167,9 +160,9 @@ def test_a_run_is_resumed_with_its_command_where_it_was_started(directory: Path)
     folder = directory / "drivetrain_logs" / "version_0"
     record = {"state": "failed", "argv": argv, "cwd": str(work), "best": {"newest": "/runs/last.ckpt"}}
     write_record(folder, record)
-    assert "/runs/last.ckpt" in called(runs, "resume", "version_0", "--dry-run").output
+    assert "/runs/last.ckpt" in drivetrain("runs", "resume", "version_0", "--dry-run").output
     assert not (work / "resumed.json").exists()
-    called(runs, "resume", "version_0")
+    drivetrain("runs", "resume", "version_0")
     assert json.loads((work / "resumed.json").read_text()) == ["/runs/last.ckpt", os.path.realpath(work)]
 
 
@@ -185,14 +178,14 @@ def test_what_cannot_be_resumed_is_refused(directory: Path, changed: dict[str, o
     record = {"state": "failed", "argv": ["true"], "cwd": ".", "best": {"newest": "last.ckpt"}, **changed}
     write_record(directory / "drivetrain_logs" / "version_0", record)
     with pytest.raises(ConfigurationError, match=message):
-        called(runs, "resume", "version_0")
+        drivetrain("runs", "resume", "version_0")
 
 
 def test_a_report_is_made_of_one_run_and_of_several(directory: Path) -> None:
-    assert called(report, "version_0").output.strip().endswith("version_0/report.html")
-    assert called(report, "version_0", "version_1").output.strip() == "comparison.html"
+    assert drivetrain("report", "version_0").output.strip().endswith("version_0/report.html")
+    assert drivetrain("report", "version_0", "version_1").output.strip() == "comparison.html"
     assert "2 runs compared" in Path("comparison.html").read_text()
-    called(report, "drivetrain_logs/version_0/metrics.csv", "-o", "one.html")
+    drivetrain("report", "drivetrain_logs/version_0/metrics.csv", "-o", "one.html")
     assert "val_loss" in Path("one.html").read_text()
     with pytest.raises(ConfigurationError, match="neither a path nor a name"):
-        called(report, "elsewhere")
+        drivetrain("report", "elsewhere")

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from drivetrain import ConfigurationError
-from drivetrain.cli.to_fsdp2 import convert, to_fsdp2
-from drivetrain.strategies.fsdp.accelerate_config import options_from
+from drivetrain import FSDP, ConfigurationError
+from tests.commands import drivetrain
 
 OLD = {
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -35,7 +33,13 @@ def config(**changed: Any) -> dict[str, Any]:
 def convert_file(folder: Path, *arguments: str, content: Any = None) -> Any:
     source = folder / "old.yaml"
     source.write_text(yaml.safe_dump(config() if content is None else content))
-    return CliRunner().invoke(to_fsdp2, ["--config_file", str(source), *arguments], catch_exceptions=False)
+    return drivetrain("to-fsdp2", "--config_file", source, *arguments)
+
+
+def converted(folder: Path, **changed: Any) -> tuple[Any, str]:
+    """What a changed configuration becomes, and what is printed."""
+    printed = convert_file(folder, "--overwrite", content=config(**changed)).output
+    return yaml.safe_load((folder / "old.yaml").read_text()), printed
 
 
 def test_a_file_is_converted_and_each_change_is_listed(tmp_path: Path) -> None:
@@ -54,7 +58,7 @@ def test_a_file_is_converted_and_each_change_is_listed(tmp_path: Path) -> None:
     assert new | {"fsdp_config": None} == config() | {"fsdp_config": None}
     for key in ("fsdp_backward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states", "fsdp_forward_prefetch"):
         assert f"{key}: left out" in ended.output
-    assert options_from(new["fsdp_config"])["wrap"] == ["Block"]
+    assert FSDP.from_config(new["fsdp_config"]).options.wrap == ["Block"]
 
 
 @pytest.mark.parametrize(
@@ -69,25 +73,25 @@ def test_a_file_is_converted_and_each_change_is_listed(tmp_path: Path) -> None:
         ("fsdp_reshard_after_forward", "false", False),
     ],
 )
-def test_how_much_is_sharded_is_kept(key: str, value: Any, reshards: bool) -> None:
-    converted, _ = convert(config(**{"fsdp_sharding_strategy": None, key: value}))
-    assert converted["fsdp_config"]["fsdp_reshard_after_forward"] is reshards
-    assert "fsdp_sharding_strategy" not in converted["fsdp_config"]
+def test_how_much_is_sharded_is_kept(key: str, value: Any, reshards: bool, tmp_path: Path) -> None:
+    new, _ = converted(tmp_path, **{"fsdp_sharding_strategy": None, key: value})
+    assert new["fsdp_config"]["fsdp_reshard_after_forward"] is reshards
+    assert "fsdp_sharding_strategy" not in new["fsdp_config"]
 
 
-def test_hybrid_sharding_becomes_a_mesh_of_machines() -> None:
-    converted, changes = convert(config(fsdp_sharding_strategy="HYBRID_SHARD"))
-    assert converted["parallelism_config"] == {
+def test_hybrid_sharding_becomes_a_mesh_of_machines(tmp_path: Path) -> None:
+    new, printed = converted(tmp_path, fsdp_sharding_strategy="HYBRID_SHARD")
+    assert new["parallelism_config"] == {
         "parallelism_config_dp_replicate_size": 2,
         "parallelism_config_dp_shard_size": 4,
     }
-    assert "replicates between machines" in changes[-1]
+    assert "replicates between machines" in printed
 
 
-def test_what_shards_nothing_becomes_plain_data_parallelism() -> None:
-    converted, _ = convert(config(fsdp_sharding_strategy="NO_SHARD"))
-    assert converted["distributed_type"] == "MULTI_GPU"
-    assert "fsdp_config" not in converted
+def test_what_shards_nothing_becomes_plain_data_parallelism(tmp_path: Path) -> None:
+    new, _ = converted(tmp_path, fsdp_sharding_strategy="NO_SHARD")
+    assert new["distributed_type"] == "MULTI_GPU"
+    assert "fsdp_config" not in new
 
 
 def test_a_file_is_replaced_only_when_asked(tmp_path: Path) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from drivetrain import ConfigurationError
-from drivetrain.cli.tpu_config import tpu_config
+from tests.commands import drivetrain, exit_code_of
 
 TPU = ("--tpu_name", "pod", "--tpu-zone", "us-central1-a")
 
@@ -23,7 +22,7 @@ def no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def printed(*arguments: str) -> list[str]:
     """The words of the command that would run."""
-    ended = CliRunner().invoke(tpu_config, [*arguments, "--debug"], catch_exceptions=False)
+    ended = drivetrain("tpu-config", *arguments, "--debug")
     assert ended.exit_code == 0, ended.output
     words = shlex.split(ended.output)
     assert words[0] == "Running"
@@ -77,7 +76,7 @@ def test_a_file_of_settings_names_the_pod_and_its_commands(tmp_path: Path) -> No
 )
 def test_what_is_missing_is_named(arguments: list[str], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
-        CliRunner().invoke(tpu_config, [*arguments, "--debug"], catch_exceptions=False)
+        drivetrain("tpu-config", *arguments, "--debug")
 
 
 def test_gcloud_itself_is_run_and_its_exit_code_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +84,6 @@ def test_gcloud_itself_is_run_and_its_exit_code_returned(tmp_path: Path, monkeyp
     program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/given\nexit 7\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    code = tpu_config.main([*TPU, "--command", "ls -l"], standalone_mode=False)
+    code = exit_code_of("tpu-config", *TPU, "--command", "ls -l")
     assert code == 7
     assert "cd /usr/share; ls -l" in (tmp_path / "given").read_text().splitlines()

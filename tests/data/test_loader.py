@@ -271,3 +271,10 @@ def test_a_number_of_workers_belongs_to_the_loader() -> None:
     assert loader.num_workers == 1
     with pytest.raises(ConfigurationError, match=r"num_workers=4 is not allowed.*DataLoader\(num_workers="):
         DataLoaderConfiguration(num_workers=4)  # type: ignore[arg-type]
+
+
+def test_the_old_name_of_preserve_state_is_taken_and_deprecated() -> None:
+    loader = prepare_loader(DataLoader(range(4), batch_size=2), shard=DataShard())
+    with pytest.warns(DrivetrainDeprecationWarning, match=r"undone is deprecated.*Use preserve_state"), loader.undone():
+        assert len(list(loader)) == 2
+    assert loader.epoch == 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, TensorDataset
@@ -19,7 +21,6 @@ from drivetrain.data import (
     prepare_loader,
     skip_first_batches,
 )
-from drivetrain.runtime.seeds import RandomState
 from tests.data.kinds import (
     ITERABLE,
     KINDS,
@@ -324,12 +325,15 @@ def rest_and_next_epoch(kind: str, config: DataLoaderConfiguration) -> list[list
     rest_of(loader)
     iterator = iter(loader)
     next(iterator)
-    position, there = loader.state_dict(), RandomState.capture()
+    position = loader.state_dict()
+    there = random.getstate(), np.random.get_state(), torch.get_rng_state()
     expected = [rest_of(iterator), rest_of(loader)]
     seed_everything(17)
     resumed = prepare_loader(KINDS[kind](), shard=shard, config=config)
     resumed.load_state_dict(position)
-    there.restore()
+    random.setstate(there[0])
+    np.random.set_state(there[1])
+    torch.set_rng_state(there[2])
     return [*expected, rest_of(resumed), rest_of(resumed)]
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,8 +22,8 @@ from drivetrain import (
     merge_adapters,
 )
 from drivetrain.checkpoint import open_weights
-from drivetrain.cli.merge_weights import merge_weights
 from drivetrain.inference.merging import adapters_in
+from tests.commands import drivetrain
 from tests.pool import run_in_processes
 
 WIDTH, STEPS = 128, 4
@@ -193,7 +192,7 @@ def test_a_parameter_that_is_unfrozen_beside_the_adapters_is_saved_loaded_and_me
 def test_the_command_merges_them(alone: Path, tmp_path: Path) -> None:
     save_file(made().state_dict(), tmp_path / "base.safetensors")
     arguments = [str(alone), str(tmp_path / "merged"), "--base", str(tmp_path / "base.safetensors")]
-    ran = CliRunner().invoke(merge_weights, arguments)
+    ran = drivetrain("merge-weights", *arguments)
     assert ran.exit_code == 0, ran.output
     merged, base = load_file(tmp_path / "merged" / "model.safetensors"), made().state_dict()
     assert merged.keys() == base.keys()

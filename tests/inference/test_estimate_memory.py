@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
 from drivetrain import ConfigurationError
-from drivetrain.inference.estimate_memory import estimate_memory
 from drivetrain.inference.model_size import ModelSize, estimate_training, read_model, size_of_module
 from drivetrain.runtime.host import as_bytes
 from tests.cli import models
+from tests.commands import drivetrain
 from tests.pool import run_in_processes
 
 MODEL = "tests.cli.models:Tagger"
@@ -28,7 +27,7 @@ SCALARS = 1024
 
 
 def estimate(*arguments: str) -> Any:
-    ended = CliRunner().invoke(estimate_memory, [*arguments, "--json"], catch_exceptions=False)
+    ended = drivetrain("estimate-memory", *arguments, "--json")
     assert ended.exit_code == 0, ended.output
     return json.loads(ended.output)
 
@@ -173,7 +172,7 @@ def test_the_model_is_placed_on_devices_in_each_dtype() -> None:
     arguments = (MODEL, "--device", "150KB", "--device", "150KB", "--cpu", "1MB", "--dtypes", "bfloat16", "nf4")
     maps = estimate(*arguments)["device_maps"]
     assert {name: set(placed.values()) for name, placed in maps.items()} == {"bfloat16": {0, 1}, "nf4": {0}}
-    printed = CliRunner().invoke(estimate_memory, arguments).output
+    printed = drivetrain("estimate-memory", *arguments).output
     assert "Device map, nf4" in printed
     assert "boundaries between devices" in printed
 
@@ -187,7 +186,7 @@ def test_a_kv_cache_is_added(tmp_path: Path) -> None:
 
 
 def test_the_table_names_strategies_and_precisions() -> None:
-    printed = CliRunner().invoke(estimate_memory, [MODEL, "--num-processes", "4"]).output
+    printed = drivetrain("estimate-memory", MODEL, "--num-processes", "4").output
     assert "training in each of 4 process(es), without activations" in printed.lower()
     for pattern in ("strategy", "bf16-true", "fsdp", "deepspeed_stage_3", "int4"):
         assert pattern in printed
@@ -212,7 +211,7 @@ def test_the_table_names_strategies_and_precisions() -> None:
 )
 def test_what_cannot_be_estimated_is_refused_by_name(arguments: list[str], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
-        CliRunner().invoke(estimate_memory, arguments, catch_exceptions=False)
+        drivetrain("estimate-memory", *arguments)
 
 
 def test_a_broken_file_is_refused(tmp_path: Path) -> None:

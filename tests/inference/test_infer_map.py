@@ -7,18 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from drivetrain import ConfigurationError
-from drivetrain.inference.estimate_memory import infer_map
 from tests.cli import models
+from tests.commands import drivetrain
 
 MODEL = ("tests.cli.models:Tagger", "--kwargs", '{"width": 64, "layers": 6}')
 
 
 def run(*arguments: str) -> str:
-    ended = CliRunner().invoke(infer_map, arguments, catch_exceptions=False)
+    ended = drivetrain("infer-map", *arguments)
     assert ended.exit_code == 0, ended.output
     return ended.output
 
@@ -78,4 +77,4 @@ def test_a_config_of_transformers_is_placed_with_its_ties(tmp_path: Path) -> Non
 def test_what_cannot_be_is_refused(arguments: tuple[str, ...], named: str) -> None:
     assert models.Tagger.__name__ == "Tagger"
     with pytest.raises(ConfigurationError, match=named):
-        CliRunner().invoke(infer_map, arguments, catch_exceptions=False)
+        drivetrain("infer-map", *arguments)

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from drivetrain import CheckpointError, ConfigurationError, merge_adapters
 from drivetrain.checkpoint import open_weights, save_safetensors
-from drivetrain.cli.merge_weights import merge_weights
+from tests.commands import drivetrain
 from tests.pool import ROOT
 
 RANK = 4
@@ -133,12 +132,11 @@ def test_the_command_takes_a_dtype_and_refuses_a_module(tmp_path: Path) -> None:
     save_file(adapters(), tmp_path / "adapters.safetensors")
     arguments = [str(tmp_path / "adapters.safetensors"), str(tmp_path / "merged"), "--base"]
     arguments += [str(tmp_path / "base.safetensors"), "--dtype", "bfloat16"]
-    ran = CliRunner().invoke(merge_weights, arguments)
+    ran = drivetrain("merge-weights", *arguments)
     assert ran.exit_code == 0, ran.output
     assert {value.dtype for value in written(tmp_path / "merged").values()} == {torch.bfloat16}
-    refused = CliRunner().invoke(merge_weights, [*arguments, "--module", "net"])
-    assert isinstance(refused.exception, ConfigurationError)
-    assert "Leave out --module" in str(refused.exception)
+    with pytest.raises(ConfigurationError, match="Leave out --module"):
+        drivetrain("merge-weights", *arguments, "--module", "net")
 
 
 def test_weights_of_another_shape_are_refused_and_nothing_is_written(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ GATHER = [
     f"{TORCH}/distributed/distributed_c10d.py:4394 all_gather_single",
     f"{TORCH}/distributed/c10d_logger.py:83 wrapper",
     f"{OURS}/runtime/collective_checks.py:61 call_collective",
-    f"{OURS}/runtime/nested.py:101 recursively_apply",
+    f"{OURS}/runtime/pytrees.py:101 recursively_apply",
     f"{OURS}/runtime/collectives.py:75 gather",
     f"{OURS}/accelerator/accelerator.py:12 gather",
 ]

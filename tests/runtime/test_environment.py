@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from drivetrain import ConfigurationError, DrivetrainError, ProcessEnvironment
-from drivetrain.runtime.environment import DEFAULT_MAIN_PORT
 
 TORCHRUN = {
     "RANK": "5",
@@ -54,12 +53,12 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
         pytest.param(TORCHRUN, ProcessEnvironment(5, 8, 1, 4, "node0", 1234, "torchrun"), id="torchrun on 2 machines"),
         pytest.param(
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
-            ProcessEnvironment(1, 2, 1, 2, "127.0.0.1", DEFAULT_MAIN_PORT, "torchrun"),
+            ProcessEnvironment(1, 2, 1, 2, "127.0.0.1", 29500, "torchrun"),
             id="torchrun without the sizes of machines",
         ),
         pytest.param(
             {"RANK": "0", "WORLD_SIZE": "1"},
-            ProcessEnvironment(0, 1, 0, 1, "127.0.0.1", DEFAULT_MAIN_PORT, "torchrun"),
+            ProcessEnvironment(0, 1, 0, 1, "127.0.0.1", 29500, "torchrun"),
             id="a world of one needs no local rank",
         ),
         pytest.param(SLURM, ProcessEnvironment(4, 5, 0, 1, "gpu07", 24242, "slurm"), id="SLURM, last machine"),
@@ -84,7 +83,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
             id="an interactive SLURM shell",
         ),
         pytest.param({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, ProcessEnvironment(), id="the shell of salloc"),
-        pytest.param(OPEN_MPI, ProcessEnvironment(3, 4, 1, 2, "head", DEFAULT_MAIN_PORT, "openmpi"), id="Open MPI"),
+        pytest.param(OPEN_MPI, ProcessEnvironment(3, 4, 1, 2, "head", 29500, "openmpi"), id="Open MPI"),
         pytest.param(INTEL_MPI, ProcessEnvironment(3, 4, 1, 2, "head", 999, "intelmpi"), id="Intel MPI"),
         pytest.param(
             {**SLURM, **TORCHRUN},

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from drivetrain import ConfigurationError, PartialState, get_logger
-from drivetrain.runtime.process_group import destroy_process_group
 from tests.pool import run_in_processes
 
 
@@ -167,7 +166,6 @@ def log_in_turn(path: str) -> None:
     # A level that differs must not leave the others waiting.
     logger.setLevel(logging.ERROR if PartialState().process_index == 1 else logging.INFO)
     logger.info("mixed", in_order=True)
-    destroy_process_group()
 
 
 def test_processes_log_one_after_the_other(tmp_path: Any) -> None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from drivetrain import CheckpointError
-from drivetrain.cli.main import cli
 from drivetrain.runtime.yaml_text import load_yaml
 from drivetrain.trainer.hyper_parameters import hyper_parameters_in
+from tests.commands import drivetrain
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
@@ -55,8 +54,9 @@ def command(*args: str) -> Callable[[Path], str]:
     """A command that is given the file; its error, which the reason is in."""
 
     def run(file: Path) -> str:
-        result = CliRunner().invoke(cli, [str(file) if each == "FILE" else each for each in args])
-        return str(result.exception)
+        with pytest.raises(Exception) as found:
+            drivetrain(*(file if each == "FILE" else each for each in args))
+        return str(found.value)
 
     return run
 

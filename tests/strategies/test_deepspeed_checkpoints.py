@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from drivetrain import DDP, CheckpointError, DeepSpeed
 from drivetrain.checkpoint import load_run_state, read_foreign
-from drivetrain.cli.main import cli
+from tests.commands import drivetrain
 from tests.shared_runs import SharedRuns
 from tests.strategies.deepspeed_models import EXACT, NEEDS_DEEPSPEED, STAGES, Loop, assert_all_below, furthest
 
@@ -100,7 +99,7 @@ def test_deepspeeds_own_checkpoints_go_on_exactly(result_of):
 def test_weights_come_out_of_deepspeeds_own_checkpoints(result_of, tmp_path, stage):
     _, expected = result_of(native_checkpoints)[stage]
     arguments = ["merge-weights", str(runs.directory_of(native_checkpoints) / stage), str(tmp_path / "out")]
-    assert CliRunner().invoke(cli, arguments, catch_exceptions=False).exit_code == 0
+    assert drivetrain(*arguments).exit_code == 0
     found = load_file(tmp_path / "out" / "model.safetensors")
     for name in found:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)

@@ -1,11 +1,10 @@
-"""Accelerate's `fsdp_config`, of both versions."""
+"""The `fsdp_config` of a launcher's YAML, of both versions."""
 
 from __future__ import annotations
 
 import pytest
 
 from drivetrain import FSDP, ConfigurationError
-from drivetrain.strategies.fsdp import accelerate_config
 
 VERSION_1 = {
     "fsdp_activation_checkpointing": True,
@@ -66,7 +65,7 @@ def test_the_second_version():
     ],
 )
 def test_each_key_in_our_words(given, expected):
-    assert accelerate_config.options_from(given) == expected
+    assert FSDP.from_config(given).options == FSDP(**expected).options
 
 
 def test_a_hybrid_shards_within_machines_and_copies_over_them(monkeypatch):
@@ -76,8 +75,8 @@ def test_a_hybrid_shards_within_machines_and_copies_over_them(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    options = accelerate_config.options_from({"fsdp_sharding_strategy": "HYBRID_SHARD"})
-    assert options == {"reshard_after_forward": True, "replicate_size": 2}
+    options = FSDP.from_config({"fsdp_sharding_strategy": "HYBRID_SHARD"}).options
+    assert options == FSDP(reshard_after_forward=True, replicate_size=2).options
 
 
 @pytest.mark.parametrize(

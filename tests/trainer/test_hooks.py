@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 import os
+import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from drivetrain import PartialState
 from drivetrain.callbacks import Callback
-from drivetrain.launch.notebook import free_port
 from drivetrain.trackers import CSVLogger
 from tests.callbacks.tasks import Scripted, fit
 from tests.launch.launching import end, started, write_script
@@ -215,10 +215,13 @@ BREAKS_ON_RANK_1 = """
 
 
 def test_what_the_main_process_has_is_written_where_its_peer_is_gone(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     variables = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(port),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "DRIVETRAIN_USE_CPU": "1",
     }

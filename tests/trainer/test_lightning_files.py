@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner
 
 from drivetrain import (
     Callback,
@@ -20,7 +19,7 @@ from drivetrain import (
     EarlyStopping,
     ModelCheckpoint,
 )
-from drivetrain.cli.main import cli
+from tests.commands import drivetrain
 from tests.pool import run_in_processes
 from tests.trainer.lightning_files import BATCHES, Line, content, data, quiet, train, write
 
@@ -161,7 +160,7 @@ def test_a_data_module_takes_its_state_and_its_hyper_parameters(tmp_path: Path) 
 
 def test_an_imported_file_is_resumed_alike(tmp_path: Path) -> None:
     path = write(tmp_path / "x.ckpt", 9)
-    result = CliRunner().invoke(cli, ["import-checkpoint", path, str(tmp_path / "imported")], catch_exceptions=False)
+    result = drivetrain("import-checkpoint", path, tmp_path / "imported")
     assert result.exit_code == 0
     task = Line()
     quiet(tmp_path).fit(task, data(), resume=tmp_path / "imported")
@@ -265,7 +264,7 @@ def test_a_place_that_cannot_be_is_refused_before_anything_is_written(tmp_path: 
     for path, message in ((tmp_path / "taken", "is a directory"), ("memory://x.ckpt", "is a URL")):
         with pytest.raises(ConfigurationError, match=message):
             trainer.save_checkpoint(path, format="lightning")
-    with pytest.raises(ConfigurationError, match="give 'lightning'"):
+    with pytest.raises(ConfigurationError, match="give 'drivetrain', 'lightning'"):
         trainer.save_checkpoint(tmp_path / "x", format="pickle")
     assert os.listdir(tmp_path) == ["taken"]
 

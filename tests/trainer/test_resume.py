@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from drivetrain import LambdaCallback
-from drivetrain.runtime.environment import RESUME_VARIABLE
 from tests.pool import run_in_processes
 from tests.trainer.resume_runs import Outcome, broken_and_resumed, run
 from tests.trainer.tasks import Weight, fitted, ones, quiet
@@ -59,7 +58,7 @@ def test_a_variable_names_what_the_first_fit_of_a_process_resumes(
 ) -> None:
     for epochs in (1, 2):
         fitted(Weight(), ones(3), max_epochs=epochs).save_checkpoint(tmp_path / str(epochs))
-    monkeypatch.setenv(RESUME_VARIABLE, str(tmp_path / "2"))
+    monkeypatch.setenv("DRIVETRAIN_RESUME", str(tmp_path / "2"))
     steps: list[int] = []
     count = LambdaCallback(on_train_start=lambda trainer, task: steps.append(trainer.global_step))
     trainer = quiet(count, max_epochs=3)

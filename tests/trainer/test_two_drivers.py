@@ -20,7 +20,6 @@ from drivetrain import (
     consolidate,
 )
 from drivetrain.checkpoint import Checkpoint, save_run_state
-from drivetrain.runtime.seeds import RandomState
 from tests.trainer.tasks import quiet
 
 STEPS = 8
@@ -236,7 +235,7 @@ def old_layouts(root: Path) -> tuple[Net, dict[str, Any], dict[str, Any]]:
     own = Checkpoint(root / "now").own(0)
     engine, driver = shared["engine"], shared["driver"]
     state = trainer.accelerator.state
-    random = {"random": RandomState.capture().state_dict()}
+    random = {"random": own["engine"]["random"]}
     of_a_trainer = {
         "epoch": 0,
         "global_step": 3,

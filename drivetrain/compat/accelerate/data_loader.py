@@ -20,7 +20,7 @@ from drivetrain.data import (
     prepare_loader,
 )
 from drivetrain.data import skip_first_batches as skip_in
-from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.pytrees import send_to_device
 from drivetrain.runtime.seeds import recorded_seed
 
 if TYPE_CHECKING:

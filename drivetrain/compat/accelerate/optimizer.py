@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from drivetrain.accelerator import PreparedOptimizer
 from drivetrain.compat.accelerate.state import AcceleratorState, GradientState, latest_or_refused
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.pytrees import send_to_device
 
 if TYPE_CHECKING:
     from drivetrain.compat.accelerate.accelerator import Accelerator

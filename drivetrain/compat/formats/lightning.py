@@ -58,6 +58,38 @@ def _written(argument: str, value: Any) -> str:
     return repr(timedelta(seconds=value)) if argument in _TIMES and value is not None else repr(value)
 
 
+def completed(state: Any) -> Any:
+    """Complete the state of Lightning's `ModelCheckpoint` with what that of this package has. Others stay as they are.
+
+    Nothing in it is trusted yet: it is checked when it is loaded.
+    """
+    best = state.get("best_k_models") if isinstance(state, Mapping) else None
+    if not isinstance(best, Mapping):
+        return state
+    newest = state.get("best_model_path") or ""
+    score = state.get("current_score")
+    # Without a metric Lightning has its only checkpoint as a path alone.
+    scores = [[path, _number(value)] for path, value in best.items()] or ([[newest, 0.0]] if newest else [])
+    return {
+        **state,
+        **dict.fromkeys(("validations", "judged", "last_step"), 0),
+        "best_k_models": scores,
+        "newest_of_best": newest,
+        "last_model_path": state.get("last_model_path") or "",
+        "newest_model_path": next(reversed(best), newest),
+        "current_score": None if score is None else _number(score),
+        "beside": "",
+        "passing": [],
+        "doomed": [],
+        "waits_for_validation": False,
+    }
+
+
+def _number(value: Any) -> Any:
+    """Return a number that was saved as a tensor, and anything else as it is."""
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
 # The counters of a run. Lightning counts batches and epochs as ready, started, processed and completed. A batch counts
 # as done once it is processed: one that is saved in the hook of its end is completed by Lightning on the way back.
 
@@ -258,7 +290,7 @@ class Extras(WrittenFile):
         if self._part(driver, "progress").get("global_step") != shared["driver"]["progress"]["global_step"]:
             found["driver"]["progress"] = shared["driver"]["progress"]
         states = found["driver"].get("callbacks", {})
-        ours = {spelled: state for key, state in callbacks.items() for spelled in (key_here(key), key)}
+        ours = {**callbacks, **{key_here(key): completed(state) for key, state in callbacks.items()}}
         found["driver"]["callbacks"] = {**states, **ours}
         found["driver"]["hparams_name"] = rest.get("hparams_name")
         found["driver"]["datamodule"] = content.get(str(rest.get("datamodule"))) or {}
@@ -388,7 +420,8 @@ def _from_lightning(found: Mapping[str, Any], name: str) -> dict[str, Any]:
         _OF_DATA_MODULE: hyper_parameters if of_data_module is None else of_data_module,
         "hparams_name": (name_of_task := rest.pop("hparams_name", None)),
         _NAME_OF_DATA: rest.pop(_NAME_OF_DATA, name_of_task),
-        "callbacks": {spelled: state for key, state in callbacks.items() for spelled in (key, key_here(str(key)))},
+        # Hooks see Lightning's states under its keys. Callbacks take the last one that is theirs.
+        "callbacks": {**callbacks, **{key_here(str(key)): completed(state) for key, state in callbacks.items()}},
         "trackers": [],
         "should_stop": False,
         LOSS_IS_FINITE: True,

@@ -14,7 +14,7 @@ from drivetrain.compat.lightning.enums import GradClipAlgorithmType
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation, rank_zero_warn
 from drivetrain.runtime.devices import detect_device_kind
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.pytrees import recursively_apply
 
 DTYPES = {"64-true": torch.float64, "32-true": torch.float32, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 """The dtype of parameters and of the computation, of number formats that have one for both."""

@@ -16,7 +16,7 @@ from drivetrain.compat.lightning.plugins import Precision, plugin_of, shown_as
 from drivetrain.runtime.collectives import broadcast, broadcast_object_list, gather, reduce
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.groups import gather_with_gradients
-from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.pytrees import send_to_device
 from drivetrain.runtime.state import PartialState
 from drivetrain.trainer.setup import WithoutValues
 

@@ -299,18 +299,19 @@ class FSDP(Strategy):
         self._prepared: WeakSet[nn.Module] = WeakSet()
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> FSDP:
+    def from_config(cls, config: Mapping[str, Any], **options: Any) -> FSDP:
         """Make one from an `fsdp_config`, of either version.
 
         Args:
             config: Its keys, with or without their `fsdp_`, as in a launcher's YAML.
+            **options: Arguments of `FSDP` that win over those that the keys mean.
 
         Raises:
             ConfigurationError: A key is unknown, or its value cannot be.
         """
-        from drivetrain.strategies.fsdp.accelerate_config import options_from
+        from drivetrain.strategies.fsdp.config_keys import options_from
 
-        return cls(**options_from(config))
+        return cls(**{**options_from(config), **options})
 
     # processes
 

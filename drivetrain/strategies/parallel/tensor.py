@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError, nearest
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.pytrees import recursively_apply
 from drivetrain.strategies.base import local_part
 from drivetrain.strategies.parallel.context import let_attention_run_split
 

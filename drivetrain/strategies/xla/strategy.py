@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from drivetrain.runtime import xla
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.pytrees import recursively_apply
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import (
     BatchPlacement,

@@ -24,7 +24,7 @@ from drivetrain.data import BatchInfo, CombinedLoader, PendingBatch, PreparedLoa
 from drivetrain.data.seeding import kept_generators
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError, InvalidLoaderError
-from drivetrain.runtime.nested import honor_type
+from drivetrain.runtime.pytrees import honor_type
 from drivetrain.runtime.seeds import isolated_random_state, seed_all_generators
 from drivetrain.runtime.timing import DATA, IDLE
 from drivetrain.trainer.data_module import DataModule
@@ -122,8 +122,7 @@ class LoaderSource:
                 f"An invalid dataloader was {self._origin()}: there is no training data. Pass train_dataloaders to "
                 f"fit(), or give {type(self._task).__name__} or a DataModule a train_dataloader()."
             )
-        if not isinstance(raw, CombinedLoader) and self._trainer.holds_loaders(raw):
-            raw = CombinedLoader(raw, mode="max_size_cycle")
+        raw = self._trainer.combine_loaders(raw, self._stage)
         if isinstance(raw, CombinedLoader):
             return self._shared(raw).map(lambda loader: self._prepare(loader, 0, TailPolicy.WHOLE))
         return self._prepare(raw, 0, TailPolicy.WHOLE)
@@ -153,8 +152,7 @@ class LoaderSource:
         tail = TailPolicy.WHOLE if self._trainer.strategy.needs_even_batches else TailPolicy.UNEVEN
         if isinstance(raw, Mapping | list | tuple) and not raw:
             return []
-        if self._trainer.holds_loaders(raw):
-            raw = CombinedLoader(raw, "sequential")
+        raw = self._trainer.combine_loaders(raw, self._stage)
         if isinstance(raw, CombinedLoader) and raw.mode != "sequential":
             return [self._shared(raw).map(lambda loader: self._prepare(loader, 0, tail))]
         several = raw.loaders if isinstance(raw, CombinedLoader) else [raw]

@@ -20,7 +20,7 @@ from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import DataError, InvalidLoaderError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.memory import HostBlocks
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.pytrees import recursively_apply
 from drivetrain.runtime.seeds import RandomState, isolated_random_state
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import evaluation_context
@@ -112,7 +112,7 @@ class EvaluationLoop:
             yield
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def preserve_random_state(self) -> Iterator[None]:
         """Undo in the end what the body draws, as the sanity check does: training then draws what it does without.
 
         The global generators are put back, those of devices too, and those that the task and the data module hold; a
@@ -138,7 +138,7 @@ class EvaluationLoop:
         with ExitStack() as stack:
             stack.enter_context(evaluating(self._task, stage, self._model))
             for loader in () if keep else loaders:
-                stack.enter_context(loader.undone())
+                stack.enter_context(loader.preserve_state())
             trainer.logged.enter(self._in_epoch)
             # A task may keep a tensor of a validation within fit and train with it.
             inference = trainer.inference_mode and trainer.task_run.stage is not Stage.TRAIN
@@ -381,7 +381,11 @@ def run_sanity_check(trainer: Trainer, validation: EvaluationLoop | None) -> Non
     steps = trainer.num_sanity_val_steps
     if validation is None or steps == 0:
         return
-    with trainer.current.within(Stage.VALIDATE, sanity_checking=True), validation.undone(), suppress(EvaluationEnded):
+    with (
+        trainer.current.within(Stage.VALIDATE, sanity_checking=True),
+        validation.preserve_random_state(),
+        suppress(EvaluationEnded),
+    ):
         trainer.logged.start((Stage.VALIDATE,))
         trainer.hooks.call("on_sanity_check_start")
         at_most = None if steps < 0 else steps

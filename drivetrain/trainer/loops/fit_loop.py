@@ -50,7 +50,7 @@ class FitLoop:
         self._run_validation = watch(VALIDATION, validation.run) if validation is not None else None
         self._next_poll: float = 0
         self._states_are_checked = False
-        self._next_agreement: float = 0
+        self._next_exchange: float = 0
         self._next_turn = 0
         self._next_validation: float = FOREVER
         self._next_due: float = 0
@@ -137,9 +137,7 @@ class FitLoop:
                 if progress.total_batches >= self._next_due:
                     self._run_due()
                 if control.stop_requested and control.may_stop(batches.limit):
-                    finished = batches.are_done
-                    if not finished and control.stops_by_request and trainer.validates_when_stopped:
-                        self._validate_before_stop()
+                    finished = self.stop_epoch()
                     break
             else:
                 finished = not is_stopped or batches.are_done
@@ -166,9 +164,7 @@ class FitLoop:
         self.batches.begin_epoch(saved)
         trainer.logged.enter(TRAIN_EPOCH)
         if progress.phase is not Phase.CLOSING:
-            is_again = saved is not None and progress.batches_in_epoch > 0
-            find = self._hooks.find if trainer.repeats_epoch_start or not is_again else self._hooks.find_own
-            self._call(find("on_train_epoch_start"))
+            self.call_epoch_start(is_again=saved is not None and progress.batches_in_epoch > 0)
             if self.batches.is_stale and self.batches.reload():
                 self._schedule.set_epoch_length(self.batches.limit)
                 self.batches.begin_epoch(None)
@@ -208,7 +204,7 @@ class FitLoop:
         progress = self._progress
         if progress.total_batches >= self._next_turn:
             self._next_turn = self._timing.turn(progress.total_batches)
-        if progress.global_step >= self._next_poll or progress.total_batches >= self._next_agreement:
+        if progress.global_step >= self._next_poll or progress.total_batches >= self._next_exchange:
             self._poll()
         if progress.batches_in_epoch >= self._next_validation:
             self._next_validation = self._schedule.next_batch()
@@ -226,7 +222,7 @@ class FitLoop:
             self._next_poll = 0  # a step may have any number of samples and tokens
         # Not counted in steps, of which there may be none: all may overflow, or be left out.
         watches = control.watches_peers_or_clock or self._schedule.follows_a_clock
-        self._next_agreement = control.next_agreement if watches else FOREVER
+        self._next_exchange = control.next_exchange if watches else FOREVER
         self._plan_due()
 
     def _plan_due(self) -> None:
@@ -237,7 +233,7 @@ class FitLoop:
         is_counted = self._trainer.task is not None and self._trainer.task.automatic_optimization
         until_poll = self._next_poll - progress.global_step if is_counted else 0
         ahead = progress.total_batches + min(until_validation, until_poll)
-        self._next_due = min(self._next_turn, self._next_agreement, ahead)
+        self._next_due = min(self._next_turn, self._next_exchange, ahead)
 
     def _poll(self) -> None:
         """Write what is due, and see whether to stop or validate."""
@@ -248,7 +244,7 @@ class FitLoop:
             check_saved_states(trainer)
         if self._progress.global_step >= trainer.tracker_log.next_step:
             trainer.tracker_log.write_due_values()
-        if self._progress.total_batches >= self._next_agreement:
+        if self._progress.total_batches >= self._next_exchange:
             with self._timing.span(SYNC):
                 [is_due] = control.agree(trainer.saves, self._schedule.is_overdue)
             if is_due and self._schedule.is_this_epoch:
@@ -284,7 +280,8 @@ class FitLoop:
         else:
             self._agree()
 
-    def _validate_before_stop(self) -> None:
+    def validate_within_epoch(self) -> None:
+        """Validate between two steps, unless the last batch has been validated or this epoch is without validation."""
         if self._schedule.is_this_epoch and self._progress.validated_at != self._progress.total_batches:
             self._validate()
 
@@ -322,6 +319,18 @@ class FitLoop:
             self._close_epoch()
         else:
             self._agree()
+
+    def stop_epoch(self) -> bool:
+        """Leave an epoch in which the run is to stop. Returns whether its last batch is done."""
+        return self.batches.are_done
+
+    def call_epoch_start(self, is_again: bool) -> None:
+        """Call `on_train_epoch_start` of all.
+
+        Args:
+            is_again: Whether it was called for this epoch before: a checkpoint was written within the epoch.
+        """
+        self._call(self._hooks.find("on_train_epoch_start"))
 
     def _call(self, hooks: Iterable[Callable[[], Any]]) -> None:
         with self._timing.span(CALLBACKS):

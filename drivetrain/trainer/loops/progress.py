@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -13,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from drivetrain.callbacks.base import Stage
+from drivetrain.callbacks.base import Callback, Stage
 from drivetrain.data import BatchInfo, PendingBatch
 from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.durations import Duration, Unit
-from drivetrain.runtime.errors import ConfigurationError, DataError
-from drivetrain.runtime.nested import find_batch_size, recursively_apply
+from drivetrain.runtime.errors import ConfigurationError, DataError, DrivetrainDeprecationWarning
+from drivetrain.runtime.pytrees import find_batch_size, recursively_apply
 
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task
@@ -256,7 +257,12 @@ def _units_in_use(trainer: Trainer) -> set[Unit]:
     given: list[Any] = [trainer.max_duration, trainer.val_check_interval, trainer.log_every_n_steps]
     given += [config.frequency for config in trainer.lr_scheduler_configs]
     for callback in trainer.callbacks:
-        given += callback.rhythm if isinstance(callback.rhythm, tuple) else [callback.rhythm]
+        schedule: Any = callback.schedule
+        if type(callback).rhythm is not Callback.rhythm:  # a class that sets it by its old name
+            message = f"{type(callback).__name__}.rhythm is deprecated since drivetrain 0.1.0. Use schedule."
+            warnings.warn(message, DrivetrainDeprecationWarning, stacklevel=2)
+            schedule = callback.rhythm
+        given += schedule if isinstance(schedule, tuple) else [schedule]
     return {each.unit for each in given if isinstance(each, Duration)}
 
 

@@ -198,7 +198,7 @@ def _leave_pipes() -> None:
 
 logger = get_logger(__name__)
 
-AGREEMENT_SECONDS = 1.0
+EXCHANGE_SECONDS = 1.0
 """How often processes exchange whether they want to stop."""
 
 CLOCK_SECONDS = 0.05
@@ -270,7 +270,7 @@ class RunControl:
 
     def __init__(self, progress: Progress, options: TrainerOptions, world_size: int) -> None:
         self._progress, self._world_size = progress, world_size
-        self._agreement = StopAgreement(world_size)
+        self._stops = StopExchange(world_size)
         self.options = options
         self.identity = uuid.uuid4().hex
         self.stop_requested = self.stop_agreed = False
@@ -449,20 +449,20 @@ class RunControl:
         return self._world_size > 1 or self.options.max_time is not None
 
     @property
-    def next_agreement(self) -> float:
+    def next_exchange(self) -> float:
         """The number of batches after which processes agree next."""
-        return self._agreement.next_batch
+        return self._stops.next_batch
 
     def start_epoch(self) -> None:
-        """Begin to count the batches between two agreements."""
-        self._agreement.start(self._progress.total_batches)
+        """Begin to count the batches between two exchanges."""
+        self._stops.start(self._progress.total_batches)
 
     def agree(self, saves: SaveQueue | None, *wishes: bool) -> tuple[bool, ...]:
         """Exchange with all processes who wants to stop; call it on all of them after the same batch."""
         lost = saves is not None and saves.has_lost
         signals = self._signals
         flags = (self.stop_requested, signals.requested, signals.preempted, lost, self._is_late(), *wishes)
-        (stop, interrupted, preempted, lost, late, *others), by = self._agreement.agree(
+        (stop, interrupted, preempted, lost, late, *others), by = self._stops.exchange(
             self._progress.total_batches, flags, self._requested_by
         )
         for happened, reason in (
@@ -578,7 +578,7 @@ def calling_function() -> str:
 
 
 @dataclass(eq=False)
-class StopAgreement:
+class StopExchange:
     """Lets every process stop at the same step.
 
     In a world of one a request to stop holds at once, and only the clock is read now and then. Among several
@@ -600,11 +600,11 @@ class StopAgreement:
         self._last, self._last_batch = time.monotonic(), batches
         self.next_batch = batches + 1
 
-    def agree(self, batches: int, wishes: tuple[bool, ...], by: str) -> tuple[tuple[bool, ...], str]:
+    def exchange(self, batches: int, wishes: tuple[bool, ...], by: str) -> tuple[tuple[bool, ...], str]:
         """Exchange wishes; call it on all processes after the same batch."""
         now = time.monotonic()
         per_batch = max((now - self._last) / max(1, batches - self._last_batch), 1e-6)
-        pause = CLOCK_SECONDS if self.world_size == 1 else AGREEMENT_SECONDS
+        pause = CLOCK_SECONDS if self.world_size == 1 else EXCHANGE_SECONDS
         ahead = max(1, min(1000, int(pause / per_batch)))
         self._last, self._last_batch = now, batches
         if self.world_size == 1:

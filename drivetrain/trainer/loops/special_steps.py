@@ -19,7 +19,7 @@ from drivetrain.data import BatchInfo, PendingBatch
 from drivetrain.data.sharding import pick_rows
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.memory import Attempt, attempt_together
-from drivetrain.runtime.nested import batch_size_or_none, send_to_device
+from drivetrain.runtime.pytrees import batch_size_or_none, send_to_device
 from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.timing import FORWARD
 from drivetrain.strategies.base import average_gradients
@@ -92,7 +92,7 @@ class ClosureStep(PlainStep):
                     self._trainer.current_epoch, window[-1].batch_idx, optimizer, compute_gradients
                 )
             except StepWithoutLoss:
-                return stepped or self._counts_anyway(window)
+                return stepped or self._trainer.steps_without_loss(window) > 0
             except StepVetoed:
                 return stepped
             stepped = stepped or self._engine.steps_taken > 0
@@ -348,7 +348,7 @@ class SplitStep(PlainStep):
             if self._on_batch_end and micro_batch is not window[-1]:
                 self._end_batch(outputs[number], micro_batch)
         self._held_back.clear()
-        stepped = self._engine.step_all() if self._has_loss() else self._counts_anyway(window)
+        stepped = self._engine.step_all() if self._has_loss() else self._trainer.steps_without_loss(window)
         if decides and self._is_weighted:
             self._engine.weights.decide(self._own_weight)
         return self._finish(window, outputs[-1], stepped)

@@ -16,7 +16,7 @@ from drivetrain.accelerator.preparation import under_precision
 from drivetrain.accelerator.step import StepHooks
 from drivetrain.data import PendingBatch
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.pytrees import send_to_device
 from drivetrain.runtime.timing import CALLBACKS, DATA, FORWARD, OPTIMIZER, SYNC
 from drivetrain.strategies import StepModule, Strategy
 from drivetrain.strategies.base import ReducingWrapper, zero_loss
@@ -371,7 +371,6 @@ class PlainStep:
         self._before_release = [each.note for each in counts if each.note is not None]
         self._foresight = Foresight.of(trainer)
         self._remaining = 1
-        self._counts_without_loss = trainer.counts_steps_without_loss
         self._has_gradients = self._took_part = False
 
     def _step_hooks(self, hooks: Hooks) -> StepHooks:
@@ -403,7 +402,7 @@ class PlainStep:
         self._begin(window)
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
         has_loss = self._took_part or self._has_loss()
-        stepped = self._engine.step_all() if has_loss else self._counts_anyway(window)
+        stepped = self._engine.step_all() if has_loss else self._trainer.steps_without_loss(window)
         return self._finish(window, outputs[-1], stepped)
 
     def try_gradients(self, window: Sequence[PendingBatch]) -> None:
@@ -529,13 +528,6 @@ class PlainStep:
             return self._took_part
         timing, anyone = self._timing, self._dummy_loss.anyone_took_part
         return timing.call(SYNC, anyone) if timing.on else anyone()
-
-    def _counts_anyway(self, window: Sequence[PendingBatch]) -> bool:
-        """Whether a step without any loss counts: where there were batches, and the Trainer counts it."""
-        if not self._counts_without_loss:
-            return False
-        # Another process may have had a batch, and all must count alike.
-        return self._dummy_loss is not None or not all(micro_batch.is_missing for micro_batch in window)
 
     def _finish(self, window: list[PendingBatch], output: Any, steps: int) -> bool:
         """Count the step, schedule, and end its last batch. Returns whether there was a step."""

@@ -508,13 +508,12 @@ class LoggedValues:
         self._tried: dict[str, Value] = {}  # the sanity check's, until training begins
         self._tried_bar: dict[str, Value] = {}
         self.evaluated = EvaluationCounts()
-        self._separates_moments = False
 
     # where we are
 
-    def separate_moments(self) -> None:
-        """Let one name be logged both by steps and where an epoch begins or ends, as two values."""
-        self._separates_moments = True
+    def group_of(self, scope: LogScope) -> tuple[Any, ...]:
+        """Return what calls of `log` have in common in which one name is one value: the stage and the loader."""
+        return (scope.stage, self.dataloader_idx)
 
     def enter(self, scope: LogScope, dataloader_idx: int | None = None) -> None:
         """Set from where values are logged from now on; whatever was muted belongs to the scope before."""
@@ -523,8 +522,7 @@ class LoggedValues:
         self.skips = False
         if self._tried and scope.stage == "train":
             self._tried, self._tried_bar = {}, {}
-        moment = scope.has_batch and self._separates_moments
-        self._current = self._by_loader.setdefault((scope.stage, dataloader_idx, moment), {})
+        self._current = self._by_loader.setdefault(self.group_of(scope), {})
 
     @contextmanager
     def forbidden(self, scope: LogScope) -> Iterator[None]:
@@ -663,12 +661,18 @@ class LoggedValues:
         restored = table.get(key)
         if restored is not None and restored.arguments == _RESTORED:
             entry.adopt(restored)
-        elif restored is not None and self._separates_moments and restored.scope.has_batch is not scope.has_batch:
-            key = f"{key} of the {moment_of(scope)}"
         elif restored is not None:
-            raise ConfigurationError(f"{entry.name!r} is logged for two loaders; use add_dataloader_idx=True.")
+            key = self.key_beside(restored, entry)
         self._current[name] = table[key] = entry
         return entry
+
+    def key_beside(self, known: LoggedValue, entry: LoggedValue) -> str:
+        """Return the key of a value whose name another one of the stage has.
+
+        Raises:
+            ConfigurationError: One of two loaders has the name already.
+        """
+        raise ConfigurationError(f"{entry.name!r} is logged for two loaders; use add_dataloader_idx=True.")
 
     def _warn_without_trackers(self, name: str) -> None:
         if not self._has_trackers():
@@ -799,7 +803,7 @@ class LoggedValues:
             metric = _find_metric(task, parts[0]["metric"])
             value: Value | None
             if metric is not None:
-                value = _computed(name, metric, self._that_count, self._separates_moments)
+                value = self.value_of(name, metric, compute_over_processes(metric, self._that_count))
                 self._finished.append(metric)
             else:
                 value = reduced(fresh.get(name), local.get(name), parts)
@@ -822,11 +826,29 @@ class LoggedValues:
             last, synced = entry.last, entry.synced
             entry.reset()
             entry.last, entry.synced = last, synced
-        names = {result.epoch_name for result in results} if self._separates_moments else ()
-        for entry in entries:
-            if entry.on_step and entry.step_name in names:  # the epoch's is newer, until the next step
-                entry.last = None
         return results
+
+    def values_of(self, stage: str) -> Iterator[LoggedValue]:
+        """Yield what this process has logged in a stage, by name."""
+        yield from self._tables[stage].values()
+
+    def value_of(self, name: str, metric: Any, computed: Any) -> Value | None:
+        """Return what a metric has computed as a value, or None if it is left out.
+
+        Raises:
+            ConfigurationError: It is no number.
+        """
+        if computed is None:
+            return None
+        if isinstance(computed, Tensor) and computed.numel() == 1:
+            return computed.detach()
+        if isinstance(computed, int | float):
+            return float(computed)
+        given = f"shape {tuple(computed.shape)}" if isinstance(computed, Tensor) else f"a {type(computed).__name__}"
+        raise ConfigurationError(
+            f"The `{type(metric).__name__}.compute()` return of the metric logged as {name!r} must be a tensor of one "
+            f"number, a number or None, got {given}. Compute it in on_validation_epoch_end and log the parts by name.",
+        )
 
     def finished_metrics(self, task: nn.Module) -> list[str]:
         """Return the places in the task of the metrics whose epoch is over, and which are not reset yet."""
@@ -887,22 +909,6 @@ def _is_metric(value: Any) -> bool:
 
 def _find_metric(task: nn.Module, path: str | None) -> Any:
     return None if path is None else task.get_submodule(path)
-
-
-def _computed(name: str, metric: Any, select: Callable[[list[Any]], list[Any]], lenient: bool) -> Value | None:
-    """Compute a metric over all processes. Returns None if it has no value, which is left out then."""
-    value = compute_over_processes(metric, select)
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach()
-    if isinstance(value, int | float):
-        return float(value)
-    if value is None or (lenient and not isinstance(value, Tensor)):
-        return None
-    given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise ConfigurationError(
-        f"The `{type(metric).__name__}.compute()` return of the metric logged as {name!r} must be a tensor of one "
-        f"number, a number or None, got {given}. Compute it in on_validation_epoch_end and log the parts by name.",
-    )
 
 
 def _number(name: str, value: Any) -> float:

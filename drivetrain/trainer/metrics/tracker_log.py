@@ -13,7 +13,7 @@ from drivetrain.callbacks.base import Stage
 from drivetrain.callbacks.step_schedule import StepInterval
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.logging import get_logger
-from drivetrain.runtime.store_agreement import exchange_if_all_arrive
+from drivetrain.runtime.store_barrier import exchange_if_all_arrive
 from drivetrain.runtime.terminal import print_text
 from drivetrain.runtime.timing import LOGGING
 from drivetrain.trackers.base import COMPLETED, outcome_of
@@ -44,15 +44,13 @@ class TrackerLog:
         written: The latest number of each name.
         next_step: The optimizer step whose values are written next.
         evaluated_step: The step at which the weights were saved that are evaluated; None where they are the run's own.
-        rhythm: Which steps' values are written, where `log_every_n_steps` is a duration.
-        shows_hyper_parameters: Whether the trackers get the hyper-parameters of a run.
+        step_interval: Which steps' values are written, where `log_every_n_steps` is a duration.
     """
 
     trainer: Trainer
     written: dict[str, float] = field(default_factory=dict)
     next_step: float = FOREVER
-    shows_hyper_parameters: bool = True
-    rhythm: StepInterval | None = None
+    step_interval: StepInterval | None = None
     evaluated_step: int | None = None
     _written_at: int = -1
     _run: int = 0
@@ -63,14 +61,14 @@ class TrackerLog:
         """Count from here on what `log_every_n_steps` counts, where that is a duration."""
         every = self.trainer.log_every_n_steps
         is_counted = isinstance(every, Duration)
-        self.rhythm = StepInterval(self.trainer, every, "log_every_n_steps") if is_counted else None
+        self.step_interval = StepInterval(self.trainer, every, "log_every_n_steps") if is_counted else None
 
     def plan(self) -> None:
         """Find the next step whose values are written."""
         trainer = self.trainer
         every: Any = trainer.log_every_n_steps
-        if self.rhythm is not None:
-            every = self.rhythm.steps or 1  # else each step is asked
+        if self.step_interval is not None:
+            every = self.step_interval.steps or 1  # else each step is asked
         self.next_step = (
             (trainer.global_step // every + 1) * every if every and trainer.tracker_group.keeps_values else FOREVER
         )
@@ -84,7 +82,7 @@ class TrackerLog:
         trainer, step = self.trainer, self.trainer.global_step
         if step < self.next_step or self._written_at == step:
             return
-        if self.rhythm is not None and not self.rhythm.is_due(step):
+        if self.step_interval is not None and not self.step_interval.is_due(step):
             return
         self._written_at = step
         with trainer.timing.span(LOGGING):
@@ -158,7 +156,9 @@ class TrackerLog:
         trainer, step = self.trainer, self.trainer.global_step
         if self._written_at == step or not trainer.tracker_group.keeps_values:
             return
-        if not though_not_due and (step < self.next_step or not (self.rhythm is None or self.rhythm.was_due(step))):
+        if not though_not_due and (
+            step < self.next_step or not (self.step_interval is None or self.step_interval.was_due(step))
+        ):
             return
         self._written_at = step
         place = f"last-values/{self._run}/{step}"
@@ -185,8 +185,7 @@ class TrackerLog:
 
     # before and after
 
-    @staticmethod
-    def hyper_parameters_of(owner: Any) -> Mapping[str, Any]:
+    def hyper_parameters_of(self, owner: Any) -> Mapping[str, Any]:
         """The hyper-parameters of a task or a data module that the trackers get."""
         return owner.hparams  # type: ignore[no-any-return]
 
@@ -200,7 +199,7 @@ class TrackerLog:
         owners = [each for each in (self.trainer.datamodule, task) if each is not None]
         shown = [self.hyper_parameters_of(each) for each in owners if each.__dict__.get("_log_hyperparams", True)]
         values = {name: value for hparams in shown for name, value in hparams.items() if name != CLASS_PATH}
-        if values and self.shows_hyper_parameters:
+        if values:
             group.store_init_configuration(values)
         group.log_graph(task)
 

@@ -481,7 +481,7 @@ class SavedRun:
                 own = taken_over(self._directory, trainer.strategy, trainer.task)
             if "logged" not in own:  # a file of another tool, also one that was imported
                 trainer.print(
-                    f"{self._directory} is of Lightning, which saves no random state and no open means: "
+                    f"{self._directory} was written by another tool, which saves no random state and no open means: "
                     "shuffling, dropout and the values of an epoch under way begin here."
                 )
                 return

@@ -19,9 +19,9 @@ from drivetrain.trainer.tuning.trial import (
     MissingAttributeError,
     TrainingTrial,
     TunedAttribute,
+    preserve_run,
     shown,
     try_evaluation,
-    undone,
 )
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
     before = attribute.value
     chosen = before
     try:
-        with undone(trainer, task, trains=stage is Stage.TRAIN):
+        with preserve_run(trainer, task, trains=stage is Stage.TRAIN):
             trials = _Trials(trainer, task, stage, tried, attribute)
             fitting = trials.run()
         chosen = tried.chosen(fitting)

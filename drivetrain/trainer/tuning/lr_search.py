@@ -17,7 +17,7 @@ from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import isolated_random_state
 from drivetrain.trainer.optimizers import parse_configured_optimizers
 from drivetrain.trainer.task import Task
-from drivetrain.trainer.tuning.trial import TrainingTrial, TunedAttribute, shown, undone
+from drivetrain.trainer.tuning.trial import TrainingTrial, TunedAttribute, preserve_run, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -152,7 +152,7 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
     found = LRFinder(tried.mode, tried.min_lr, tried.max_lr, tried.num_training)
     source = trainer.task_run.sources[Stage.TRAIN].again()
     losses = _SmoothedLosses(tried.early_stop_threshold)
-    with undone(trainer, task, trains=True):
+    with preserve_run(trainer, task, trains=True):
         watched = _Losses()
         trial = TrainingTrial(trainer, task, [watched])
         groups = trainer.optimizers[0].param_groups
@@ -196,9 +196,8 @@ def _take_rate(trainer: Trainer, task: Task, rate: float) -> None:
     before = [group["lr"] for group in groups]
     if trainer.global_step == 0:
         with isolated_random_state(devices=True):
-            [optimizer], schedulers = parse_configured_optimizers(
-                task.configure_optimizers(), strict=trainer.refuses_unknown_keys
-            )
+            configured = task.configure_optimizers()
+            [optimizer], schedulers = parse_configured_optimizers(configured, trainer.read_scheduler)
         if len(optimizer.param_groups) == len(groups):
             for group, configured in zip(groups, optimizer.param_groups, strict=True):
                 group.update({name: value for name, value in configured.items() if name != "params"})

@@ -1,4 +1,4 @@
-"""Steps and batches that are run for what can be seen of them, within `undone`."""
+"""Steps and batches that are run for what can be seen of them, within `preserve_run`."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
     with ExitStack() as stack:
         stack.callback(source.forget_training)
         for each in [loader] if isinstance(loader, PreparedLoader) else loader.loaders:
-            stack.enter_context(each.undone())
+            stack.enter_context(each.preserve_state())
         yield loader
 
 
@@ -143,7 +143,7 @@ def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
 
 
 @contextmanager
-def undone(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
+def preserve_run(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
     """Put everything back in the end that the body changes, also where it raises.
 
     That is: counters, weights, buffers, optimizers, schedulers, the loss scale, what was logged, the states of metrics,

@@ -22,7 +22,7 @@ from drivetrain.compat.accelerate.utils.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain.compat.accelerate.utils.fsdp_plugin import FullyShardedDataParallelPlugin
 from drivetrain.data import DataLoaderConfiguration
 from drivetrain.inference import BnbQuantizationConfig
-from drivetrain.runtime.nested import TensorInformation
+from drivetrain.runtime.pytrees import TensorInformation
 from drivetrain.runtime.state import DistributedType
 
 __all__ = [

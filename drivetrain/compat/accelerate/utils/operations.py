@@ -20,7 +20,7 @@ from drivetrain.runtime.collectives import (
     reduce,
 )
 from drivetrain.runtime.errors import CollectiveError as DistributedOperationException
-from drivetrain.runtime.nested import (
+from drivetrain.runtime.pytrees import (
     TensorInformation,
     batch_size_or_none,
     concatenate,

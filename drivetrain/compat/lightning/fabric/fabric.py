@@ -36,7 +36,7 @@ from drivetrain.compat.lightning.spawning import call_spawned
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.data import DataShard
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
-from drivetrain.runtime.nested import recursively_apply, send_to_device
+from drivetrain.runtime.pytrees import recursively_apply, send_to_device
 from drivetrain.strategies import Strategy, started_by_verbs
 from drivetrain.strategies.base import StartsProcesses
 from drivetrain.strategies.precision.mixed import MixedPrecision

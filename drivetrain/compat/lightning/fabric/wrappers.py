@@ -14,7 +14,7 @@ from drivetrain.accelerator import PreparedOptimizer
 from drivetrain.accelerator.preparation import under_precision
 from drivetrain.data import PreparedLoader
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
-from drivetrain.runtime.nested import recursively_apply, send_to_device
+from drivetrain.runtime.pytrees import recursively_apply, send_to_device
 from drivetrain.strategies.precision import Precision
 from drivetrain.trainer import Task
 

@@ -17,7 +17,7 @@ from drivetrain.compat.lightning.fabric.utilities.rank_zero import (
     rank_zero_warn,
 )
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning
-from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.pytrees import send_to_device
 
 __all__ = [
     "LightningEnum",

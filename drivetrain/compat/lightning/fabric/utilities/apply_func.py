@@ -8,7 +8,7 @@ import torch
 
 from drivetrain.compat.lightning.fabric.utilities import move_data_to_device
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.pytrees import recursively_apply
 
 __all__ = ["convert_tensors_to_scalars", "move_data_to_device"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from drivetrain.callbacks import ModelCheckpoint as CoreModelCheckpoint
 from drivetrain.callbacks.checkpoint_files import CheckpointName
 from drivetrain.callbacks.step_schedule import decide_on_main_process, monitored_value
-from drivetrain.compat.formats.lightning import key_there
+from drivetrain.compat.formats.lightning import completed, key_there
 from drivetrain.compat.formats.lightning_file import model_checkpoint_state
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.pytorch.callbacks.checkpoint import Checkpoint
@@ -287,7 +287,7 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
         if not saved_in:
             return  # no run has used that callback yet
         before, self.set_by_hand = self.dirpath, {}
-        super().load_state_dict(state_dict.get(_OURS, state_dict))
+        super().load_state_dict(completed(state_dict.get(_OURS, state_dict)))
         if saved_in != self.dirpath:
             rank_zero_warn(
                 f"The dirpath has changed from {saved_in!r} to {before!r}, therefore `best_model_score`, "

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import IterableDataset
 
 from drivetrain import callbacks
+from drivetrain.callbacks.base import Stage
 from drivetrain.compat.lightning.enums import LightningEnum
-from drivetrain.data import CombinedLoader
 
 if TYPE_CHECKING:
     from drivetrain.trainer import Trainer
@@ -50,6 +50,7 @@ class BasePredictionWriter(callbacks.BasePredictionWriter):
     def indices_of_batch(self, trainer: Trainer, dataloader_idx: int) -> list[int] | None:
         """Where the samples of the batch under way are in the dataset; None if unknown."""
         loaders: Any = trainer.predict_dataloaders
-        loader = CombinedLoader(loaders).loaders[dataloader_idx] if trainer.holds_loaders(loaders) else loaders
+        combined = trainer.combine_loaders(loaders, Stage.PREDICT)
+        loader = combined.loaders[dataloader_idx] if combined is not loaders else loaders
         is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         return None if is_stream else super().indices_of_batch(trainer, dataloader_idx)

@@ -68,8 +68,8 @@ class ThroughputMonitor(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         self._update(trainer, pl_module, batch, "train")
         step, every = trainer.global_step, trainer.log_every_n_steps
-        rhythm = trainer.tracker_log.rhythm
-        is_due = bool(every) and (step % every == 0 if rhythm is None else rhythm.is_due(step))
+        interval = trainer.tracker_log.step_interval
+        is_due = bool(every) and (step % every == 0 if interval is None else interval.is_due(step))
         if step != self._logged_at and is_due:
             self._logged_at = step
             self._write(trainer, "train", step)

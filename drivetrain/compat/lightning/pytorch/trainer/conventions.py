@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from drivetrain.callbacks.base import Stage
+from drivetrain.callbacks.base import Callback, Stage
 from drivetrain.compat.lightning.fabric.utilities import data
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning
-from drivetrain.data import DataShard, InterleavingSampler, rebuilt
+from drivetrain.data import CombinedLoader, DataShard, InterleavingSampler, PendingBatch, rebuilt
 from drivetrain.data.combined import is_structure
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.timing import CALLBACKS
 from drivetrain.trainer import Task
 from drivetrain.trainer import Trainer as CoreTrainer
+from drivetrain.trainer.loops.fit_loop import FitLoop
 from drivetrain.trainer.loops.progress import Phase
+from drivetrain.trainer.optimizers import SCHEDULER_KEYS, SchedulerConfig
 
 # What Lightning warns of in a loader.
 
@@ -74,6 +79,39 @@ def interleaved(loader: Any, shard: DataShard, shuffle: bool) -> Any:
 # What a run takes for loaders, shows to hooks and begins with, as Lightning's does.
 
 
+class LightningFitLoop(FitLoop):
+    """`FitLoop`, which validates before a stop within an epoch and calls most hooks of its start once."""
+
+    def stop_epoch(self) -> bool:
+        """Validate first if a callback or `max_time` ends the run, so that a checkpoint has its score."""
+        is_done = super().stop_epoch()
+        if not is_done and self._trainer.control.stops_by_request:
+            self.validate_within_epoch()
+        return is_done
+
+    def call_epoch_start(self, is_again: bool) -> None:
+        """Call `on_train_epoch_start`; for an epoch that a checkpoint was written within, of this package's callbacks.
+
+        Those get ready for the rest of the epoch. Callbacks derived from them are called too.
+        """
+        if not is_again:
+            super().call_epoch_start(is_again)
+            return
+        trainer, actions = self._trainer, self._trainer.actions
+        name = "on_train_epoch_start"
+        with trainer.timing.span(CALLBACKS):
+            for callback in trainer.callbacks:
+                if getattr(_own_class(callback), name) is not getattr(Callback, name):
+                    hook = actions.watch(actions.of_callback(callback, name), getattr(callback, name))
+                    hook(trainer, trainer.task)
+
+
+def _own_class(callback: Callback) -> type:
+    """The nearest of this package's classes that a callback is derived from."""
+    package = __name__.partition(".")[0]
+    return next(kind for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] == package)
+
+
 class LightningConventions(CoreTrainer):
     """`drivetrain.Trainer` with Lightning's conventions, which the mirror's Trainer is made of."""
 
@@ -89,34 +127,33 @@ class LightningConventions(CoreTrainer):
                 "Give the number of epochs in all.",
             )
 
-    def holds_loaders(self, given: Any) -> bool:
-        """Whether what was given or made is several loaders: a list is, unless it holds numbers or strings."""
-        return is_structure(given) and bool(given)
+    def combine_loaders(self, given: Any, stage: Stage) -> Any:
+        """Combine several loaders: a list is several, unless it holds numbers or strings."""
+        mode = "max_size_cycle" if stage is Stage.TRAIN else "sequential"
+        return CombinedLoader(given, mode) if is_structure(given) and given else given
 
-    @property
-    def refuses_unknown_keys(self) -> bool:
-        """No: there is a warning of them."""
-        return False
+    def read_scheduler(self, given: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
+        """Warn of the keys that a scheduler's dict cannot have, and leave them out."""
+        if isinstance(given, Mapping):
+            unknown = {key for key in given if key not in SCHEDULER_KEYS}
+            if unknown:
+                words = f"Found unsupported keys in the lr scheduler dict: {unknown}."
+                warnings.warn(f"{words} Allowed are {', '.join(SCHEDULER_KEYS)}.", RuntimeWarning, stacklevel=2)
+            given = {key: value for key, value in given.items() if key not in unknown}
+        return super().read_scheduler(given, monitor, by_hand)
+
+    def steps_without_loss(self, window: Sequence[PendingBatch]) -> int:
+        """Count one step, if there was a batch."""
+        # Another process may have had a batch, and all must count alike.
+        return int(self.world_size > 1 or not all(batch.is_missing for batch in window))
+
+    def make_fit_loop(self, *parts: Any) -> FitLoop:
+        return LightningFitLoop(self, *parts)
 
     @property
     def validates_whole_epochs(self) -> bool:
         """Whether callbacks take it so: 1 as well as 1.0, which are the same to Lightning's."""
         return bool(self.val_check_interval == 1)
-
-    @property
-    def validates_when_stopped(self) -> bool:
-        """Yes, so that a checkpoint has its score."""
-        return True
-
-    @property
-    def counts_steps_without_loss(self) -> bool:
-        """Yes."""
-        return True
-
-    @property
-    def repeats_epoch_start(self) -> bool:
-        """No: only drivetrain's own callbacks get ready again within an epoch."""
-        return False
 
     @property
     def is_last_batch(self) -> bool:

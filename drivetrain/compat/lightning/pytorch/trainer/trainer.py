@@ -42,6 +42,7 @@ from drivetrain.compat.lightning.pytorch.trainer.views import (
     ConnectorView,
     EvaluationLoopView,
     FitLoopView,
+    LightningLoggedValues,
     LightningTrackerLog,
     as_tensor,
     is_logging_due,
@@ -129,12 +130,12 @@ class Trainer(LightningSaving):
         self.accelerator.dataloader_config.seed_samples = False
         self._running: Stage | None = None
         self._was_cut_short = False
-        self.logged.separate_moments()
+        topology = self.accelerator.strategy.topology
+        self.logged = LightningLoggedValues(self.current.find_batch_size, topology, lambda: bool(self.loggers))
         if options.get("barebones"):
             vars(self.logged)["log"] = log_nothing
-        self.tracker_log = LightningTrackerLog(self)
+        self.tracker_log = LightningTrackerLog(self, enable_autolog_hparams)
         self.actions.use_words(_WORDS)
-        self.tracker_log.shows_hyper_parameters = enable_autolog_hparams
         if self.fast_dev_run and given["logger"] is not False:
             self.logger = DummyLogger()
         self.predictions: list[Any] = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain.callbacks.base import Stage
 from drivetrain.compat.handed_on import AbsentNameError
@@ -14,7 +14,15 @@ from drivetrain.compat.lightning.pytorch.utilities.parsing import clean_namespac
 from drivetrain.compat.lightning.reasons import INTERNAL
 from drivetrain.trainer.given_hyper_parameters import CLASS_PATH
 from drivetrain.trainer.hyper_parameters import without_modules
-from drivetrain.trainer.metrics.logged_values import EpochValue, to_numbers
+from drivetrain.trainer.metrics.logged_values import (
+    EpochValue,
+    LoggedValue,
+    LoggedValues,
+    LogScope,
+    Value,
+    moment_of,
+    to_numbers,
+)
 from drivetrain.trainer.metrics.tracker_log import TrackerLog
 
 if TYPE_CHECKING:
@@ -67,10 +75,40 @@ def _is_equal(one: Any, other: Any) -> bool:
     return one is other or bool(one == other)
 
 
+class LightningLoggedValues(LoggedValues):
+    """Logged values, of which one name may be logged both by steps and where an epoch begins or ends, as two values."""
+
+    def group_of(self, scope: LogScope) -> tuple[Any, ...]:
+        return (*super().group_of(scope), scope.has_batch)
+
+    def key_beside(self, known: LoggedValue, entry: LoggedValue) -> str:
+        if known.scope.has_batch is entry.scope.has_batch:
+            return super().key_beside(known, entry)
+        return f"{entry.name} of the {moment_of(entry.scope)}"
+
+    def value_of(self, name: str, metric: Any, computed: Any) -> Value | None:
+        """Return a metric's value, or None for a dict or a list of values."""
+        if not isinstance(computed, Tensor | int | float):
+            return None
+        return super().value_of(name, metric, computed)
+
+    def finish_epoch(self, stage: str, task: nn.Module, keep: bool = True) -> list[EpochValue]:
+        results = super().finish_epoch(stage, task, keep)
+        names = {result.epoch_name for result in results}
+        for entry in self.values_of(stage):
+            if entry.on_step and entry.step_name in names:  # the epoch's is newer, until the next step
+                entry.last = None
+        return results
+
+
 class LightningTrackerLog(TrackerLog):
     """Counts optimizer steps from 0 for loggers, as Lightning does; an evaluation step's values come without epoch."""
 
     _is_evaluation_step = False
+
+    def __init__(self, trainer: Any, shows_hyper_parameters: bool) -> None:
+        super().__init__(trainer)
+        self._shows_hyper_parameters = shows_hyper_parameters
 
     def write_evaluation_step(self) -> None:
         self._is_evaluation_step = True
@@ -95,9 +133,8 @@ class LightningTrackerLog(TrackerLog):
         trainer: Any = self.trainer
         trainer.begin_training(task)
 
-    @staticmethod
-    def hyper_parameters_of(owner: Any) -> Mapping[str, Any]:
-        return without_modules(owner.hparams_initial)
+    def hyper_parameters_of(self, owner: Any) -> Mapping[str, Any]:
+        return without_modules(owner.hparams_initial) if self._shows_hyper_parameters else {}
 
     @staticmethod
     def name_of(result: EpochValue) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.runtime.errors import known_keywords
-from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, constructor_arguments
+from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, arguments_for, constructor_arguments
 
 __all__ = ["HyperparametersMixin"]
 
@@ -23,8 +24,14 @@ class HyperparametersMixin(HoldsHyperParameters):
     A module can be read in `self.hparams`. Lightning's files hold it, as Lightning does it; loggers do not get it.
     """
 
-    keeps_modules: ClassVar[bool] = True
-    ignores_unknown_arguments: ClassVar[bool] = True
+    @classmethod
+    def construct_with(cls, arguments: Mapping[str, Any]) -> Any:
+        """Make an object when a checkpoint is loaded, of those arguments that the constructor takes."""
+        return super().construct_with(arguments_for(cls, arguments))
+
+    def keep_hyper_parameters(self, chosen: Mapping[str, Any]) -> None:
+        """Add arguments to `hparams`, modules too."""
+        self.hparams.update(chosen)
 
     @known_keywords
     def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:

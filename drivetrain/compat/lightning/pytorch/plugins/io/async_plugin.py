@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from drivetrain.compat.lightning.checkpoint_io import CheckpointIO, TorchCheckpointIO
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.pytrees import recursively_apply
 
 __all__ = ["AsyncCheckpointIO"]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from drivetrain import PartialState
-from drivetrain.runtime.store_agreement import all_arrive
+from drivetrain.runtime.store_barrier import all_arrive
 from tests.pool import run_in_processes
 
 

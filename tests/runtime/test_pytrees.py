@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from drivetrain import DataError
-from drivetrain.runtime import nested
+from drivetrain.runtime import pytrees
 
 
 class Point(NamedTuple):
@@ -87,7 +87,7 @@ CONTAINERS = {
 
 def tensors(data: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    nested.recursively_apply(found.append, data)
+    pytrees.recursively_apply(found.append, data)
     return found
 
 
@@ -109,7 +109,7 @@ def test_applying_changes_every_tensor_and_keeps_every_type(make: Any) -> None:
     data = make()
     before = [tensor.clone() for tensor in tensors(data)]
 
-    doubled = nested.recursively_apply(lambda tensor: tensor * 2, data)
+    doubled = pytrees.recursively_apply(lambda tensor: tensor * 2, data)
 
     assert types_of(doubled) == types_of(data)
     assert len(tensors(doubled)) == len(before)
@@ -119,14 +119,14 @@ def test_applying_changes_every_tensor_and_keeps_every_type(make: Any) -> None:
 
 
 def test_a_copy_of_a_mapping_keeps_what_is_not_an_item() -> None:
-    doubled = nested.recursively_apply(lambda tensor: tensor * 2, default_dict())
+    doubled = pytrees.recursively_apply(lambda tensor: tensor * 2, default_dict())
     assert doubled["missing"] == []
-    encoding = nested.recursively_apply(lambda tensor: tensor * 2, Encoding({"a": one()}, encodings="kept"))
+    encoding = pytrees.recursively_apply(lambda tensor: tensor * 2, Encoding({"a": one()}, encodings="kept"))
     assert encoding.encodings == "kept"
 
 
 def test_func_gets_the_further_arguments() -> None:
-    result = nested.recursively_apply(lambda leaf, add, *, times: leaf * times + add, [1, 2], 1, times=10,
+    result = pytrees.recursively_apply(lambda leaf, add, *, times: leaf * times + add, [1, 2], 1, times=10,
                                       test_type=lambda leaf: isinstance(leaf, int))  # fmt: skip
     assert result == [11, 21]
 
@@ -136,24 +136,24 @@ def test_a_leaf_that_is_no_tensor_can_be_refused_by_name() -> None:
         return tensor
 
     with pytest.raises(DataError, match=r"scale was given a leaf of type 'str'.*gather_object"):
-        nested.recursively_apply(scale, {"a": [one(), "text"]}, error_on_other_type=True)
+        pytrees.recursively_apply(scale, {"a": [one(), "text"]}, error_on_other_type=True)
 
 
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS.keys())
 @pytest.mark.parametrize("non_blocking", [False, True])
 def test_sending_moves_every_tensor_and_keeps_every_type(make: Any, non_blocking: bool) -> None:
     data = make()
-    moved = nested.send_to_device(data, torch.device("meta"), non_blocking=non_blocking)
+    moved = pytrees.send_to_device(data, torch.device("meta"), non_blocking=non_blocking)
     assert types_of(moved) == types_of(data)
     assert all(tensor.device.type == "meta" for tensor in tensors(moved))
 
 
 def test_an_object_moves_itself_by_its_own_method() -> None:
     encoding = Encoding({"a": one()})
-    moved = nested.send_to_device({"encoding": encoding}, "meta", non_blocking=True)
+    moved = pytrees.send_to_device({"encoding": encoding}, "meta", non_blocking=True)
     assert moved["encoding"] is encoding
     assert encoding.moved_to == ["meta"]
-    packed = nested.send_to_device(pack_sequence([torch.ones(3), torch.ones(2)]), "meta")
+    packed = pytrees.send_to_device(pack_sequence([torch.ones(3), torch.ones(2)]), "meta")
     assert isinstance(packed, PackedSequence)
     assert packed.data.device.type == "meta"
 
@@ -165,7 +165,7 @@ def test_keys_to_skip_are_skipped_at_every_depth(skip_keys: Any) -> None:
         "go": [{"stay": [one()], "go": one()}],
         "encoding": Encoding({"stay": one(), "go": one()}),
     }
-    moved = nested.send_to_device(data, "meta", skip_keys=skip_keys)
+    moved = pytrees.send_to_device(data, "meta", skip_keys=skip_keys)
     assert moved["stay"].device.type == "cpu"
     assert moved["go"][0]["stay"][0].device.type == "cpu"
     assert moved["go"][0]["go"].device.type == "meta"
@@ -188,8 +188,8 @@ def test_keys_to_skip_are_skipped_at_every_depth(skip_keys: Any) -> None:
     ],
 )
 def test_the_size_of_a_batch_is_that_of_its_first_tensor_with_rows(batch: Any, rows: int) -> None:
-    assert nested.find_batch_size(batch) == rows
-    assert nested.batch_size_or_none(batch) == rows
+    assert pytrees.find_batch_size(batch) == rows
+    assert pytrees.batch_size_or_none(batch) == rows
 
 
 @pytest.mark.parametrize(
@@ -205,22 +205,22 @@ def test_the_size_of_a_batch_is_that_of_its_first_tensor_with_rows(batch: Any, r
 )
 def test_a_batch_without_a_size_is_described_with_the_way_out(batch: Any, described: str) -> None:
     with pytest.raises(DataError, match=rf"{described}.*batch_size=") as caught:
-        nested.find_batch_size(batch)
+        pytrees.find_batch_size(batch)
     assert isinstance(caught.value, ValueError)
-    assert nested.batch_size_or_none(batch) is None
+    assert pytrees.batch_size_or_none(batch) is None
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_concatenating_joins_leaf_by_leaf(dim: int) -> None:
     parts = [{"a": Point(torch.full((2, 2), float(i)), [torch.full((1, 1), i)])} for i in range(3)]
-    joined = nested.concatenate(parts, dim=dim)
+    joined = pytrees.concatenate(parts, dim=dim)
     assert types_of(joined) == types_of(parts[0])
     torch.testing.assert_close(joined["a"].x, torch.cat([part["a"].x for part in parts], dim))
     torch.testing.assert_close(joined["a"].y[0], torch.cat([part["a"].y[0] for part in parts], dim))
 
 
 def test_concatenating_goes_by_the_keys_and_not_by_their_order() -> None:
-    joined = nested.concatenate([{"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)}])
+    joined = pytrees.concatenate([{"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)}])
     assert joined["a"].tolist() == [0, 0]
     assert joined["b"].tolist() == [1, 1]
 
@@ -238,11 +238,11 @@ def test_concatenating_goes_by_the_keys_and_not_by_their_order() -> None:
 )
 def test_what_cannot_be_concatenated_is_said(parts: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        nested.concatenate(parts)
+        pytrees.concatenate(parts)
 
 
 def test_slicing_takes_rows_and_leaves_what_has_none() -> None:
-    sliced = nested.slice_tensors({"x": torch.arange(6), "scale": torch.tensor(2.0), "name": "n"}, slice(1, 3))
+    sliced = pytrees.slice_tensors({"x": torch.arange(6), "scale": torch.tensor(2.0), "name": "n"}, slice(1, 3))
     assert sliced["x"].tolist() == [1, 2]
     assert sliced["scale"].item() == 2.0
     assert sliced["name"] == "n"
@@ -254,29 +254,29 @@ def test_listify_makes_python_numbers_of_every_dtype() -> None:
         "flag": torch.tensor([True]),
         "n": torch.tensor(3),
     }
-    assert nested.listify(data) == {"half": [1.0, 1.0], "flag": [True], "n": 3}
+    assert pytrees.listify(data) == {"half": [1.0, 1.0], "flag": [True], "n": 3}
 
 
 def test_tensors_can_be_allocated_from_the_description_of_others() -> None:
     data = {"x": torch.ones(2, 3, dtype=torch.float16), "y": [torch.ones(4, dtype=torch.bool)], "name": "n"}
-    structure = nested.get_data_structure(data)
-    assert nested.is_tensor_information(structure["x"])
-    assert not nested.is_tensor_information(data["x"])
-    again = nested.initialize_tensors(structure)
+    structure = pytrees.get_data_structure(data)
+    assert pytrees.is_tensor_information(structure["x"])
+    assert not pytrees.is_tensor_information(data["x"])
+    again = pytrees.initialize_tensors(structure)
     assert types_of(again) == types_of(data)
     for allocated, original in zip(tensors(again), tensors(data), strict=True):
         assert (allocated.shape, allocated.dtype) == (original.shape, original.dtype)
-    assert nested.initialize_tensors(structure, device="meta")["x"].device.type == "meta"
+    assert pytrees.initialize_tensors(structure, device="meta")["x"].device.type == "meta"
 
 
 def test_the_device_of_a_structure_is_that_of_its_first_tensor() -> None:
-    assert nested.find_device(["text", torch.ones(1, device="meta"), one()]) == torch.device("meta")
-    assert nested.find_device({"text": "a"}) is None
+    assert pytrees.find_device(["text", torch.ones(1, device="meta"), one()]) == torch.device("meta")
+    assert pytrees.find_device({"text": "a"}) is None
 
 
 def test_honor_type_makes_sequences_of_every_kind() -> None:
-    assert nested.honor_type([0], (i for i in range(2))) == [0, 1]
-    assert nested.honor_type((0,), (i for i in range(2))) == (0, 1)
-    assert nested.honor_type(Point(0, 0), (i for i in range(2))) == Point(0, 1)
-    assert nested.is_namedtuple(Point(0, 0))
-    assert not nested.is_namedtuple((0, 0))
+    assert pytrees.honor_type([0], (i for i in range(2))) == [0, 1]
+    assert pytrees.honor_type((0,), (i for i in range(2))) == (0, 1)
+    assert pytrees.honor_type(Point(0, 0), (i for i in range(2))) == Point(0, 1)
+    assert pytrees.is_namedtuple(Point(0, 0))
+    assert not pytrees.is_namedtuple((0, 0))

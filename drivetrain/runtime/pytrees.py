@@ -1,4 +1,4 @@
-"""Operations over nested structures of tensors, such as batches.
+"""Operations over pytrees of tensors, nested structures such as batches.
 
 A structure is a tensor, or a mapping, list, tuple, named tuple, dataclass or attrs instance of structures. Every
 function returns containers of the types that it was given. Anything that is neither a tensor nor a container (a string,
