@@ -16,8 +16,8 @@ from torch import Tensor
 from drivetrain import checkpoint
 from drivetrain.callbacks.step_schedule import decide_on_main_process
 from drivetrain.checkpoint.formats import CheckpointFormat
-from drivetrain.checkpoint.manifest import clean_stale_files, has_manifest, writer_token
-from drivetrain.checkpoint.storage import LocalStorage, storage_of
+from drivetrain.checkpoint.manifest import has_manifest
+from drivetrain.checkpoint.storage import LocalStorage, clean_stale, storage_of, writer_token
 from drivetrain.checkpoint.torch_files import TorchShards, plain_classes, refused_classes
 from drivetrain.checkpoint.tree import pack, packed
 from drivetrain.compat.formats.lightning import (
@@ -76,7 +76,7 @@ def write_lightning_content(path: str | os.PathLike[str], content: Mapping[str, 
     place = os.path.join(folder, f".{name}.{writer_token()}.writing")
     try:
         os.makedirs(folder, exist_ok=True)
-        clean_stale_files(folder)
+        clean_stale(folder)
         with open(place, "w+b") as file:
             torch.save(content, file)
             file.flush()
