@@ -166,26 +166,26 @@ class Save:
         files: dict[str, FileDigest] = {}
         places: dict[MetadataIndex, Place] = {}
 
-        def write(name: str, parts: Iterable[bytes | memoryview]) -> None:
-            files[name] = storage.write(f"{place}/{name}", parts)
-
         def write_tensors(number: int, file: Sequence[tuple[WriteItem, Entry]]) -> None:
             name = f"{FOLDER}/rank_{peers.rank}_{number}.safetensors"
             header, starts = layout([entry for _, entry in file])
             # Tensors on a device come to the CPU one at a time.
-            write(name, chain([header], (bytes_of(self._tensor_of(item)) for item, _ in file)))
+            content = (bytes_of(self._tensor_of(item)) for item, _ in file)
+            files[name] = storage.write(f"{place}/{name}", chain([header], content))
             for (item, entry), start in zip(file, starts, strict=True):
                 places[item.index] = Place(name, start, entry.nbytes)
 
         if peers.is_main:
-            write(WRITER_FILE, [encoded(writer_of(os.getpid()))])  # first: a place without it may be a dead run's
+            # First: a place without it may be what a dead run left.
+            files[WRITER_FILE] = storage.write(f"{place}/{WRITER_FILE}", [encoded(writer_of(os.getpid()))])
             if self._extra is not None:
                 for name in os.listdir(self._extra):
                     if name != WRITER_FILE:
                         os.rename(os.path.join(self._extra, name), os.path.join(place, name))
                 storage.discard(self._extra)
-            write(SHARED_FILE, [encoded(self._shared)])
-        write(PROCESS_FILE.format(peers.rank), [encoded(self._own)])
+            files[SHARED_FILE] = storage.write(f"{place}/{SHARED_FILE}", [encoded(self._shared)])
+        own_file = PROCESS_FILE.format(peers.rank)
+        files[own_file] = storage.write(f"{place}/{own_file}", [encoded(self._own)])
         run_parallel([partial(write_tensors, *one) for one in enumerate(_files_of(self._items))], WORKERS)
         return files, places
 

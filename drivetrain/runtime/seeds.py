@@ -7,6 +7,7 @@ import operator
 import os
 import pickle
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -153,6 +154,9 @@ def drawn_since(seed: int, names: Iterable[str]) -> list[str]:
     return drawn
 
 
+_own_generators: dict[str, torch.Generator] = {}
+
+
 def own_generator(name: str) -> torch.Generator:
     """A generator that draws nothing from the global ones, for what users do not see being drawn.
 
@@ -162,7 +166,7 @@ def own_generator(name: str) -> torch.Generator:
     state = torch.default_generator.get_state().numpy().tobytes()
     seed = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little")
     generator = torch.Generator().manual_seed(seed >> 1)
-    PartialState.registry().setdefault("generators", {})[name] = generator
+    _own_generators[name] = generator
     return generator
 
 
@@ -199,12 +203,10 @@ class RandomState:
         states: dict[str, Tensor] = {}
         own: dict[str, Tensor] = {}
         if devices:
-            for kind in available_device_kinds():
-                state = kind.get_rng_state()
-                if state is not None:
-                    states[kind.name] = state
-            generators = PartialState.registry().get("generators", {})
-            own = {name: generator.get_state() for name, generator in generators.items()}
+            if torch.accelerator.is_available() or "torch_xla" in sys.modules:  # the CPU has none but torch's
+                found = ((kind.name, kind.get_rng_state()) for kind in available_device_kinds())
+                states = {name: state for name, state in found if state is not None}
+            own = {name: generator.get_state() for name, generator in _own_generators.items()}
         numpy_state: Any = np.random.get_state()
         return cls(random.getstate(), numpy_state, torch.default_generator.get_state(), states, own)
 
@@ -217,7 +219,7 @@ class RandomState:
         for name, state in self.devices.items():
             if name in here:
                 here[name].set_rng_state(state)
-        for name, generator in PartialState.registry().get("generators", {}).items():
+        for name, generator in _own_generators.items():
             if name in self.own:
                 generator.set_state(self.own[name])
 

@@ -257,17 +257,12 @@ class LightningFormat(CheckpointFormat):
         self,
         trainer: Trainer,
         target: str | os.PathLike[str],
-        engine: dict[str, Any],
-        driver: Mapping[str, Any],
-        own: Mapping[str, Any],
-        *,
-        moment: Any,
+        shared: Mapping[str, Any],
+        process: Mapping[str, Any],
         **others: Any,
     ) -> checkpoint.PendingSave:
         """Write the state that the main process holds whole, with what each process keeps of its own."""
-        run = trainer.accelerator.run_state
-        run.saves.finish()
-        shared, process = run.compose(engine, driver, own, moment)
+        trainer.accelerator.save_queue.finish()
         try:
             mine: dict[str, Any] | str = packed(process, f"process/{trainer.global_rank}")
         except CheckpointError as error:
