@@ -19,7 +19,6 @@ from typing import Any, BinaryIO, Protocol, cast
 
 from drivetrain.checkpoint.tree import decoded
 from drivetrain.runtime.errors import CheckpointError
-from drivetrain.runtime.host import boot_id, is_alive, started_at, started_since_boot
 from drivetrain.runtime.logging import get_logger
 
 BLOCK = 8 << 20
@@ -600,3 +599,56 @@ def _host() -> str:
     except OSError:
         pass  # not Linux
     return " ".join(filter(None, parts))
+
+
+def boot_id() -> str:
+    """Return what the kernel names this run of the machine by; empty if it has no such name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def started_since_boot(pid: int | str = "self") -> float | None:
+    """Return when a process was started, in seconds since the machine was; None if that is not known.
+
+    Unlike a time of day it stays the same when the clock is set.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            _, _, after_name = file.read().rpartition(b")")  # names hold any character
+    except OSError:
+        return None
+    return int(after_name.split()[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def started_at() -> float:
+    """When this process was started, in seconds since 1970, to a second of what psutil has for it."""
+    since_boot = started_since_boot()
+    if since_boot is not None:
+        return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot, 2)  # a tick is a hundredth
+    import psutil
+
+    return float(psutil.Process().create_time())
+
+
+def is_alive(pid: int, started: float) -> bool:
+    """Return whether the process with a number is the one that was started then, and has not ended."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        if started < _TIMES_OF_DAY:
+            same = started_since_boot(pid) == started
+        else:
+            same = abs(process.create_time() - started) < 2.0  # clocks are adjusted
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.AccessDenied:
+        return True  # somebody else's, which is there
+    except (psutil.NoSuchProcess, ValueError, OverflowError):
+        return False
+
+
+_TIMES_OF_DAY = 1e9
+"""Seconds since 1970 are more than this, and no machine has run for 30 years."""

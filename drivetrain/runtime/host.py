@@ -1,10 +1,9 @@
-"""Numbers of bytes as text, such as `"24GB"` and `1.24 GiB`, and those of this machine's memory."""
+"""Numbers of bytes as text, such as `"24GB"` and `1.24 GiB`, and what this machine and this process have of them."""
 
 from __future__ import annotations
 
 import os
 import re
-import time
 from pathlib import Path
 
 from drivetrain.runtime.errors import ConfigurationError
@@ -69,53 +68,6 @@ def resident_bytes() -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)
-
-
-def started_at() -> float:
-    """When this process was started, in seconds since 1970, to a second of what psutil has for it."""
-    found = _read("/proc/self/stat")
-    if found:
-        ticks = int(found.rpartition(b")")[2].split()[19])  # since the machine was started; names hold any character
-        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-        return round(booted + ticks / os.sysconf("SC_CLK_TCK"), 2)  # a tick is a hundredth
-    import psutil
-
-    return float(psutil.Process().create_time())
-
-
-def started_since_boot(pid: int | str = "self") -> float | None:
-    """Return when a process was started, in seconds since the machine was; None if that is not known.
-
-    Unlike a time of day it stays the same when the clock is set.
-    """
-    found = _read(f"/proc/{pid}/stat")
-    return int(found.rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK") if found else None
-
-
-def boot_id() -> str:
-    """Return what the kernel names this run of the machine by; empty if it has no such name."""
-    return _read("/proc/sys/kernel/random/boot_id").decode().strip()
-
-
-def is_alive(pid: int, started: float) -> bool:
-    """Return whether the process with a number is the one that was started then, and has not ended."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        if started < _TIMES_OF_DAY:
-            same = started_since_boot(pid) == started
-        else:
-            same = abs(process.create_time() - started) < 2.0  # clocks are adjusted
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.AccessDenied:
-        return True  # somebody else's, which is there
-    except (psutil.NoSuchProcess, ValueError, OverflowError):
-        return False
-
-
-_TIMES_OF_DAY = 1e9
-"""Seconds since 1970 are more than this, and no machine has run for 30 years."""
 
 
 def _read(path: str) -> bytes:

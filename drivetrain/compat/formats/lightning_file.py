@@ -211,7 +211,7 @@ class LightningFormat(CheckpointFormat):
     def save(
         self, trainer: Trainer, path: str | os.PathLike[str], weights_only: bool, block: bool
     ) -> checkpoint.PendingSave:
-        from drivetrain.trainer.state.saved_run import save_run
+        from drivetrain.trainer.state.saved_run import DIRECTORIES
 
         if not block:
             raise ConfigurationError(
@@ -220,9 +220,9 @@ class LightningFormat(CheckpointFormat):
         target = decide_on_main_process(lambda: self.place_of(path))
         if trainer.strategy.state.holds_whole:
             write = partial(self._write_whole, trainer)
-            return save_run(trainer, target, weights_only, write=write, keeps_objects=self.keeps_objects)
+            return DIRECTORIES.save(trainer, target, weights_only, write=write, keeps_objects=self.keeps_objects)
         beside = self.place_beside(target, trainer.default_root_dir)
-        save_run(trainer, beside, weights_only)
+        DIRECTORIES.save(trainer, beside, weights_only)
 
         def write_of_shards() -> None:
             try:

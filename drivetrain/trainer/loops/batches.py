@@ -21,11 +21,10 @@ from torch.utils.data import (
 from drivetrain.callbacks.base import Stage
 from drivetrain.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from drivetrain.data import BatchInfo, CombinedLoader, PendingBatch, PreparedLoader, TailPolicy
-from drivetrain.data.seeding import kept_generators
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError, InvalidLoaderError
 from drivetrain.runtime.nested import honor_type
-from drivetrain.runtime.seeds import isolated_random_state, seed_all_generators
+from drivetrain.runtime.seeds import isolated_random_state, kept_generators, seed_all_generators
 from drivetrain.runtime.timing import DATA, IDLE
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import is_overridden, is_redefined

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -189,7 +190,7 @@ class StepSnapshot:
             return {"logged": self._logged.state_dict(self._logged_mark), "metrics": self._metric_states}
         return {
             "logged": self._logged.state_dict(),
-            "metrics": metric_states(find_metrics(self._task)),
+            "metrics": metric_states(find_metrics(self._task)) if "torchmetrics" in sys.modules else {},
             "finished_metrics": self._logged.finished_metrics(self._task),
         }
 
@@ -216,52 +217,61 @@ def saves_within_steps(trainer: Trainer) -> bool:
 logger = get_logger(__name__)
 
 
-def save_run(
-    trainer: Trainer,
-    directory: str | os.PathLike[str],
-    weights_only: bool = False,
-    block: bool = True,
-    write: Callable[..., PendingSave] | None = None,
-    keeps_objects: bool = False,
-) -> PendingSave:
-    """Write a checkpoint of a Trainer's run; call it on all processes."""
-    placed = trainer.task_run
-    task, loop, run = placed.task, trainer.loop, trainer.accelerator.run_state
-    if task is None or placed.model is None or run.strategy.unwrap(placed.model) is not task:
-        if trainer.spawning is not None:
-            raise CheckpointError(
-                f"strategy={trainer.strategy.name!r}: the state of a run, such as that of its optimizers, ends with "
-                "the processes that fit() has started. Let a ModelCheckpoint save it there; its best_model_path and "
-                "last_model_path are known here."
-            )
-        raise CheckpointError(
-            "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
-        )
-    models, step = run.prepared.models, trainer.progress.global_step
-    is_evaluated = all(model is not placed.model for model in models)  # and was never trained here
-    weights_only = weights_only or is_evaluated
-    number = next((place for place, model in enumerate(models) if model is placed.model), 0)
-    snapshot = StepSnapshot(task, trainer.logged, trainer.progress) if loop is None else loop.batches.snapshot
-    moment = moment_of(trainer)
-    with snapshot.buffers_restored():
-        engine = run.engine_of(placed.model) if is_evaluated else run.engine(weights_only, moment)
-        driver = _entries(trainer, task, moment, weights_only, keeps_objects)
-        with as_hooks_see_it(engine, number, driver) as state, trainer.checkpoint_format.shown_to_hooks(state) as shown:
-            for callback in trainer.callbacks:
-                callback.on_save_checkpoint(trainer, task, shown)
-            task.on_save_checkpoint(shown)
-        own = {"layout": layout_of(run.strategy), **({} if weights_only else snapshot.state_dict())}
-        shared, process = run.compose(engine, driver, own, moment)
-        return (write or run.saves.save)(directory, shared, process, step=step, block=block)
-
-
 class Directories(CheckpointFormat):
     """Checkpoints of this package: one directory for each, of all processes."""
 
     name = "drivetrain"
 
-    def save(self, trainer: Trainer, path: str | os.PathLike[str], weights_only: bool, block: bool) -> PendingSave:
-        return save_run(trainer, path, weights_only, block)
+    def save(
+        self,
+        trainer: Trainer,
+        path: str | os.PathLike[str],
+        weights_only: bool = False,
+        block: bool = True,
+        write: Callable[..., PendingSave] | None = None,
+        keeps_objects: bool = False,
+    ) -> PendingSave:
+        """Write a checkpoint of a Trainer's run; call it on all processes.
+
+        Args:
+            trainer: The Trainer.
+            path: Where to.
+            weights_only: Leave out everything but weights and hyper-parameters.
+            block: Whether to return only when it is durable.
+            write: Writes the state in another format, as `SaveQueue.save` is called; that itself if None.
+            keeps_objects: Whether hyper-parameters may be objects, which that format keeps.
+        """
+        placed = trainer.task_run
+        task, loop, run = placed.task, trainer.loop, trainer.accelerator.run_state
+        if task is None or placed.model is None or run.strategy.unwrap(placed.model) is not task:
+            if trainer.spawning is not None:
+                raise CheckpointError(
+                    f"strategy={trainer.strategy.name!r}: the state of a run, such as that of its optimizers, ends "
+                    "with the processes that fit() has started. Let a ModelCheckpoint save it there; its "
+                    "best_model_path and last_model_path are known here."
+                )
+            raise CheckpointError(
+                "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
+            )
+        models, step = run.prepared.models, trainer.progress.global_step
+        is_evaluated = all(model is not placed.model for model in models)  # and was never trained here
+        weights_only = weights_only or is_evaluated
+        number = next((place for place, model in enumerate(models) if model is placed.model), 0)
+        snapshot = StepSnapshot(task, trainer.logged, trainer.progress) if loop is None else loop.batches.snapshot
+        moment = moment_of(trainer)
+        with snapshot.buffers_restored():
+            engine = run.engine_of(placed.model) if is_evaluated else run.engine(weights_only, moment)
+            driver = _entries(trainer, task, moment, weights_only, keeps_objects)
+            with (
+                as_hooks_see_it(engine, number, driver) as state,
+                trainer.checkpoint_format.shown_to_hooks(state) as shown,
+            ):
+                for callback in trainer.callbacks:
+                    callback.on_save_checkpoint(trainer, task, shown)
+                task.on_save_checkpoint(shown)
+            own = {"layout": layout_of(run.strategy), **({} if weights_only else snapshot.state_dict())}
+            shared, process = run.compose(engine, driver, own, moment)
+            return (write or run.saves.save)(path, shared, process, step=step, block=block)
 
 
 DIRECTORIES = Directories()
