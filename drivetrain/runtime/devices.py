@@ -388,6 +388,9 @@ class XLADevice(DeviceKind):
 
 _KINDS: dict[str, DeviceKind] = {}
 
+ADDED: set[str] = set()
+"""Names of the kinds that were registered beside those of this file."""
+
 
 def started_device() -> str | None:
     """Name of a kind of device that this process uses already, in a state that does not survive a fork, if any."""
@@ -414,12 +417,14 @@ def register_device(kind: DeviceKind, *, replace: bool = False) -> None:
         if name in _KINDS and _KINDS[name].name == name:
             unregister_device(name)  # with its aliases, which would otherwise still lead to it
     _KINDS.update(dict.fromkeys(names, kind))
+    ADDED.add(kind.name)
 
 
 def unregister_device(name: str) -> None:
     """Remove a kind that `register_device` added."""
     kind = _KINDS.pop(name, None)
     if kind is not None:
+        ADDED.discard(kind.name)
         for alias in (kind.name, *kind.aliases):
             _KINDS.pop(alias, None)
 
@@ -433,6 +438,7 @@ register_device(DeviceKind("mlu", backend="cncl"))
 register_device(DeviceKind("hpu", backend="hccl"))
 _XLA = XLADevice()
 register_device(_XLA)
+ADDED.clear()
 
 
 def get_device_kind(name: str) -> DeviceKind:

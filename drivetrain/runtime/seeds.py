@@ -1,4 +1,4 @@
-"""Random state: seeding a run, seeding one sample, and keeping the generators' state."""
+"""Random state: seeding a run and one sample, keeping generators' states, and drawing an epoch's order from one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from drivetrain.runtime.collectives import broadcast_object_list
-from drivetrain.runtime.devices import available_device_kinds
+from drivetrain.runtime.devices import ADDED, available_device_kinds
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.state import PartialState
 
 MAX_SEED = 2**32 - 1  # the largest that NumPy's global generator takes
+
+_PLUGINS = frozenset({"torch_xla", "torch_npu", "torch_mlu", "habana_frameworks"})  # that bring devices to torch
 
 _MASK = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -206,7 +208,8 @@ class RandomState:
         states: dict[str, Tensor] = {}
         own: dict[str, Tensor] = {}
         if devices:
-            if torch.accelerator.is_available() or "torch_xla" in sys.modules:  # the CPU has none but torch's
+            # Where torch has no accelerator, nothing but a plug-in has generators, and the kinds need not be asked.
+            if torch.accelerator.is_available() or ADDED or not _PLUGINS.isdisjoint(sys.modules):
                 found = ((kind.name, kind.get_rng_state()) for kind in available_device_kinds())
                 states = {name: state for name, state in found if state is not None}
             own = {name: generator.get_state() for name, generator in _own_generators.items()}
