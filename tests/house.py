@@ -446,18 +446,18 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 
 ROOMS = {
-    "accelerator": (12, 3272),
+    "accelerator": (12, 3270),
     "callbacks": (33, 7045),
-    "checkpoint": (13, 3248),
+    "checkpoint": (13, 3242),
     "cli": (18, 1575),
-    "compat": (182, 10951),
-    "data": (14, 3147),
-    "inference": (24, 5755),
+    "compat": (182, 10945),
+    "data": (14, 2989),
+    "inference": (24, 5751),
     "launch": (15, 4264),
-    "runtime": (24, 3462),
+    "runtime": (24, 3587),
     "strategies": (59, 10897),
     "trackers": (18, 2959),
-    "trainer": (46, 9645),
+    "trainer": (46, 9639),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 

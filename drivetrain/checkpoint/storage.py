@@ -21,8 +21,8 @@ from drivetrain.checkpoint.tree import decoded
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
 
-BLOCK = 8 << 20
-"""Bytes that are written, read and hashed at once."""
+BLOCK = 1 << 20
+"""Bytes that are written, read and hashed at once: few enough that what was hashed is still in the processor's cache."""
 
 WORKERS = min(4, os.cpu_count() or 1)
 """Files that are written or read at once."""
