@@ -85,7 +85,7 @@ class Save:
         self._peers = Peers(state)
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._held_by_peers: list[str] = []
-        self._tensor_of: Callable[[WriteItem], Tensor] = self._planner.resolve_data
+        self._tensor_of = cast("Callable[[WriteItem], Tensor]", self._planner.resolve_data)
         self._copy_error: BaseException | None = None
         answer = self._peers.combine(lambda: self._prepare(shared, own, storage), self._share_out)
         if isinstance(answer, Failure):

@@ -22,7 +22,7 @@ from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
 
 BLOCK = 1 << 20
-"""Bytes that are written, read and hashed at once: few enough that what was hashed is still in the processor's cache."""
+"""Bytes that are read, hashed and written at once: few enough to stay in the processor's cache in between."""
 
 WORKERS = min(4, os.cpu_count() or 1)
 """Files that are written or read at once."""
@@ -255,9 +255,9 @@ class LocalStorage(Storage):
         digest, size = hashlib.sha256(), 0
         descriptor = self._os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _AS_IT_IS, 0o666)
         try:
-            for part in map(memoryview, parts):
+            for part in parts:
                 for start in range(0, len(part), BLOCK):
-                    block = part[start : start + BLOCK]
+                    block = memoryview(part)[start : start + BLOCK]
                     digest.update(block)
                     size += len(block)
                     while len(block):
@@ -408,8 +408,8 @@ class FsspecStorage(Storage):
         digest, size = hashlib.sha256(), 0
         file = cast(BinaryIO, self._system.open(path, "wb"))
         try:
-            for part in map(memoryview, parts):
-                for block in blocks_of(part):
+            for part in parts:
+                for block in blocks_of(memoryview(part)):
                     digest.update(block)
                     size += file.write(block)
         except BaseException:
