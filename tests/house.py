@@ -447,7 +447,7 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 ROOMS = {
     "accelerator": (12, 3270),
-    "callbacks": (33, 7045),
+    "callbacks": (33, 7043),
     "checkpoint": (13, 3242),
     "cli": (18, 1575),
     "compat": (182, 10945),
