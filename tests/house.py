@@ -446,18 +446,18 @@ def strategy_members(house: House) -> tuple[int, list[str]]:
 
 
 ROOMS = {
-    "accelerator": (12, 3270),
-    "callbacks": (33, 7035),
-    "checkpoint": (13, 3248),
-    "cli": (18, 1575),
-    "compat": (182, 11033),
-    "data": (14, 3153),
-    "inference": (24, 5755),
-    "launch": (15, 4264),
-    "runtime": (24, 3462),
+    "accelerator": (12, 3267),
+    "callbacks": (33, 7017),
+    "checkpoint": (13, 3242),
+    "cli": (18, 1572),
+    "compat": (182, 11027),
+    "data": (14, 2995),
+    "inference": (24, 5749),
+    "launch": (15, 4261),
+    "runtime": (24, 3587),
     "strategies": (59, 10875),
     "trackers": (18, 2959),
-    "trainer": (46, 9621),
+    "trainer": (46, 9615),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 

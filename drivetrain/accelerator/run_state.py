@@ -364,6 +364,7 @@ class RunState:
         prepared: What the engine has prepared, and what was registered.
         save_hooks: The user's functions that run before `save_state`, by the number of their handle.
         load_hooks: Those that run before `load_state`.
+        saves: What writes checkpoints, one for the process.
         moment: Gives the moment that a save describes; set by a driver that may save within a step.
     """
 
@@ -383,6 +384,7 @@ class RunState:
         self.moment: Callable[[], Moment] = Moment
         self._state, self._numbered, self._tracking = state, numbered, tracking
         self._step = step
+        self.saves = save_queue(state)
         self._kept: dict[str, Any] = {}
 
     def register(self, objects: Sequence[Any]) -> None:
@@ -399,11 +401,6 @@ class RunState:
         for name, state in states:
             check_storable(state, name)
         self.prepared.registered.extend(objects)
-
-    @property
-    def saves(self) -> checkpoint.SaveQueue:
-        """What writes checkpoints."""
-        return save_queue(self._state)
 
     # saving
 
@@ -454,7 +451,7 @@ class RunState:
     ) -> checkpoint.PendingSave:
         """Write a checkpoint; call it on all processes."""
         shared, process = self.compose(engine, driver, own, moment)
-        return save_queue(self._state).save(directory, shared, process, step=step, block=block, extra=extra)
+        return self.saves.save(directory, shared, process, step=step, block=block, extra=extra)
 
     def compose(
         self,

@@ -15,8 +15,8 @@ from drivetrain.callbacks.step_schedule import (
     decide_on_main_process,
     is_better,
 )
-from drivetrain.checkpoint.manifest import check_replaceable, writer_token
-from drivetrain.checkpoint.storage import LocalStorage, storage_of
+from drivetrain.checkpoint.manifest import check_replaceable
+from drivetrain.checkpoint.storage import LocalStorage, storage_of, writer_token
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.terminal import without_credentials

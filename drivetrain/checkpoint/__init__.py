@@ -43,7 +43,7 @@ _EXPORTS = {
     "LoadReport": "drivetrain.checkpoint.load",
     "PendingSave": "drivetrain.checkpoint.save",
     "SaveQueue": "drivetrain.checkpoint.save",
-    "clean_stale": "drivetrain.checkpoint.manifest",
+    "clean_stale": "drivetrain.checkpoint.storage",
     "compare_states": "drivetrain.checkpoint.load",
     "consolidate": "drivetrain.checkpoint.export",
     "consolidate_shards": "drivetrain.checkpoint.export",
@@ -138,7 +138,6 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.load import Checkpoint as Checkpoint
     from drivetrain.checkpoint.load import LoadReport as LoadReport
     from drivetrain.checkpoint.load import compare_states as compare_states
-    from drivetrain.checkpoint.manifest import clean_stale as clean_stale
     from drivetrain.checkpoint.run_state import describe_run_state as describe_run_state
     from drivetrain.checkpoint.run_state import import_checkpoint as import_checkpoint
     from drivetrain.checkpoint.run_state import load_run_state as load_run_state
@@ -149,6 +148,7 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.save import SaveQueue as SaveQueue
     from drivetrain.checkpoint.save import extra_place as extra_place
     from drivetrain.checkpoint.save import save_queue as save_queue
+    from drivetrain.checkpoint.storage import clean_stale as clean_stale
     from drivetrain.checkpoint.torch_files import holds_positions as holds_positions
     from drivetrain.checkpoint.torch_files import named_by_position as named_by_position
     from drivetrain.checkpoint.tree import packed as packed

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from drivetrain.checkpoint.formats import written_file
 from drivetrain.checkpoint.load import Checkpoint
-from drivetrain.checkpoint.manifest import Manifest, clean_stale
+from drivetrain.checkpoint.manifest import Manifest
 from drivetrain.checkpoint.save import Failure, Peers
-from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
+from drivetrain.checkpoint.storage import LocalStorage, Storage, clean_stale, storage_of
 from drivetrain.checkpoint.torch_files import check_parts
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger

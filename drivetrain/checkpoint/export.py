@@ -25,24 +25,23 @@ from tqdm.auto import tqdm
 
 from drivetrain.checkpoint.formats import formats, is_checkpoint
 from drivetrain.checkpoint.load import Checkpoint
-from drivetrain.checkpoint.manifest import encoded, has_manifest, in_schema
-from drivetrain.checkpoint.safetensors_file import (
+from drivetrain.checkpoint.manifest import has_manifest, in_schema
+from drivetrain.checkpoint.safetensors_file import MappedFile
+from drivetrain.checkpoint.shards import read_range
+from drivetrain.checkpoint.storage import MANIFEST, LocalStorage, Reader, Storage, blocks_of, run_parallel, storage_of
+from drivetrain.checkpoint.torch_files import TorchShards, bare_name, read_pickled
+from drivetrain.checkpoint.tree import (
     Entry,
-    MappedFile,
     Placed,
     aligned,
-    blocks_of,
     bytes_of,
+    encoded,
     header_length,
     layout,
+    pack,
     read_header,
-    run_parallel,
     takes_bytes,
 )
-from drivetrain.checkpoint.shards import read_range
-from drivetrain.checkpoint.storage import MANIFEST, LocalStorage, Reader, Storage, storage_of
-from drivetrain.checkpoint.torch_files import TorchShards, bare_name, read_pickled
-from drivetrain.checkpoint.tree import pack
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
 from drivetrain.runtime.host import parse_bytes
 

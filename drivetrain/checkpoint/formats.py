@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,10 +60,13 @@ class CheckpointFormat:
     Attributes:
         name: The name, as `Trainer.save_checkpoint(format=...)` takes it.
         keeps_objects: Whether hyper-parameters and what hooks add may be objects. Else a run refuses them at its start.
+        shown_to_hooks: Makes what `on_save_checkpoint` and `on_load_checkpoint` run in, which gives the checkpoint as
+            they see it. What that is in the end is saved or restored.
     """
 
     name: ClassVar[str] = ""
     keeps_objects: bool = False
+    shown_to_hooks: Callable[[dict[str, Any]], AbstractContextManager[dict[str, Any]]] = nullcontext
 
     # checkpoints that are there
 
@@ -143,14 +146,6 @@ class CheckpointFormat:
             path: The path.
         """
         return None
-
-    def shown_to_hooks(self, state: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
-        """Return what `on_save_checkpoint` and `on_load_checkpoint` run in, with the checkpoint as they see it.
-
-        Args:
-            state: The checkpoint; what it is in the end is saved or restored.
-        """
-        return nullcontext(state)
 
     def remove(self, path: str) -> None:
         """Remove a checkpoint, or a link to one.

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from drivetrain.checkpoint.manifest import Manifest, decoded, read_manifest, replaced_beside, verified_bytes
-from drivetrain.checkpoint.safetensors_file import INDEX, run_parallel
-from drivetrain.checkpoint.save import SHARED_FILE, process_file
+from drivetrain.checkpoint.manifest import Manifest, read_manifest, verified_bytes
+from drivetrain.checkpoint.save import PROCESS_FILE, SHARED_FILE
 from drivetrain.checkpoint.shards import SafetensorsReader, verify_file
-from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
-from drivetrain.checkpoint.tree import is_tagged, key_at, pack, tensor_keys, unpack
+from drivetrain.checkpoint.storage import LocalStorage, Storage, replaced_beside, run_parallel, storage_of
+from drivetrain.checkpoint.tree import INDEX, decoded, is_tagged, key_at, pack, tensor_keys, unpack
 from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError
 
 Verify = Literal["hash", "size"]
@@ -125,7 +124,7 @@ class Checkpoint:
 
     def own(self, rank: int) -> Any:
         """Read what was one process's own."""
-        return self._tree(self.packed(process_file(rank)), {}, process_file(rank))
+        return self._tree(self.packed(PROCESS_FILE.format(rank)), {}, PROCESS_FILE.format(rank))
 
     def verify(self, names: list[str] | None = None) -> None:
         """Check the SHA-256 of files.
@@ -143,7 +142,7 @@ class Checkpoint:
         run_parallel(jobs, workers=os.cpu_count() or 1)
         if names is None:
             self.tensors.check_headers()
-            for name in (SHARED_FILE, *(process_file(rank) for rank in range(self.manifest.world_size))):
+            for name in (SHARED_FILE, *(PROCESS_FILE.format(rank) for rank in range(self.manifest.world_size))):
                 self._keys(self.packed(name), name)
 
     def _keys(self, packed: Any, name: str) -> list[str]:

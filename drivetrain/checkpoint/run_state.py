@@ -13,10 +13,9 @@ from drivetrain.checkpoint.discovery import whole_beside
 from drivetrain.checkpoint.formats import read_foreign, written_file
 from drivetrain.checkpoint.load import Checkpoint, Verify
 from drivetrain.checkpoint.manifest import in_schema
-from drivetrain.checkpoint.safetensors_file import INDEX
 from drivetrain.checkpoint.save import SHARED_FILE, Failure, Peers, PendingSave, save_queue
 from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
-from drivetrain.checkpoint.tree import unpack
+from drivetrain.checkpoint.tree import INDEX, unpack
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from drivetrain.runtime.state import PartialState
 

@@ -1,18 +1,12 @@
-"""Files in safetensors' layout, written and read without a second copy of what they hold.
-
-Layout: https://huggingface.co/docs/safetensors/index#format
-"""
+"""Safetensors files in memory as they are on disk: read as they are used, and never written."""
 
 from __future__ import annotations
 
-import json
-import math
 import mmap
 import os
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -20,256 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.checkpoint.tree import Entry, Placed, header_length, read_header
 from drivetrain.runtime.errors import CheckpointError
 
-BLOCK = 8 << 20
-"""Bytes that are written, read and hashed at once."""
-
-CACHE_LINE = 64
-"""Bytes. torch's own memory begins at one, and kernels may round otherwise elsewhere."""
-
-WORKERS = min(4, os.cpu_count() or 1)
-"""Files that are written or read at once."""
-
-_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "complex64": "C64",
-}
-
-
-FOLDER = "tensors"
-"""The folder of a checkpoint that its tensors and their index are in."""
-
-INDEX = f"{FOLDER}/index.json"
-
-
-@dataclass(frozen=True)
-class FileDigest:
-    """One file's size and hash in a manifest."""
-
-    size: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor, or one part of one, as it lies in a file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of_part(
-        cls, key: str, dtype: torch.dtype, size: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
-    ) -> Entry:
-        """Describe a part of a tensor. A part that is not the whole has its offsets in its name."""
-        is_whole = tuple(sizes) == tuple(size)
-        return cls(key if is_whole else f"{key}@{','.join(map(str, offsets))}", dtype, tuple(sizes))
-
-    @property
-    def nbytes(self) -> int:
-        """Its length in the file."""
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
-
-    def described(self, start: int) -> dict[str, Any]:
-        """The header's words for it; a dtype that the format has no name for is kept as bytes."""
-        name = dtype_name(self.dtype)
-        known = name in _NAMES
-        return {
-            "dtype": _NAMES[name] if known else "U8",
-            "shape": list(self.shape) if known else [self.nbytes],
-            "data_offsets": [start, start + self.nbytes],
-        }
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one part of a tensor lies."""
-
-    file: str
-    start: int
-    nbytes: int
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`"float32"` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype that a file's header calls by this name."""
-    found = next((ours for ours, theirs in _NAMES.items() if theirs == name), None)
-    if found is None:
-        raise ValueError(f"{name!r} is no dtype that is known here; known are {', '.join(_NAMES.values())}")
-    return getattr(torch, found)  # type: ignore[no-any-return]
-
-
-def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[bytes, list[int]]:
-    """Make a file's header."""
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    starts, position = [], 0
-    for entry in entries:
-        header[entry.name] = entry.described(position)
-        starts.append(position)
-        position += entry.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % CACHE_LINE)
-    begin = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, [begin + start for start in starts]
-
-
-def aligned(entries: Iterable[Entry]) -> list[int]:
-    """The order in which entries lie so that each is aligned: positions.
-
-    Those that fill whole lines of a cache are first, and begin with one each; then those whose length is a multiple of
-    32 bytes, of 16, and so on, so that each begins at a multiple of its items' size.
-    """
-    listed = list(entries)
-    return sorted(range(len(listed)), key=lambda index: -math.gcd(listed[index].nbytes, CACHE_LINE))
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes on the CPU, without a copy where it lies there in one piece."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if plain.numel() == 0:
-        return memoryview(b"")
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a file's bytes can be read straight into a tensor's memory."""
-    plain = target.device.type == "cpu" and target.is_contiguous() and not target.is_neg() and not target.is_conj()
-    return plain and target.dtype == dtype
-
-
-def blocks_of(data: memoryview, size: int = BLOCK) -> Iterator[memoryview]:
-    """Cut bytes into blocks."""
-    for start in range(0, len(data), size):
-        yield data[start : start + size]
-
-
-def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
-    """Run jobs in threads and raise the first error, once all threads have ended.
-
-    Plain threads: an executor takes no work any more once the interpreter has begun to end, and a checkpoint is
-    written to its end even then.
-    """
-    if len(jobs) <= 1 or workers <= 1:
-        for job in jobs:
-            job()
-        return
-    waiting = list(reversed(jobs))
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        while not errors:
-            try:
-                job = waiting.pop()
-            except IndexError:
-                return
-            try:
-                job()
-            except BaseException as error:
-                errors.append(error)
-
-    threads = [threading.Thread(target=work, name="drivetrain-io") for _ in range(min(workers, len(jobs)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-# Safetensors files in memory as they are on disk: read as they are used, and never written
-
-
-_LENGTH = 8  # bytes that hold the length of the header
-_LONGEST_HEADER = 100 << 20
 # Python 3.11 has no name for it. Without it, Linux refuses a mapping that is larger than memory and swap.
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 # For one call Linux reads no more ahead than the device's read-ahead, and drops the rest of what was asked for.
 _AHEAD = 128 << 10
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A tensor in a file.
-
-    Attributes:
-        entry: Its name, dtype and shape.
-        start: Where in the file its bytes begin.
-    """
-
-    entry: Entry
-    start: int
-
-    @property
-    def end(self) -> int:
-        """The first byte after it."""
-        return self.start + self.entry.nbytes
-
-
-def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], dict[str, str]]:
-    """What a safetensors file holds."""
-    length = header_length(head, size, where)
-    begin = _LENGTH + length
-    try:
-        header = json.loads(head[_LENGTH:begin])
-        metadata = header.pop("__metadata__", {})
-        placed = sorted((_placed(name, one, begin) for name, one in header.items()), key=lambda one: one.start)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{where} cannot be read: its header is damaged ({error}).") from error
-    reached = begin
-    for one in placed:
-        if one.start != reached:
-            raise CheckpointError(
-                f"{where} is damaged: {one.entry.name} does not begin where the tensor before it ends."
-            )
-        reached = one.end
-    if reached != size:
-        problem = "is truncated" if size < reached else "is damaged"
-        raise CheckpointError(f"{where} {problem}: its header describes {reached} bytes, and it has {size}.")
-    return {one.entry.name: one for one in placed}, {str(key): str(value) for key, value in metadata.items()}
-
-
-def header_length(head: bytes, size: int, where: str) -> int:
-    """Bytes of a file's header after the eight that hold this number."""
-    length = int.from_bytes(head[:_LENGTH], "little") if len(head) >= _LENGTH else 0
-    if not 0 < length <= min(size - _LENGTH, _LONGEST_HEADER):
-        raise CheckpointError(f"{where} cannot be read: it does not begin as a safetensors file does.")
-    return length
-
-
-def _placed(name: str, described: Mapping[str, Any], begin: int) -> Placed:
-    dtype = dtype_named(described["dtype"])
-    shape = tuple(described["shape"])
-    start, end = described["data_offsets"]
-    if not all(type(count) is int and count >= 0 for count in (*shape, start, end)):
-        raise ValueError(f"{name} has the shape {list(shape)} and lies at {[start, end]}")
-    entry = Entry(name, dtype, shape)
-    if end - start != entry.nbytes:
-        raise ValueError(f"{name} takes {entry.nbytes} bytes by its dtype and shape, but {end - start} by its place")
-    return Placed(entry, begin + start)
 
 
 def _whole(raw: Entry, size: int, where: str) -> Placed:
@@ -296,7 +48,7 @@ class MappedFile:
             with open(self.path, "rb") as file:
                 found = os.fstat(file.fileno())
                 if raw is None:
-                    head = file.read(_LENGTH)
+                    head = file.read(8)
                     head += file.read(header_length(head, found.st_size, self.path))
                     self.placed, self.metadata = read_header(head, found.st_size, self.path)
                 else:

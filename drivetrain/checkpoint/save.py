@@ -18,30 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.checkpoint.manifest import (
-    LOSS_IS_FINITE,
+from drivetrain.checkpoint.manifest import LOSS_IS_FINITE, Manifest, check_replaceable
+from drivetrain.checkpoint.storage import (
+    NO_FILE,
+    WORKERS,
     WRITER_FILE,
-    Manifest,
-    check_replaceable,
+    FileDigest,
+    LocalStorage,
+    Storage,
     clean_stale,
-    encoded,
+    run_parallel,
+    storage_of,
     writer_of,
 )
-from drivetrain.checkpoint.safetensors_file import (
-    FOLDER,
-    INDEX,
-    WORKERS,
-    Entry,
-    FileDigest,
-    Place,
-    aligned,
-    bytes_of,
-    dtype_name,
-    layout,
-    run_parallel,
-)
-from drivetrain.checkpoint.storage import NO_FILE, LocalStorage, Storage, storage_of
-from drivetrain.checkpoint.tree import pack
+from drivetrain.checkpoint.tree import FOLDER, INDEX, Entry, Place, aligned, bytes_of, dtype_name, encoded, layout, pack
 from drivetrain.runtime.errors import CheckpointError, DamagedCheckpointError, deprecated, warn_ignored
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
@@ -50,7 +40,13 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+    # What one process has written: its files, and where each part of a tensor lies.
+    Written = tuple[dict[str, FileDigest], dict[MetadataIndex, Place]]
+
 SHARED_FILE = "state.json"
+
+PROCESS_FILE = "process_{}.json"
+"""The file of what is one process's own, by its rank."""
 
 LARGEST_FILE = 2 << 30
 """Bytes that a file has about at most."""
@@ -63,11 +59,6 @@ logger = get_logger(__name__)
 
 # Several files on one process are hashed on several cores; small ones only cost.
 _SMALLEST_SPLIT = 64 << 20
-
-
-def process_file(rank: int) -> str:
-    """The file of what is one process's own."""
-    return f"process_{rank}.json"
 
 
 class Save:
@@ -94,23 +85,14 @@ class Save:
         self._peers = Peers(state)
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._held_by_peers: list[str] = []
-        self._copies: dict[MetadataIndex, Tensor] = {}
-        self._copy_failure: Failure | None = None
-        plans = self._peers.gather(self._peers.attempt(lambda: self._prepare(shared, own, storage)))
-        answers = None
-        if plans is not None:
-            token = uuid.uuid4().hex[:12]
-            shares: Any = next((one for one in plans if isinstance(one, Failure)), None)
-            if shares is None:
-                shares = self._peers.attempt(partial(self._share_out, plans))
-            if isinstance(shares, Failure):
-                shares = [shares] * self._peers.size
-            answers = [(share, token) for share in shares]
-        share, self._token = self._peers.scatter(answers)
-        if isinstance(share, Failure):
+        self._tensor_of = cast("Callable[[WriteItem], Tensor]", self._planner.resolve_data)
+        self._copy_error: BaseException | None = None
+        answer = self._peers.combine(lambda: self._prepare(shared, own, storage), self._share_out)
+        if isinstance(answer, Failure):
             if extra is not None and self._peers.is_main:
                 LocalStorage().discard(extra)
-            self._peers.fail(share, f"The checkpoint {self.directory} was not written")
+            self._peers.fail(answer, f"The checkpoint {self.directory} was not written")
+        share, self._token = answer
         self._items: list[WriteItem] = self._planner.finish_plan(share).items
 
     def _prepare(self, shared: Any, own: Any, storage: Storage | None) -> SavePlan:
@@ -138,94 +120,83 @@ class Save:
         self._planner.set_up_planner({**held, **own_tensors}, is_coordinator=self._peers.is_main)
         return self._planner.create_local_plan()
 
-    def _share_out(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def _share_out(self, plans: list[SavePlan]) -> list[tuple[SavePlan, str]]:
         """Decide on rank 0 what each process writes: a tensor that all have is written once."""
         shares, metadata = self._planner.create_global_plan(plans)
         if lacking := [key for key in self._held_by_peers if key not in metadata.state_dict_metadata]:
             raise _without_values(lacking)
-        return shares
+        token = uuid.uuid4().hex[:12]
+        return [(share, token) for share in shares]
 
     def copy(self) -> None:
         """Copy what this process writes, so that training may change it. A failure is raised by `run`."""
-
-        def copy() -> None:
-            kind = self._state.kind
-            pinned = kind.pins_memory and kind.name != "cpu"  # a device copies faster to page-locked memory
+        kind = self._state.kind
+        pinned = kind.pins_memory and kind.name != "cpu"  # a device copies faster to page-locked memory
+        copies: dict[MetadataIndex, Tensor] = {}
+        try:
             for item in self._items:
                 tensor = self._tensor_of(item)
                 target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-                self._copies[item.index] = target.copy_(tensor, non_blocking=pinned)
+                copies[item.index] = target.copy_(tensor, non_blocking=pinned)
             if pinned:
                 kind.synchronize()
-
-        self._copy_failure = self._peers.attempt(copy)
+        except BaseException as error:
+            self._copy_error = error
+        self._tensor_of = lambda item: copies[item.index]
         self._planner.state_dict = {}  # what was copied may go
-
-    def _tensor_of(self, item: WriteItem) -> Tensor:
-        """Return the copy of a tensor, or the tensor or this process's part of it."""
-        copy = self._copies.get(item.index)
-        return cast(Tensor, self._planner.resolve_data(item)) if copy is None else copy
 
     def run(self) -> None:
         """Write, and publish once all processes have written."""
-        peers = self._peers
         place, self._data = self._storage.place_for(self.directory, self._token)
-        gathered = peers.gather(self._copy_failure or peers.attempt(lambda: self._write(place)))
-        failures = None
-        if gathered is not None:
-            failed = next((one for one in gathered if isinstance(one, Failure)), None)
-            failures = [failed or peers.attempt(lambda: self._publish(place, gathered))] * peers.size
-        failure: Failure | None = peers.scatter(failures)
+        failure = self._peers.combine(lambda: self._write(place), lambda written: self._publish(place, written))
         if failure is not None:
             # Only now: as long as not all have ended, another process may be writing there.
             for left in filter(None, (place, self._extra)):
                 self._storage.discard(left)
-            peers.fail(failure, f"The checkpoint {self.directory} could not be written")
+            self._peers.fail(failure, f"The checkpoint {self.directory} could not be written")
 
-    def _write(self, place: str) -> tuple[dict[str, FileDigest], dict[MetadataIndex, Place]]:
+    def _write(self, place: str) -> Written:
         """Write this process's files. Returns their sizes and hashes, and where each tensor lies."""
-        storage, rank = self._storage, self._peers.rank
+        if self._copy_error is not None:
+            raise self._copy_error
+        storage, peers = self._storage, self._peers
+        if peers.is_main and isinstance(storage, LocalStorage):
+            clean_stale(os.path.dirname(self.directory))
+        storage.begin(place, (FOLDER,))
         files: dict[str, FileDigest] = {}
         places: dict[MetadataIndex, Place] = {}
 
-        def write_json(name: str, content: Any) -> None:
-            files[name] = storage.write(f"{place}/{name}", [memoryview(encoded(content))])
-
-        def write_tensors(name: str, file: Sequence[tuple[WriteItem, Entry]]) -> None:
-            items, entries = zip(*file, strict=True)
-            header, starts = layout(entries)
+        def write_tensors(number: int, file: Sequence[tuple[WriteItem, Entry]]) -> None:
+            name = f"{FOLDER}/rank_{peers.rank}_{number}.safetensors"
+            header, starts = layout([entry for _, entry in file])
             # Tensors on a device come to the CPU one at a time.
-            tensors = map(self._tensor_of, items)
-            files[name] = storage.write(f"{place}/{name}", chain([memoryview(header)], map(bytes_of, tensors)))
-            for item, entry, start in zip(items, entries, starts, strict=True):
+            content = (bytes_of(self._tensor_of(item)) for item, _ in file)
+            files[name] = storage.write(f"{place}/{name}", chain([header], content))
+            for (item, entry), start in zip(file, starts, strict=True):
                 places[item.index] = Place(name, start, entry.nbytes)
 
-        if self._peers.is_main and isinstance(storage, LocalStorage):
-            clean_stale(os.path.dirname(self.directory))
-        storage.begin(place, (FOLDER,))
-        if self._peers.is_main:
-            write_json(WRITER_FILE, writer_of(os.getpid()))  # first: a place without it may be what a dead run left
+        if peers.is_main:
+            # First: a place without it may be what a dead run left.
+            files[WRITER_FILE] = storage.write(f"{place}/{WRITER_FILE}", [encoded(writer_of(os.getpid()))])
             if self._extra is not None:
                 for name in os.listdir(self._extra):
                     if name != WRITER_FILE:
                         os.rename(os.path.join(self._extra, name), os.path.join(place, name))
                 storage.discard(self._extra)
-            write_json(SHARED_FILE, self._shared)
-        write_json(process_file(rank), self._own)
-        jobs = [
-            partial(write_tensors, f"{FOLDER}/rank_{rank}_{number}.safetensors", file)
-            for number, file in enumerate(_files_of(self._items))
-        ]
-        run_parallel(jobs, WORKERS)
+            files[SHARED_FILE] = storage.write(f"{place}/{SHARED_FILE}", [encoded(self._shared)])
+        own_file = PROCESS_FILE.format(peers.rank)
+        files[own_file] = storage.write(f"{place}/{own_file}", [encoded(self._own)])
+        run_parallel([partial(write_tensors, *one) for one in enumerate(_files_of(self._items))], WORKERS)
         return files, places
 
-    def _publish(self, place: str, written: list[tuple[dict[str, FileDigest], dict[MetadataIndex, Place]]]) -> None:
+    def _publish(
+        self, place: str, written: list[tuple[dict[str, FileDigest], dict[MetadataIndex, Place]]]
+    ) -> list[None]:
         """Write the index and the manifest on rank 0, and give the checkpoint its name."""
         storage = self._storage
         files = {name: digest for each, _ in written for name, digest in each.items()}
         places = {index: one for _, each in written for index, one in each.items()}
-        index = memoryview(encoded(_index_of(self._planner.metadata, places)))
-        files[INDEX] = storage.write(f"{place}/{INDEX}", [index])
+        files[INDEX] = storage.write(f"{place}/{INDEX}", [encoded(_index_of(self._planner.metadata, places))])
         found = storage.sizes(place)
         if self._extra is not None:
             assert isinstance(storage, LocalStorage)
@@ -240,7 +211,8 @@ class Save:
                     "machines must write to one file system"
                 )
         manifest = Manifest(files, self._peers.size, self._step, time.time(), self._data, self._finite_loss)
-        storage.publish(place, self.directory, self._token, memoryview(manifest.to_bytes()))
+        storage.publish(place, self.directory, self._token, manifest.to_bytes())
+        return [None] * self._peers.size
 
 
 def _without_values(keys: list[str]) -> CheckpointError:
@@ -304,14 +276,13 @@ def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
         place, _ = storage.place_for(path, uuid.uuid4().hex[:12])
         try:
             storage.begin(place, ())
-            storage.write(f"{place}/{WRITER_FILE}", [memoryview(encoded(writer_of(os.getpid())))])
+            storage.write(f"{place}/{WRITER_FILE}", [encoded(writer_of(os.getpid()))])
         except BaseException:
             storage.discard(place)
             raise
         return place
 
-    made = peers.attempt(make) if peers.is_main else None
-    answer: str | Failure = peers.scatter([made] * peers.size if peers.is_main else None)
+    answer: str | Failure = peers.scatter([peers.attempt(make)] * peers.size if peers.is_main else None)
     if isinstance(answer, Failure):
         peers.fail(answer, f"The checkpoint {os.fspath(directory)} could not be written")
     return answer
@@ -417,8 +388,7 @@ class SaveQueue:
         self._state = state
         self._running: PendingSave | None = None
         self.failed: PendingSave | None = None
-        state.before_leaving(self._wait_quietly)
-        atexit.register(_report, weakref.ref(self))
+        self._waits_at_end = False
 
     @property
     def pending(self) -> PendingSave | None:
@@ -447,6 +417,10 @@ class SaveQueue:
             save.run()
             return PendingSave(save.directory, finished=True)
         save.copy()
+        if not self._waits_at_end:
+            self._waits_at_end = True
+            self._state.before_leaving(self._wait_quietly)
+            atexit.register(_report, weakref.ref(self))
         self._running = pending = PendingSave(save.directory)
         # Not a daemon: the interpreter waits for it at the end. Not a process: a spawned one imports the script again.
         threading.Thread(target=self._work, args=(save, pending), name="drivetrain-save").start()
@@ -559,10 +533,10 @@ class Peers:
     """
 
     def __init__(self, state: PartialState | None) -> None:
-        together = state is not None and state.use_distributed
-        self.rank = state.process_index if state is not None and together else 0
-        self.size = state.num_processes if state is not None and together else 1
-        self._group = _own_group(state) if state is not None and together else None
+        self.rank, self.size, self._group = 0, 1, None
+        if state is not None and state.environment.world_size > 1:
+            self.rank, self.size = state.environment.rank, state.environment.world_size
+            self._group = _own_group(state)
         self.is_main = self.rank == 0
         self._cause: BaseException | None = None
 
@@ -590,6 +564,22 @@ class Peers:
         failures: list[Any] = [None] * self.size
         _exchange(dist.all_gather_object, failures, failure, group=self._group)
         return next((one for one in failures if one is not None), None)
+
+    def combine(self, work: Callable[[], Result], decide: Callable[[list[Result]], Sequence[Any]]) -> Any | Failure:
+        """Run `work` on each process, and `decide` on rank 0 with what all have returned.
+
+        Returns this process's item of what was decided. If anything failed, all processes get the first failure.
+        """
+        if self._group is None:
+            return self.attempt(lambda: decide([work()])[0])
+        results = self.gather(self.attempt(work))
+        decided: Any = None
+        if results is not None:
+            decided = next((one for one in results if isinstance(one, Failure)), None)
+            decided = decided or self.attempt(lambda: decide(results))
+            if isinstance(decided, Failure):
+                decided = [decided] * self.size
+        return self.scatter(decided)
 
     def attempt(self, work: Callable[[], Result]) -> Result | Failure:
         """Run something that may fail without leaving the others waiting; `fail` raises later what it raised here."""

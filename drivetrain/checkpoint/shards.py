@@ -25,21 +25,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from drivetrain.checkpoint.manifest import Manifest, check_digest, decoded, verified_bytes
-from drivetrain.checkpoint.safetensors_file import (
-    BLOCK,
-    INDEX,
-    WORKERS,
-    Entry,
-    FileDigest,
-    Place,
-    blocks_of,
-    bytes_of,
-    run_parallel,
-    takes_bytes,
-)
-from drivetrain.checkpoint.storage import Reader, Storage
-from drivetrain.checkpoint.tree import DTYPES
+from drivetrain.checkpoint.manifest import Manifest, check_digest, verified_bytes
+from drivetrain.checkpoint.storage import BLOCK, WORKERS, FileDigest, Reader, Storage, blocks_of, run_parallel
+from drivetrain.checkpoint.tree import DTYPES, INDEX, Entry, Place, bytes_of, decoded, takes_bytes
 from drivetrain.runtime.errors import DamagedCheckpointError
 
 # The index of a checkpoint's tensors: where the parts of each lie, checked before anything is read by it

@@ -1,18 +1,31 @@
-"""Where checkpoints are kept: the seam between what is written and how it gets there."""
+"""Where checkpoints are kept: how files get there, appear under their name at once, and what dead runs left of it."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
 import shutil
+import socket
 import stat
+import threading
+import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol, cast
 
-from drivetrain.checkpoint.safetensors_file import BLOCK, FileDigest, blocks_of
+from drivetrain.checkpoint.tree import decoded
 from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.logging import get_logger
+
+BLOCK = 1 << 20
+"""Bytes that are read, hashed and written at once: few enough to stay in the processor's cache in between."""
+
+WORKERS = min(4, os.cpu_count() or 1)
+"""Files that are written or read at once."""
 
 MANIFEST = "MANIFEST.json"
 DATA_FOLDER = "data-"
@@ -23,6 +36,53 @@ _AS_IT_IS: int = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 NO_FILE = -1
 """Stands for the size of what is no plain file, such as a link: it may lead anywhere."""
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """One file's size and hash in a manifest."""
+
+    size: int
+    sha256: str
+
+
+def blocks_of(data: memoryview, size: int = BLOCK) -> Iterator[memoryview]:
+    """Cut bytes into blocks."""
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
+
+
+def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
+    """Run jobs in threads and raise the first error, once all threads have ended.
+
+    Plain threads: an executor takes no work any more once the interpreter has begun to end, and a checkpoint is
+    written to its end even then.
+    """
+    if len(jobs) <= 1 or workers <= 1:
+        for job in jobs:
+            job()
+        return
+    waiting = list(reversed(jobs))
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            try:
+                job = waiting.pop()
+            except IndexError:
+                return
+            try:
+                job()
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, name="drivetrain-io") for _ in range(min(workers, len(jobs)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 class Reader(Protocol):
@@ -94,11 +154,11 @@ class Storage(ABC):
         """Make a place and the folders in it, unless another process was faster."""
 
     @abstractmethod
-    def write(self, path: str, parts: Iterable[memoryview]) -> FileDigest:
+    def write(self, path: str, parts: Iterable[bytes | memoryview]) -> FileDigest:
         """Write a new file and make it durable. Returns its size and hash."""
 
     @abstractmethod
-    def publish(self, place: str, directory: str, token: str, manifest: memoryview) -> None:
+    def publish(self, place: str, directory: str, token: str, manifest: bytes) -> None:
         """Write the manifest, and let a finished checkpoint take the place of what has its name."""
 
     @abstractmethod
@@ -127,8 +187,7 @@ class Storage(ABC):
 class LocalStorage(Storage):
     """Directories of this machine or a shared file system: written beside their name and renamed."""
 
-    def __init__(self, system: Any = os) -> None:
-        self._os = system
+    _os: Any = os  # what makes, writes and renames files; a test puts one in its place that fails
 
     def sizes(self, directory: str) -> dict[str, int]:
         found = {}
@@ -192,12 +251,13 @@ class LocalStorage(Storage):
         for folder in ("", *folders):
             self._os.makedirs(os.path.join(place, folder), exist_ok=True)
 
-    def write(self, path: str, parts: Iterable[memoryview]) -> FileDigest:
+    def write(self, path: str, parts: Iterable[bytes | memoryview]) -> FileDigest:
         digest, size = hashlib.sha256(), 0
         descriptor = self._os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _AS_IT_IS, 0o666)
         try:
             for part in parts:
-                for block in blocks_of(part):
+                for start in range(0, len(part), BLOCK):
+                    block = memoryview(part)[start : start + BLOCK]
                     digest.update(block)
                     size += len(block)
                     while len(block):
@@ -209,7 +269,7 @@ class LocalStorage(Storage):
             os.close(descriptor)
         return FileDigest(size, digest.hexdigest())
 
-    def publish(self, place: str, directory: str, token: str, manifest: memoryview) -> None:
+    def publish(self, place: str, directory: str, token: str, manifest: bytes) -> None:
         self.write(os.path.join(place, MANIFEST), [manifest])
         self.replace(place, directory, token)
 
@@ -344,12 +404,12 @@ class FsspecStorage(Storage):
         for name in ("", *folders):
             self._system.makedirs(self.join(place, name), exist_ok=True)
 
-    def write(self, path: str, parts: Iterable[memoryview]) -> FileDigest:
+    def write(self, path: str, parts: Iterable[bytes | memoryview]) -> FileDigest:
         digest, size = hashlib.sha256(), 0
         file = cast(BinaryIO, self._system.open(path, "wb"))
         try:
             for part in parts:
-                for block in blocks_of(part):
+                for block in blocks_of(memoryview(part)):
                     digest.update(block)
                     size += file.write(block)
         except BaseException:
@@ -360,8 +420,8 @@ class FsspecStorage(Storage):
         file.close()  # only now it is there
         return FileDigest(size, digest.hexdigest())
 
-    def publish(self, place: str, directory: str, token: str, manifest: memoryview) -> None:
-        self._system.pipe_file(self.join(directory, MANIFEST), bytes(manifest))
+    def publish(self, place: str, directory: str, token: str, manifest: bytes) -> None:
+        self._system.pipe_file(self.join(directory, MANIFEST), manifest)
         for name in self.children(directory):
             if name.startswith(DATA_FOLDER) and name != self.name(place):
                 self.discard(self.join(directory, name))
@@ -401,3 +461,197 @@ def storage_of(path: str | os.PathLike[str]) -> tuple[Storage, str]:
 
     url = f"{protocol}://{rest}"
     return FsspecStorage(url), url
+
+
+# Who writes, so that what dead runs left behind is distinguished from what a live one is writing
+
+
+logger = get_logger(__name__)
+
+WRITER_FILE = "WRITER.json"
+
+OTHER_HOST_PATIENCE = 24 * 3600.0
+"""Seconds after which a write on another machine, whose processes cannot be seen from here, counts as dead."""
+
+UNRECORDED_PATIENCE = 600.0
+"""Seconds after which a write that does not say whose it is counts as dead: saying so is the first thing it does."""
+
+FILE_PATIENCE = 3600.0
+"""Seconds after which a file whose name does not show a process of this machine counts as left by a dead one."""
+
+_TOKEN_LENGTH = 36
+
+_LEFT = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]+)\.(?P<what>writing|replaced|removed)$")
+
+_LEFT_FILE = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]{12,})\.(?P<what>writing|replaced|link)$")
+
+
+@functools.cache
+def writer_of(pid: int) -> dict[str, Any]:
+    """Describe this process as no other will ever be: by its machine, its number and its start, not by the clock."""
+    since_boot = started_since_boot()
+    return {"host": _host(), "pid": pid, "started": started_at() if since_boot is None else since_boot}
+
+
+def writer_token() -> str:
+    """Return a new token for the name of a file that is being written, which names its writer."""
+    started = round((started_since_boot() or 0.0) * 100)
+    return f"{_host_hash()}{os.getpid():08x}{started:012x}{uuid.uuid4().hex[:8]}"
+
+
+def clean_stale(root: str) -> list[str]:
+    """Remove what dead runs left of checkpoints half written, and give those back that were about to be replaced.
+
+    Args:
+        root: The directory that the checkpoints are in, on a local or shared file system.
+
+    Returns:
+        What was removed or given back, by path.
+    """
+    found = []
+    for path, match in _left_in(root):
+        if _is_in_use(path, match):
+            continue
+        final = os.path.join(root, match["name"])
+        try:
+            if match["what"] == "replaced" and not os.path.lexists(final):
+                os.rename(path, final)
+                logger.warning(f"{final}: a run ended while it replaced this checkpoint. The one before it is back.")
+            else:
+                LocalStorage().discard(path)
+        except OSError:
+            continue  # another process was faster, or nothing may be written here
+        found.append(path)
+    return found
+
+
+def replaced_beside(directory: str) -> str | None:
+    """Return the checkpoint that had this name before a run died in replacing it, if there is none of the name now."""
+    parent, name = os.path.split(directory)
+    if os.path.lexists(directory):
+        return None
+    for path, match in _left_in(parent):
+        if match["name"] == name and match["what"] == "replaced" and os.path.isfile(os.path.join(path, MANIFEST)):
+            return path
+    return None
+
+
+def _left_in(root: str) -> list[tuple[str, re.Match[str]]]:
+    """Find directories and files that writes may have left; the checkpoint that was written last comes first."""
+    try:
+        with os.scandir(root) as entries:
+            kinds = [(each, _LEFT if each.is_dir(follow_symlinks=False) else _LEFT_FILE) for each in entries]
+    except OSError:
+        return []
+    left = [(each.path, match) for each, kind in kinds if (match := kind.match(each.name))]
+    return sorted(left, key=lambda one: (-LocalStorage().modified(os.path.join(one[0], MANIFEST)), one[0]))
+
+
+def _is_in_use(path: str, match: re.Match[str]) -> bool:
+    """Return whether the process that made a directory or a file under a name of its own still needs it."""
+    what, (root, _) = match["what"], os.path.split(path)
+    if match.re is _LEFT_FILE:
+        lives = _is_token_alive(match["token"])
+        return _is_recent(path, FILE_PATIENCE) if lives is None else lives
+    if what == "replaced":
+        # A live run is in the middle of replacing only while the new one is there, under one name or the other.
+        # The order matters: a rename makes it leave the first and appear under the second at once.
+        places = os.path.join(root, f".{match['name']}.{match['token']}.writing"), os.path.join(root, match["name"])
+        new = next((one for one in places if os.path.isdir(one)), None)
+        return new is not None and _is_alive(new)
+    return what == "writing" and _is_alive(path)
+
+
+def _is_alive(place: str) -> bool:
+    """Return whether the process that wrote to a place still runs, as far as can be known."""
+    path = os.path.join(place, WRITER_FILE)
+    try:
+        writer = decoded(LocalStorage().read(path), path)
+        host, pid, started = writer["host"], int(writer["pid"]), float(writer["started"])
+    except (OSError, CheckpointError, KeyError, TypeError, ValueError):
+        return _is_recent(place, UNRECORDED_PATIENCE)
+    if host != _host():
+        return _is_recent(path, OTHER_HOST_PATIENCE)
+    return is_alive(pid, started)
+
+
+def _is_token_alive(token: str) -> bool | None:
+    """Return whether the process that made a token runs; None if it is another machine's, or not known."""
+    if len(token) != _TOKEN_LENGTH or token[:8] != _host_hash():
+        return None
+    started = int(token[16:28], 16) / 100
+    return is_alive(int(token[8:16], 16), started) if started else None
+
+
+def _host_hash() -> str:
+    return hashlib.sha256(_host().encode()).hexdigest()[:8]
+
+
+def _is_recent(path: str, patience: float) -> bool:
+    return time.time() - LocalStorage().modified(path) < patience
+
+
+def _host() -> str:
+    """This machine since it was started, and this container: elsewhere process numbers mean other processes."""
+    parts = [socket.gethostname(), boot_id()]
+    try:
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    except OSError:
+        pass  # not Linux
+    return " ".join(filter(None, parts))
+
+
+def boot_id() -> str:
+    """Return the kernel's identifier of the current boot, or an empty string if there is none."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def started_since_boot(pid: int | str = "self") -> float | None:
+    """Return the seconds between the machine's boot and a process's start, or None if unknown.
+
+    Unlike a time of day, this value does not change when the clock is set.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            _, _, after_name = file.read().rpartition(b")")  # names hold any character
+    except OSError:
+        return None
+    return int(after_name.split()[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def started_at() -> float:
+    """Return the time at which this process started, in seconds since 1970, to within a second of psutil's value."""
+    since_boot = started_since_boot()
+    if since_boot is not None:
+        return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot, 2)  # a tick is a hundredth
+    import psutil
+
+    return float(psutil.Process().create_time())
+
+
+def is_alive(pid: int, started: float) -> bool:
+    """Return True if the process with this `pid` started at the given time and is still running.
+
+    `started` is a value of `started_at` or `started_since_boot`.
+    """
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        if started < _TIMES_OF_DAY:
+            same = started_since_boot(pid) == started
+        else:
+            same = abs(process.create_time() - started) < 2.0  # clocks are adjusted
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.AccessDenied:
+        return True  # somebody else's, which is there
+    except (psutil.NoSuchProcess, ValueError, OverflowError):
+        return False
+
+
+_TIMES_OF_DAY = 1e9
+"""Seconds since 1970 are more than this, and no machine has run for 30 years."""

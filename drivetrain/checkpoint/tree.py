@@ -1,4 +1,4 @@
-"""Taking tensors out of nested state, so that what remains is JSON, and putting them back.
+"""How state is spelled on disk: tensors are taken out of nested values, so that what remains is JSON, and put back.
 
 A packed tree is plain JSON. What JSON has no word for is a dict with one key that names its kind:
 
@@ -18,9 +18,10 @@ Nothing else is taken: an arbitrary object would need unpickling, which runs wha
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -326,3 +327,214 @@ def _tensor_from(array: np.ndarray[Any, Any], path: str) -> Tensor:
             f"{path} is a NumPy array of dtype {array.dtype}, which no tensor has; a checkpoint holds arrays of "
             "numbers and booleans."
         ) from None
+
+
+# What a JSON file of a checkpoint holds
+
+
+def decoded(raw: bytes, path: str) -> Any:
+    """Parse a JSON file of a checkpoint."""
+    try:
+        return json.loads(raw, parse_constant=_refused_constant)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path} is not JSON: {error}.") from error
+
+
+def _refused_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON's")
+
+
+def encoded(content: Any) -> bytes:
+    """Spell JSON as checkpoints do; a number that JSON has no word for cannot be in it."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+
+
+# Tensors in files of safetensors' layout: https://huggingface.co/docs/safetensors/index#format
+
+
+CACHE_LINE = 64
+"""Bytes. torch's own memory begins at one, and kernels may round otherwise elsewhere."""
+
+_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "complex64": "C64",
+}
+
+
+_LENGTH = 8  # bytes that hold the length of the header
+_LONGEST_HEADER = 100 << 20
+
+FOLDER = "tensors"
+"""The folder of a checkpoint that its tensors and their index are in."""
+
+INDEX = f"{FOLDER}/index.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor, or one part of one, as it lies in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of_part(
+        cls, key: str, dtype: torch.dtype, size: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+    ) -> Entry:
+        """Describe a part of a tensor. A part that is not the whole has its offsets in its name."""
+        is_whole = tuple(sizes) == tuple(size)
+        return cls(key if is_whole else f"{key}@{','.join(map(str, offsets))}", dtype, tuple(sizes))
+
+    @property
+    def nbytes(self) -> int:
+        """Its length in the file."""
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+    def described(self, start: int) -> dict[str, Any]:
+        """The header's words for it; a dtype that the format has no name for is kept as bytes."""
+        name = dtype_name(self.dtype)
+        known = name in _NAMES
+        return {
+            "dtype": _NAMES[name] if known else "U8",
+            "shape": list(self.shape) if known else [self.nbytes],
+            "data_offsets": [start, start + self.nbytes],
+        }
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one part of a tensor lies."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`"float32"` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that a file's header calls by this name."""
+    found = next((ours for ours, theirs in _NAMES.items() if theirs == name), None)
+    if found is None:
+        raise ValueError(f"{name!r} is no dtype that is known here; known are {', '.join(_NAMES.values())}")
+    return getattr(torch, found)  # type: ignore[no-any-return]
+
+
+def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[bytes, list[int]]:
+    """Make a file's header."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    starts, position = [], 0
+    for entry in entries:
+        header[entry.name] = entry.described(position)
+        starts.append(position)
+        position += entry.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % CACHE_LINE)
+    begin = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, [begin + start for start in starts]
+
+
+def aligned(entries: Iterable[Entry]) -> list[int]:
+    """The order in which entries lie so that each is aligned: positions.
+
+    Those that fill whole lines of a cache are first, and begin with one each; then those whose length is a multiple of
+    32 bytes, of 16, and so on, so that each begins at a multiple of its items' size.
+    """
+    listed = list(entries)
+    return sorted(range(len(listed)), key=lambda index: -math.gcd(listed[index].nbytes, CACHE_LINE))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's bytes on the CPU, without a copy where it lies there in one piece."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if plain.numel() == 0:
+        return memoryview(b"")
+    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a file's bytes can be read straight into a tensor's memory."""
+    plain = target.device.type == "cpu" and target.is_contiguous() and not target.is_neg() and not target.is_conj()
+    return plain and target.dtype == dtype
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor in a file.
+
+    Attributes:
+        entry: Its name, dtype and shape.
+        start: Where in the file its bytes begin.
+    """
+
+    entry: Entry
+    start: int
+
+    @property
+    def end(self) -> int:
+        """The first byte after it."""
+        return self.start + self.entry.nbytes
+
+
+def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], dict[str, str]]:
+    """What a safetensors file holds."""
+    length = header_length(head, size, where)
+    begin = _LENGTH + length
+    try:
+        header = json.loads(head[_LENGTH:begin])
+        metadata = header.pop("__metadata__", {})
+        placed = sorted((_placed(name, one, begin) for name, one in header.items()), key=lambda one: one.start)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{where} cannot be read: its header is damaged ({error}).") from error
+    reached = begin
+    for one in placed:
+        if one.start != reached:
+            raise CheckpointError(
+                f"{where} is damaged: {one.entry.name} does not begin where the tensor before it ends."
+            )
+        reached = one.end
+    if reached != size:
+        problem = "is truncated" if size < reached else "is damaged"
+        raise CheckpointError(f"{where} {problem}: its header describes {reached} bytes, and it has {size}.")
+    return {one.entry.name: one for one in placed}, {str(key): str(value) for key, value in metadata.items()}
+
+
+def header_length(head: bytes, size: int, where: str) -> int:
+    """Bytes of a file's header after the eight that hold this number."""
+    length = int.from_bytes(head[:_LENGTH], "little") if len(head) >= _LENGTH else 0
+    if not 0 < length <= min(size - _LENGTH, _LONGEST_HEADER):
+        raise CheckpointError(f"{where} cannot be read: it does not begin as a safetensors file does.")
+    return length
+
+
+def _placed(name: str, described: Mapping[str, Any], begin: int) -> Placed:
+    dtype = dtype_named(described["dtype"])
+    shape = tuple(described["shape"])
+    start, end = described["data_offsets"]
+    if not all(type(count) is int and count >= 0 for count in (*shape, start, end)):
+        raise ValueError(f"{name} has the shape {list(shape)} and lies at {[start, end]}")
+    entry = Entry(name, dtype, shape)
+    if end - start != entry.nbytes:
+        raise ValueError(f"{name} takes {entry.nbytes} bytes by its dtype and shape, but {end - start} by its place")
+    return Placed(entry, begin + start)

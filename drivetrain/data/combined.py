@@ -198,7 +198,7 @@ class CombinedLoader:
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="preserve_state")
     def undone(self) -> AbstractContextManager[None]:
-        """The old name of `preserve_state`."""
+        """Call `preserve_state`, the new name of this method."""
         return self.preserve_state()
 
     @contextmanager

@@ -15,12 +15,11 @@ from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.iterable import Pair, own_pairs, share_pairs, whole_batches
 from drivetrain.data.order import Position
 from drivetrain.data.reader import Opened, Reader, do_nothing, last_rows
-from drivetrain.data.seeding import EpochStart, kept_generators
 from drivetrain.data.sharding import Layout, check_same_stream
 from drivetrain.runtime.collectives import broadcast, broadcast_object_list
 from drivetrain.runtime.errors import DataError
 from drivetrain.runtime.pytrees import recursively_apply
-from drivetrain.runtime.seeds import isolated_random_state
+from drivetrain.runtime.seeds import EpochStart, isolated_random_state, kept_generators
 from drivetrain.runtime.state import PartialState
 
 _END, _FAILED, _SAME_FORM, _NEW_FORM = range(4)

@@ -15,18 +15,7 @@ from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position
 from drivetrain.data.reader import Opened, begun, do_nothing, last_rows, rebuilt, smallest_known, up_to, with_rows_found
-from drivetrain.data.seeding import (
-    EpochStart,
-    SeparateDraws,
-    ShowUsersDataset,
-    as_is,
-    collate_seed,
-    find_generators,
-    generator_state,
-    kept_generators,
-    set_generator_state,
-    several_processes,
-)
+from drivetrain.data.seeding import ShowUsersDataset, as_is, collate_seed
 from drivetrain.data.sharding import (
     Layout,
     Share,
@@ -41,7 +30,18 @@ from drivetrain.data.sharding import (
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.pytrees import batch_size_or_none
-from drivetrain.runtime.seeds import isolated_random_state, sample_seed, seed_all_generators
+from drivetrain.runtime.seeds import (
+    EpochStart,
+    SeparateDraws,
+    find_generators,
+    generator_state,
+    isolated_random_state,
+    kept_generators,
+    sample_seed,
+    seed_all_generators,
+    set_generator_state,
+    several_processes,
+)
 
 
 class Record(NamedTuple):

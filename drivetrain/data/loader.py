@@ -13,7 +13,10 @@ from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position, SeedableSampler
 from drivetrain.data.placement import PendingBatch, Place, one_ahead, pending, sends_ahead
 from drivetrain.data.reader import Opened, Reader
-from drivetrain.data.seeding import (
+from drivetrain.data.sharding import Layout, ending_together, filled, with_rows_of_all
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, deprecated
+from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.seeds import (
     EpochStart,
     find_generators,
     generator_state,
@@ -21,9 +24,6 @@ from drivetrain.data.seeding import (
     set_generator_state,
     several_processes,
 )
-from drivetrain.data.sharding import Layout, ending_together, filled, with_rows_of_all
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError, deprecated
-from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
 
 logger = get_logger(__name__)
@@ -152,7 +152,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="preserve_state")
     def undone(self) -> AbstractContextManager[None]:
-        """The old name of `preserve_state`."""
+        """Call `preserve_state`, the new name of this method."""
         return self.preserve_state()
 
     @contextmanager

@@ -18,24 +18,21 @@ from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import DataShard
 from drivetrain.data.order import IndexOrder, InterleavingSampler, Position
 from drivetrain.data.reader import Opened, do_nothing, last_rows, rebuilt, smallest_known, up_to, with_rows_found
-from drivetrain.data.seeding import (
-    EpochStart,
-    SeededBatches,
-    SeparateDraws,
-    ShowUsersDataset,
-    as_is,
-    find_generators,
-    is_deterministic,
-    is_deterministic_collate,
-    set_generator_state,
-    several_processes,
-)
+from drivetrain.data.seeding import SeededBatches, ShowUsersDataset, as_is, is_deterministic, is_deterministic_collate
 from drivetrain.data.sharding import Head, Layout, check_same_dataset, shard_batches
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.pytrees import batch_size_or_none
-from drivetrain.runtime.seeds import isolated_random_state, sample_seed
+from drivetrain.runtime.seeds import (
+    EpochStart,
+    SeparateDraws,
+    find_generators,
+    isolated_random_state,
+    sample_seed,
+    set_generator_state,
+    several_processes,
+)
 
 # Fast reading of a TensorDataset, one batch instead of one sample at a time
 

@@ -22,11 +22,10 @@ from torch.utils.data import (
 )
 
 from drivetrain.data.configuration import DataShard
-from drivetrain.data.seeding import EpochStart
 from drivetrain.data.sharding import Head
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.runtime.seeds import sample_seed
+from drivetrain.runtime.seeds import EpochStart, sample_seed
 
 # Shuffling without a list of indices
 

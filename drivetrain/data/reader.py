@@ -10,11 +10,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.order import Position
-from drivetrain.data.seeding import EpochStart, several_processes
 from drivetrain.data.sharding import Layout
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.pytrees import batch_size_or_none
+from drivetrain.runtime.seeds import EpochStart, several_processes
 
 logger = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drivetrain.checkpoint.safetensors_file import bytes_of
+from drivetrain.checkpoint.tree import bytes_of
 from drivetrain.inference.loading import Checkpoint
 from drivetrain.inference.quantization.base import Quantizer, bind_weight, get_quantizer, weight_parts
 from drivetrain.inference.quantization.models import is_within, quantize_model

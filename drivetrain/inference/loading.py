@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from drivetrain import checkpoint as files
 from drivetrain.checkpoint.export import JoinedWeights, Weights, parse_dtype
-from drivetrain.checkpoint.safetensors_file import Entry, dtype_name, mapped_range, mark_mapped
+from drivetrain.checkpoint.safetensors_file import mapped_range, mark_mapped
+from drivetrain.checkpoint.tree import Entry, dtype_name
 from drivetrain.inference.device_map import DEVICE_MAP_NAMES, DeviceMap, check_single_device, resolve_device_map
 from drivetrain.inference.meta import meta_leftovers
 from drivetrain.inference.offloaded import Place, like, named_places, persistent, write_offloaded

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.export import Weights, open_weights, parse_dtype, write_safetensors
-from drivetrain.checkpoint.safetensors_file import BLOCK, Entry
+from drivetrain.checkpoint.storage import BLOCK
+from drivetrain.checkpoint.tree import Entry
 from drivetrain.inference.loading import Checkpoint
 from drivetrain.runtime.errors import CheckpointError
 

@@ -18,15 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.checkpoint.export import Weights
-from drivetrain.checkpoint.safetensors_file import (
-    Entry,
-    MappedFile,
-    aligned,
-    bytes_of,
-    dtype_name,
-    forget_mapped,
-    layout,
-)
+from drivetrain.checkpoint.safetensors_file import MappedFile, forget_mapped
+from drivetrain.checkpoint.tree import Entry, aligned, bytes_of, dtype_name, layout
 from drivetrain.runtime.errors import CheckpointError
 
 # Access to a model's tensors

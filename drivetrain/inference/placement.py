@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.checkpoint.export import open_weights
-from drivetrain.checkpoint.safetensors_file import Entry, mapped_range, mark_mapped
+from drivetrain.checkpoint.safetensors_file import mapped_range, mark_mapped
+from drivetrain.checkpoint.tree import Entry
 from drivetrain.inference import loading
 from drivetrain.inference.device_map import DeviceMap
 from drivetrain.inference.hooks import ModelHook, ModuleT, MoveGuard

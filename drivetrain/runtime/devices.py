@@ -408,6 +408,9 @@ class XLADevice(DeviceKind):
 
 _KINDS: dict[str, DeviceKind] = {}
 
+ADDED: set[str] = set()
+"""Names of the kinds that were registered beside those of this file."""
+
 
 def started_device() -> str | None:
     """Return the name of a device kind that this process has initialised, so that it cannot fork safely, or None."""
@@ -434,12 +437,14 @@ def register_device(kind: DeviceKind, *, replace: bool = False) -> None:
         if name in _KINDS and _KINDS[name].name == name:
             unregister_device(name)  # removes its aliases too, which would otherwise still resolve to it
     _KINDS.update(dict.fromkeys(names, kind))
+    ADDED.add(kind.name)
 
 
 def unregister_device(name: str) -> None:
     """Remove a device kind that `register_device` added, with its aliases."""
     kind = _KINDS.pop(name, None)
     if kind is not None:
+        ADDED.discard(kind.name)
         for alias in (kind.name, *kind.aliases):
             _KINDS.pop(alias, None)
 
@@ -453,6 +458,7 @@ register_device(DeviceKind("mlu", backend="cncl"))
 register_device(DeviceKind("hpu", backend="hccl"))
 _XLA = XLADevice()
 register_device(_XLA)
+ADDED.clear()
 
 
 def get_device_kind(name: str) -> DeviceKind:

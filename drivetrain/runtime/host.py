@@ -1,10 +1,9 @@
-"""Properties of this process and its machine: memory, start time, CPU cores, and byte counts as text."""
+"""Properties of this process and its machine: resident memory, CPU cores, and byte counts as text."""
 
 from __future__ import annotations
 
 import os
 import re
-import time
 from pathlib import Path
 
 from drivetrain.runtime.errors import ConfigurationError
@@ -69,56 +68,6 @@ def resident_bytes() -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)
-
-
-def started_at() -> float:
-    """Return the time at which this process started, in seconds since 1970, to within a second of psutil's value."""
-    found = _read_kernel_file("/proc/self/stat")
-    if found:
-        ticks = int(found.rpartition(b")")[2].split()[19])  # since boot; the name in brackets may hold any character
-        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-        return round(booted + ticks / os.sysconf("SC_CLK_TCK"), 2)  # a tick is a hundredth
-    import psutil
-
-    return float(psutil.Process().create_time())
-
-
-def started_since_boot(pid: int | str = "self") -> float | None:
-    """Return the seconds between the machine's boot and a process's start, or None if unknown.
-
-    Unlike a time of day, this value does not change when the clock is set.
-    """
-    found = _read_kernel_file(f"/proc/{pid}/stat")
-    return int(found.rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK") if found else None
-
-
-def boot_id() -> str:
-    """Return the kernel's identifier of the current boot, or an empty string if there is none."""
-    return _read_kernel_file("/proc/sys/kernel/random/boot_id").decode().strip()
-
-
-def is_alive(pid: int, started: float) -> bool:
-    """Return True if the process with this `pid` started at the given time and is still running.
-
-    `started` is a value of `started_at` or `started_since_boot`.
-    """
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        if started < _TIMES_OF_DAY:
-            same = started_since_boot(pid) == started
-        else:
-            same = abs(process.create_time() - started) < 2.0  # clocks are adjusted
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.AccessDenied:
-        return True  # another user's process, which exists
-    except (psutil.NoSuchProcess, ValueError, OverflowError):
-        return False
-
-
-_TIMES_OF_DAY = 1e9
-"""Limit in seconds above which a start time counts from 1970, and below which from the machine's boot."""
 
 
 def _read_kernel_file(path: str) -> bytes:

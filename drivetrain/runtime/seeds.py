@@ -1,4 +1,4 @@
-"""Random state: seeding a run and its samples, and capturing and restoring the global generators."""
+"""Random state: seeding a run and its samples, capturing and restoring generators, and drawing an epoch's order."""
 
 from __future__ import annotations
 
@@ -7,22 +7,28 @@ import operator
 import os
 import pickle
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
 
-from drivetrain.runtime.devices import available_device_kinds
+from drivetrain.runtime.collectives import broadcast_object_list
+from drivetrain.runtime.devices import ADDED, available_device_kinds
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.state import PartialState
 
 MAX_SEED = 2**32 - 1  # NumPy's global generator accepts no larger seed
+
+_PLUGINS = frozenset({"torch_xla", "torch_npu", "torch_mlu", "habana_frameworks"})  # that bring devices to torch
 
 _MASK = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -155,6 +161,9 @@ def drawn_since(seed: int, names: Iterable[str]) -> list[str]:
     return drawn
 
 
+_own_generators: dict[str, torch.Generator] = {}
+
+
 def own_generator(name: str) -> torch.Generator:
     """Create a named torch generator whose draws do not affect the global generators.
 
@@ -164,7 +173,7 @@ def own_generator(name: str) -> torch.Generator:
     state = torch.default_generator.get_state().numpy().tobytes()
     seed = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little")
     generator = torch.Generator().manual_seed(seed >> 1)
-    PartialState.registry().setdefault("generators", {})[name] = generator
+    _own_generators[name] = generator
     return generator
 
 
@@ -200,12 +209,11 @@ class RandomState:
         states: dict[str, Tensor] = {}
         own: dict[str, Tensor] = {}
         if devices:
-            for kind in available_device_kinds():
-                state = kind.get_rng_state()
-                if state is not None:
-                    states[kind.name] = state
-            generators = PartialState.registry().get("generators", {})
-            own = {name: generator.get_state() for name, generator in generators.items()}
+            # Where torch has no accelerator, nothing but a plug-in has generators, and the kinds need not be asked.
+            if torch.accelerator.is_available() or ADDED or not _PLUGINS.isdisjoint(sys.modules):
+                found = ((kind.name, kind.get_rng_state()) for kind in available_device_kinds())
+                states = {name: state for name, state in found if state is not None}
+            own = {name: generator.get_state() for name, generator in _own_generators.items()}
         numpy_state: Any = np.random.get_state()
         return cls(random.getstate(), numpy_state, torch.default_generator.get_state(), states, own)
 
@@ -218,7 +226,7 @@ class RandomState:
         for name, state in self.devices.items():
             if name in here:
                 here[name].set_rng_state(state)
-        for name, generator in PartialState.registry().get("generators", {}).items():
+        for name, generator in _own_generators.items():
             if name in self.own:
                 generator.set_state(self.own[name])
 
@@ -342,3 +350,224 @@ def make_deterministic(mode: bool | str) -> None:
 def _integers(values: Any) -> list[int]:
     integers: list[int] = values.tolist() if isinstance(values, Tensor) else list(values)
     return integers
+
+
+# The random state that an epoch's order is drawn from: kept, shared between processes, and drawn from apart
+
+
+Item = TypeVar("Item")
+
+_END: Any = object()
+_NESTED = ("batch_sampler", "sampler", "base_sampler")
+_WRAPPED = (DataLoader, Sampler)
+
+
+def several_processes() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def find_generators(*owners: Any) -> list[Any]:
+    """Find the random generators that loaders and samplers, also nested ones, hold as attributes.
+
+    Each generator of torch (CPU), NumPy (`Generator`, `RandomState`) and Python (`Random`) is returned once, in an
+    order that is equal on all processes.
+    """
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = [owner for owner in owners if owner is not None]
+    while waiting:
+        owner = waiting.pop(0)
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        attributes = getattr(owner, "__dict__", {})
+        for name in sorted(attributes):
+            value = attributes[name]
+            if isinstance(value, torch.Generator):
+                is_generator = value.device.type == "cpu" and value is not torch.default_generator
+            else:
+                is_generator = isinstance(value, (np.random.Generator, np.random.RandomState, random.Random))
+            if is_generator and id(value) not in seen:
+                seen.add(id(value))
+                found.append(value)
+        waiting.extend(attributes[name] for name in _NESTED if attributes.get(name) is not None)
+        # What a loader or a sampler is wrapped in may hold it under any name.
+        waiting.extend(attributes[name] for name in sorted(attributes) if isinstance(attributes[name], _WRAPPED))
+        several = attributes.get("loaders")  # of a CombinedLoader
+        if isinstance(several, list):
+            waiting.extend(each for each in several if isinstance(each, _WRAPPED))
+    return found
+
+
+def generator_state(generator: Any) -> Any:
+    """Return a generator's state as bytes, or as lists and dicts of numbers and strings.
+
+    The result holds no tensors. Checkpoints may save tensors from any process, but if rank 0 reads for all, only its
+    state is valid.
+    """
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, np.random.Generator):
+        return _plain(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return _plain(generator.get_state(legacy=False))
+    version, words, gauss = generator.getstate()
+    return [version, list(words), gauss]
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        state = torch.frombuffer(bytearray(state), dtype=torch.uint8) if isinstance(state, bytes) else state
+        generator.set_state(torch.as_tensor(state, dtype=torch.uint8))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _arrays(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_arrays(state))
+    else:
+        generator.setstate((state[0], tuple(state[1]), state[2]))
+
+
+@contextmanager
+def kept_generators(*owners: Any) -> Iterator[None]:
+    """Restore after the body all generators that `find_generators` finds in the given objects."""
+    generators = find_generators(*owners)
+    states = [generator_state(generator) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            set_generator_state(generator, state)
+
+
+@dataclass
+class EpochStart:
+    """Random state from which an epoch's order is drawn.
+
+    Attributes:
+        shared: State of the global generators of Python, NumPy and torch.
+        own: States of the generators that the loader and its samplers hold.
+        new_workers: True if torch's DataLoader first draws a seed for new workers, and False if workers persist.
+        left: State of the global generators after the latest batch, if the order is drawn batch by batch; else None.
+        follows: For Python, NumPy and torch, True if the global generator advances with the order's draws.
+    """
+
+    shared: RandomState
+    own: list[Any]
+    new_workers: bool = True
+    left: RandomState | None = None
+    follows: tuple[bool, bool, bool] = (False, False, False)
+
+    @classmethod
+    def capture(cls, generators: Iterable[Any], new_workers: bool = True) -> EpochStart:
+        return cls(RandomState.capture(devices=False), [generator_state(each) for each in generators], new_workers)
+
+    def agreed(self) -> EpochStart:
+        """Broadcast the epoch's random state from rank 0. All processes must call it, and get equal states."""
+        agreed: EpochStart = broadcast_object_list([self])[0]
+        return agreed
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"shared": self.shared.state_dict(), "own": list(self.own), "new_workers": self.new_workers}
+        if self.left is not None:
+            state |= {"left": self.left.state_dict(), "follows": list(self.follows)}
+        return state
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> EpochStart:
+        left = RandomState.from_state_dict(state["left"]) if "left" in state else None
+        shared, follows = RandomState.from_state_dict(state["shared"]), state.get("follows", (False, False, False))
+        return cls(shared, list(state["own"]), bool(state["new_workers"]), left, tuple(follows))
+
+
+class SeparateDraws:
+    """Separate random state from which an epoch's order is drawn without disturbing the global generators.
+
+    If the global generators were at the start of the epoch, they advance as if the order had been drawn from them. The
+    next epoch then has another order. Otherwise they are restored. This also applies to an interrupted epoch in which
+    nothing else used the generators.
+    """
+
+    def __init__(self, start: EpochStart) -> None:
+        before = RandomState.capture(devices=False)
+        self._start = start
+        self._state = start.shared
+        self._same = _equal_states(before, start.left or start.shared)
+        if start.left is not None:
+            self._same = _elementwise_and(self._same, start.follows)
+        self._resumes, self._draws_later = start.left is not None, False
+        self._left: RandomState | None = None
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Use the separate random state during the body, and restore the global generators afterwards."""
+        outside = RandomState.capture(devices=False)
+        self._state.restore()
+        try:
+            yield
+        finally:
+            self._state = RandomState.capture(devices=False)
+            outside.restore()
+
+    def iterate(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Iterate over items, and read each one with the separate random state."""
+        self._draws_later = True
+        return self._iterate(items)
+
+    def _iterate(self, items: Iterable[Item]) -> Iterator[Item]:
+        with self.drawing():
+            iterator = iter(items)
+        while True:
+            with self.drawing():
+                item = next(iterator, _END)
+            if item is _END:
+                self.settle()  # before the last batch is handed out, with which the run may be saved
+                return
+            yield item
+
+    def settle(self) -> None:
+        """Advance the global generators as if the order had been drawn from them, if they were at its start.
+
+        It is called after the first items are drawn, and again at the end. The second call advances only generators
+        that nothing else has used in between.
+        """
+        now = RandomState.capture(devices=False)
+        if self._left is not None:
+            self._same = _elementwise_and(self._same, _equal_states(now, self._left))
+        follows = (False, False, False) if self._resumes else self._same  # they were advanced by the first items before
+        self._resumes = False
+        self._left = RandomState(
+            python=self._state.python if follows[0] else now.python,
+            numpy=self._state.numpy if follows[1] else now.numpy,
+            torch=self._state.torch if follows[2] else now.torch,
+        )
+        self._left.restore()
+        if self._draws_later:
+            self._start.left, self._start.follows = self._left, self._same
+
+
+def _equal_states(one: RandomState, other: RandomState) -> tuple[bool, bool, bool]:
+    """Compare two random states. Returns a flag each for Python's, NumPy's and torch's generator."""
+    numpy = all(np.array_equal(mine, theirs) for mine, theirs in zip(one.numpy, other.numpy, strict=True))
+    return one.python == other.python, numpy, torch.equal(one.torch, other.torch)
+
+
+def _elementwise_and(one: tuple[bool, bool, bool], other: tuple[bool, bool, bool]) -> tuple[bool, bool, bool]:
+    return one[0] and other[0], one[1] and other[1], one[2] and other[2]
+
+
+def _plain(state: Any) -> Any:
+    """Convert the NumPy arrays in a generator's state to lists."""
+    if isinstance(state, Mapping):
+        return {str(key): _plain(value) for key, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return {"dtype": str(state.dtype), "values": state.tolist()}
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def _arrays(state: Any) -> Any:
+    """Convert lists in a generator's state back to NumPy arrays."""
+    if isinstance(state, Mapping):
+        if state.keys() == {"dtype", "values"}:
+            return np.array(state["values"], dtype=state["dtype"])
+        return {key: _arrays(value) for key, value in state.items()}
+    return state

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain import checkpoint
-from drivetrain.checkpoint.manifest import LOSS_IS_FINITE
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.pytrees import send_to_device
-from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, build
+from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, build, state_of
 
 if TYPE_CHECKING:
     import torch
@@ -71,63 +70,6 @@ class DataHooks:
 
 def _undefined(name: str) -> ConfigurationError:
     return ConfigurationError(f"`{name}` must be implemented to be used with the Trainer.")
-
-
-# A checkpoint as the hooks of tasks and callbacks see it, and back
-
-
-# what hooks see of the engine's part, by the name that they use -> the engine's name
-_ENGINE = {
-    "optimizer_states": "optimizers",
-    "lr_schedulers": "schedulers",
-    "precision": "precision",
-    "loaders": "loaders",
-    "registered": "registered",
-    "classes": "classes",
-}
-ENTRIES = (
-    "progress",
-    "hyper_parameters",
-    "hparams_name",
-    "hparams_constructor",
-    "datamodule_hyper_parameters",
-    "datamodule_hparams_name",
-    "datamodule_hparams_constructor",
-    "callbacks",
-    "trackers",
-    "should_stop",
-    "stop_askers",
-    "datamodule",
-    "combined_loader",
-    "hooks",
-    LOSS_IS_FINITE,
-)
-"""The names of what a Trainer adds to the state of a run."""
-
-
-def for_hooks(engine: Mapping[str, Any], number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint as `on_save_checkpoint` and `on_load_checkpoint` see it."""
-    progress = entries.get("progress", {})
-    state: dict[str, Any] = {"epoch": progress.get("epoch", 0), "global_step": progress.get("global_step", 0)}
-    if number < len(engine["models"]):
-        state["state_dict"] = engine["models"][number]
-    state |= {name: engine[place] for name, place in _ENGINE.items() if place in engine}
-    return state | dict(entries) | dict(entries.get("hooks", {}))
-
-
-def take_back(state: dict[str, Any], engine: dict[str, Any], number: int) -> dict[str, Any]:
-    """Give the engine's part what hooks have left of it, and sort the rest into entries."""
-    if "state_dict" in state:
-        engine["models"][number] = state["state_dict"]
-    engine.update({place: state[name] for name, place in _ENGINE.items() if name in state})
-    known = {"epoch", "global_step", "state_dict", *_ENGINE, *ENTRIES}
-    entries = {name: state[name] for name in ENTRIES if name in state}
-    return entries | {"hooks": {name: value for name, value in state.items() if name not in known}}
-
-
-def state_of(kind: type, entries: Mapping[str, Any]) -> Any:
-    """Return the state of a data module in a checkpoint; a `.ckpt` has it under the name of its class."""
-    return entries.get("datamodule") or entries.get("hooks", {}).get(kind.__qualname__)
 
 
 class DataModule(HoldsHyperParameters, DataHooks):

@@ -16,8 +16,7 @@ from drivetrain import checkpoint
 from drivetrain.checkpoint.manifest import EVERY_PLACE_OF_MODELS
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.trainer.data_module import for_hooks, take_back
-from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, build
+from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, as_hooks_see_it, build
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -89,9 +88,8 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
                 f"{cls.__name__}.strict_loading={set_strict}: leave strict out.",
             )
         task.configure_model()
-        state = for_hooks(engine, 0, driver)
-        task.on_load_checkpoint(state)
-        take_back(state, engine, 0)
+        with as_hooks_see_it(engine, 0, driver) as state:
+            task.on_load_checkpoint(state)
         task._load_weights(engine["models"][0], task.strict_loading if strict is None else strict, checkpoint_path)
         is_device = isinstance(map_location, str | int | torch.device)
         return task.to(map_location) if is_device else task

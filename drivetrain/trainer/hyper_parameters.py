@@ -1,4 +1,4 @@
-"""Remembering what a task or a data module was built with."""
+"""What a checkpoint has of a task and a data module: what they were built with, and what their hooks see and add."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import inspect
 import os
 from argparse import Namespace
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drivetrain.checkpoint.manifest import LOSS_IS_FINITE
 from drivetrain.runtime.errors import CheckpointError, known_keywords
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.yaml_text import load_yaml
@@ -282,23 +284,6 @@ class HoldsHyperParameters:
         return found
 
     @property
-    def constructor_arguments(self) -> dict[str, Any] | None:
-        """What the constructor of a derived class was given, where it has given its base others; None elsewhere.
-
-        The names of its arguments, and the values of those that are not the hyper-parameters of the same names.
-        Arguments that are no hyper-parameters are among them if they are plain values.
-        """
-        given: dict[str, Any] | None = self.__dict__.get("_constructor_arguments")
-        if given is None:
-            return None
-        initial = self.hparams_initial
-        names = [name for name, value in given.items() if name in self.hparams or _is_plain(value)]
-        changed = [name for name in names if name in initial and self.hparams.get(name) is not initial[name]]
-        same = [name for name in names if name in initial and initial[name] is given[name]]
-        other = {name: given[name] for name in names if name not in (*changed, *same)}
-        return {"class": type(self).__qualname__, "names": names, "values": other}
-
-    @property
     def hparams_initial(self) -> HyperParameters:
         """What `save_hyperparameters` kept, without what was changed since."""
         return HyperParameters(self.__dict__.get("_hparams_initial", {}))
@@ -339,6 +324,37 @@ class HoldsHyperParameters:
             self.__dict__["_hparams_name"] = names[0] if names else None
 
 
+def hyper_parameters_to_save(
+    owner: HoldsHyperParameters | None, keeps_objects: bool, without_secrets: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """Return what a checkpoint keeps of what a task or a data module was built with, without modules and secrets.
+
+    `hparams_constructor` is None unless the constructor of a derived class has given its base other arguments: then it
+    has the names of its own, and the values of those that are not the hyper-parameters of the same names. Arguments
+    that are no hyper-parameters are among them if they are plain values.
+    """
+    if owner is None:
+        return {"hyper_parameters": {}, "hparams_name": None, "hparams_constructor": None}
+    hparams, given = owner.hparams, owner.__dict__.get("_constructor_arguments")
+    constructor = None
+    if given is not None:
+        initial = owner.__dict__.get("_hparams_initial", {})
+        names = [name for name, value in given.items() if name in hparams or _is_plain(value)]
+        changed = [name for name in names if name in initial and hparams.get(name) is not initial[name]]
+        same = [name for name in names if name in initial and initial[name] is given[name]]
+        other = {name: given[name] for name in names if name not in (*changed, *same)}
+        values = without_secrets(storable(without_modules(other), keeps_objects)) if other else {}
+        constructor = {"class": type(owner).__qualname__, "names": names, "values": values}
+    kept: dict[str, Any] = {}
+    if hparams:  # without modules, whose weights a checkpoint holds already
+        kept = without_secrets(storable(hparams if keeps_objects else without_modules(hparams), keeps_objects))
+    return {
+        "hyper_parameters": kept,
+        "hparams_name": owner.__dict__.get("_hparams_name"),
+        "hparams_constructor": constructor,
+    }
+
+
 # Building a task or a data module from a checkpoint, whichever tool wrote it
 
 
@@ -364,3 +380,62 @@ def build(
     own = arguments_for(kind, overrides)
     arguments[whole].update({name: value for name, value in overrides.items() if name not in own})
     return made_of(kind, arguments, None, own, instantiate)
+
+
+# A checkpoint as the hooks of tasks and callbacks see it, and back
+
+
+# what hooks see of the engine's part, by the name that they use -> the engine's name
+_ENGINE = {
+    "optimizer_states": "optimizers",
+    "lr_schedulers": "schedulers",
+    "precision": "precision",
+    "loaders": "loaders",
+    "registered": "registered",
+    "classes": "classes",
+}
+ENTRIES = (
+    "progress",
+    "hyper_parameters",
+    "hparams_name",
+    "hparams_constructor",
+    "datamodule_hyper_parameters",
+    "datamodule_hparams_name",
+    "datamodule_hparams_constructor",
+    "callbacks",
+    "trackers",
+    "should_stop",
+    "stop_askers",
+    "datamodule",
+    "combined_loader",
+    "hooks",
+    LOSS_IS_FINITE,
+)
+"""The names of what a Trainer adds to the state of a run."""
+
+
+@contextmanager
+def as_hooks_see_it(engine: dict[str, Any], number: int, entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Show a checkpoint as one dict, under the names that `on_save_checkpoint` and `on_load_checkpoint` know.
+
+    What hooks leave of it goes back in the end: into the engine's part, and into the Trainer's entries.
+    """
+    progress = entries.get("progress", {})
+    state: dict[str, Any] = {"epoch": progress.get("epoch", 0), "global_step": progress.get("global_step", 0)}
+    if number < len(engine["models"]):
+        state["state_dict"] = engine["models"][number]
+    state |= {name: engine[place] for name, place in _ENGINE.items() if place in engine}
+    state |= {**entries, **entries.get("hooks", {})}
+    yield state
+    if "state_dict" in state:
+        engine["models"][number] = state["state_dict"]
+    engine.update({place: state[name] for name, place in _ENGINE.items() if name in state})
+    known = {"epoch", "global_step", "state_dict", *_ENGINE, *ENTRIES}
+    entries.clear()
+    entries.update({name: state[name] for name in ENTRIES if name in state})
+    entries["hooks"] = {name: value for name, value in state.items() if name not in known}
+
+
+def state_of(kind: type, entries: Mapping[str, Any]) -> Any:
+    """Return the state of a data module in a checkpoint; a `.ckpt` has it under the name of its class."""
+    return entries.get("datamodule") or entries.get("hooks", {}).get(kind.__qualname__)

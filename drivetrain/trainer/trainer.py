@@ -931,7 +931,9 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             self.tracker_log.write_due_values()
         known = (self.checkpoint_format, DIRECTORIES)
         chosen = next((each for each in known if format in (None, each.name)), None)
-        save = self.actions.watch(SAVE, (chosen or checkpoint.find_format(str(format))).save)
+        save = (chosen or checkpoint.find_format(str(format))).save
+        if self.actions.measures:
+            save = self.actions.watch(SAVE, save)
         with step.timing.span(CHECKPOINT), self.logged.forbidden(SAVING):
             if not block:
                 self.saves = self.accelerator.save_queue

@@ -14,8 +14,7 @@ import pytest
 from drivetrain import CheckpointError, ConfigurationError, Trainer
 from drivetrain.callbacks import Callback, ModelCheckpoint
 from drivetrain.checkpoint import Checkpoint
-from drivetrain.checkpoint.safetensors_file import FileDigest
-from drivetrain.checkpoint.storage import LocalStorage
+from drivetrain.checkpoint.storage import FileDigest, LocalStorage
 from tests.callbacks.guarded import Regression, train
 from tests.pool import ProcessesFailed, run_in_processes
 

@@ -164,7 +164,7 @@ class CountingStorage(LocalStorage):
         self, fail_at: int = 0, error: int | None = None, before: Callable[[str], Any] = lambda kind: None
     ) -> None:
         self.calls: list[str] = []
-        super().__init__(_CountedCalls(self.calls, fail_at, error, before))
+        self._os = _CountedCalls(self.calls, fail_at, error, before)
 
 
 class _CountedCalls:

@@ -17,8 +17,7 @@ import pytest
 from drivetrain import CheckpointError, PartialState
 from drivetrain.checkpoint import Checkpoint, load_run_state, save_run_state
 from drivetrain.checkpoint.manifest import VERSION, Manifest
-from drivetrain.checkpoint.safetensors_file import FileDigest
-from drivetrain.checkpoint.storage import LocalStorage
+from drivetrain.checkpoint.storage import FileDigest, LocalStorage
 from tests.checkpoint.states import alone, own_state, run_state, seed_of, write
 from tests.pool import run_in_processes
 

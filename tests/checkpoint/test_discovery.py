@@ -22,7 +22,7 @@ from drivetrain.checkpoint import (
     remove_checkpoint,
     save_run_state,
 )
-from drivetrain.checkpoint.manifest import OTHER_HOST_PATIENCE, UNRECORDED_PATIENCE, writer_of, writer_token
+from drivetrain.checkpoint.storage import OTHER_HOST_PATIENCE, UNRECORDED_PATIENCE, writer_of, writer_token
 from tests.checkpoint.states import alone, leftovers, own_state, reseal_manifest, run_state, seed_of, write
 from tests.pool import run_in_processes
 
@@ -134,7 +134,7 @@ def test_a_clock_that_is_set_does_not_make_a_live_writer_dead(tmp_path: Path, mo
 
 def file_of_a_dead_writer(root: Path, name: str, what: str) -> Path:
     """Leave a file beside `name` that a process which has ended was writing."""
-    code = "from drivetrain.checkpoint.manifest import writer_token; print(writer_token())"
+    code = "from drivetrain.checkpoint.storage import writer_token; print(writer_token())"
     token = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     path = root / f".{name}.{token}.{what}"
     path.write_text("left")

@@ -111,7 +111,7 @@ class BrokenStorage(FsspecStorage):
             raise OSError(errno.EIO, "the network is down", path)
         return super().write(path, parts)
 
-    def publish(self, place: str, directory: str, token: str, manifest: memoryview) -> None:
+    def publish(self, place: str, directory: str, token: str, manifest: bytes) -> None:
         self.left -= 1
         if self.left == 0:
             raise OSError(errno.EIO, "the network is down", directory)

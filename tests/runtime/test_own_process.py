@@ -9,8 +9,10 @@ from typing import Any
 import psutil
 import pytest
 
+from drivetrain.checkpoint import storage
+from drivetrain.checkpoint.storage import started_at
 from drivetrain.runtime import host
-from drivetrain.runtime.host import resident_bytes, started_at
+from drivetrain.runtime.host import resident_bytes
 
 
 @pytest.fixture(params=["files", "psutil"])
@@ -18,6 +20,7 @@ def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """With the files of Linux, or as if there was no such file."""
     if request.param == "psutil":
         monkeypatch.setattr(host, "_read_kernel_file", lambda path: b"")
+        monkeypatch.setattr(storage, "started_since_boot", lambda: None)
     return str(request.param)
 
 

@@ -165,7 +165,7 @@ def _is_alive(record: Mapping[str, Any]) -> bool:
     process = process if isinstance(process, dict) else {}
     if process.get("host") != platform.node():
         return time.time() < float(record.get("due", 0)) + _LATE_SECONDS
-    from drivetrain.runtime.host import boot_id, is_alive
+    from drivetrain.checkpoint.storage import boot_id, is_alive
 
     if process.get("boot") and process["boot"] != boot_id():
         return False

@@ -17,9 +17,9 @@ import torch
 
 from drivetrain.callbacks.model_summary import count_parameters
 from drivetrain.callbacks.report.record import number
+from drivetrain.checkpoint.storage import boot_id, started_at, started_since_boot
 from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.exports import package_version
-from drivetrain.runtime.host import boot_id, started_at, started_since_boot
 from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.trackers.base import flatten, plain
 from drivetrain.trackers.index import command, words_of_command

@@ -16,8 +16,8 @@ from torch import Tensor
 from drivetrain import checkpoint
 from drivetrain.callbacks.step_schedule import decide_on_main_process
 from drivetrain.checkpoint.formats import CheckpointFormat
-from drivetrain.checkpoint.manifest import clean_stale_files, has_manifest, writer_token
-from drivetrain.checkpoint.storage import LocalStorage, storage_of
+from drivetrain.checkpoint.manifest import has_manifest
+from drivetrain.checkpoint.storage import LocalStorage, clean_stale, storage_of, writer_token
 from drivetrain.checkpoint.torch_files import TorchShards, plain_classes, refused_classes
 from drivetrain.checkpoint.tree import pack, packed
 from drivetrain.compat.formats.lightning import (
@@ -76,7 +76,7 @@ def write_lightning_content(path: str | os.PathLike[str], content: Mapping[str, 
     place = os.path.join(folder, f".{name}.{writer_token()}.writing")
     try:
         os.makedirs(folder, exist_ok=True)
-        clean_stale_files(folder)
+        clean_stale(folder)
         with open(place, "w+b") as file:
             torch.save(content, file)
             file.flush()
@@ -211,7 +211,7 @@ class LightningFormat(CheckpointFormat):
     def save(
         self, trainer: Trainer, path: str | os.PathLike[str], weights_only: bool, block: bool
     ) -> checkpoint.PendingSave:
-        from drivetrain.trainer.state.saved_run import save_run
+        from drivetrain.trainer.state.saved_run import DIRECTORIES
 
         if not block:
             raise ConfigurationError(
@@ -220,9 +220,9 @@ class LightningFormat(CheckpointFormat):
         target = decide_on_main_process(lambda: self.place_of(path))
         if trainer.strategy.state.held_as == "whole":
             write = partial(self._write_whole, trainer)
-            return save_run(trainer, target, weights_only, write=write, keeps_objects=self.keeps_objects)
+            return DIRECTORIES.save(trainer, target, weights_only, write=write, keeps_objects=self.keeps_objects)
         beside = self.place_beside(target, trainer.default_root_dir)
-        save_run(trainer, beside, weights_only)
+        DIRECTORIES.save(trainer, beside, weights_only)
 
         def write_of_shards() -> None:
             try:
@@ -257,17 +257,12 @@ class LightningFormat(CheckpointFormat):
         self,
         trainer: Trainer,
         target: str | os.PathLike[str],
-        engine: dict[str, Any],
-        driver: Mapping[str, Any],
-        own: Mapping[str, Any],
-        *,
-        moment: Any,
+        shared: Mapping[str, Any],
+        process: Mapping[str, Any],
         **others: Any,
     ) -> checkpoint.PendingSave:
         """Write the state that the main process holds whole, with what each process keeps of its own."""
-        run = trainer.accelerator.run_state
-        run.saves.finish()
-        shared, process = run.compose(engine, driver, own, moment)
+        trainer.accelerator.save_queue.finish()
         try:
             mine: dict[str, Any] | str = packed(process, f"process/{trainer.global_rank}")
         except CheckpointError as error:

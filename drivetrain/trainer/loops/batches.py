@@ -21,11 +21,10 @@ from torch.utils.data import (
 from drivetrain.callbacks.base import Stage
 from drivetrain.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from drivetrain.data import BatchInfo, CombinedLoader, PendingBatch, PreparedLoader, TailPolicy
-from drivetrain.data.seeding import kept_generators
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError, InvalidLoaderError
 from drivetrain.runtime.pytrees import honor_type
-from drivetrain.runtime.seeds import isolated_random_state, seed_all_generators
+from drivetrain.runtime.seeds import isolated_random_state, kept_generators, seed_all_generators
 from drivetrain.runtime.timing import DATA, IDLE
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import is_overridden, is_redefined
@@ -403,6 +402,8 @@ class TrainingBatches:
         loader: The prepared training loader.
         limit: Batches of this process in an epoch; infinite where this is not known.
         finished: The last batch of the last window that was finished in this pass over the data.
+        origin: The loader's position where this pass began.
+        marked: Its position where the open step began, if it is of a kind that cannot look back.
         snapshot: What this process's state was when the last step or validation was finished.
     """
 
@@ -410,8 +411,8 @@ class TrainingBatches:
         self._trainer, self._source = trainer, source
         self._progress = trainer.progress
         self.finished: BatchInfo | None = None
-        self._origin: dict[str, Any] | None = None  # where this pass began
-        self._marked: dict[str, Any] | None = None  # where the open step began, of loaders that cannot look back
+        self.origin: dict[str, Any] | None = None
+        self.marked: dict[str, Any] | None = None
         self._saves_within_steps = saves_within_steps(trainer)
         self.snapshot = StepSnapshot(cast("Task", trainer.task), trainer.logged, trainer.progress)
         self._feed: Iterator[PendingBatch] = iter(())  # the batches of the epoch under way
@@ -447,20 +448,20 @@ class TrainingBatches:
         self.finished = None
         if saved is None:
             self.loader.set_epoch(self._progress.epoch)
-            self._origin = at_start_of(self.loader.state_dict(), self._progress.epoch)
+            self.origin = at_start_of(self.loader.state_dict(), self._progress.epoch)
         else:
             saved.restore_loader(self.loader)
-            self._origin = self.loader.state_dict()
+            self.origin = self.loader.state_dict()
 
     def end_epoch(self) -> None:
         """Leave the epoch: the next one begins with what the loader then draws its order from."""
-        self.finished = self._origin = None
+        self.finished = self.origin = None
 
     def mark(self) -> None:
         """Remember where this process stands before a step or a validation."""
         self.snapshot.mark()
         # A combination has only its present position.
-        self._marked = self.loader.state_dict() if isinstance(self.loader, CombinedLoader) else None
+        self.marked = self.loader.state_dict() if isinstance(self.loader, CombinedLoader) else None
 
     def windows(self) -> Generator[list[PendingBatch], None, None]:
         """The epoch's micro-batches, as many as make one optimizer step at a time.
@@ -527,19 +528,6 @@ class TrainingBatches:
     def are_done(self) -> bool:
         """Whether the epoch ends with the window that was finished last."""
         return (self.finished is not None and self.finished.last) or self._progress.batches_in_epoch >= self.limit
-
-    def position(self) -> dict[str, Any]:
-        """Return where in the data the last finished step left the loader, as its `state_dict` gives it."""
-        done, reached = self._progress.batches_in_epoch, self.loader.reached
-        if self._progress.batches_are_done:
-            return self.loader.state_dict()
-        if self._marked is not None and self.snapshot.is_open:
-            return self._marked
-        if reached is not None and reached.index < done:
-            return self.loader.state_dict()
-        if self.finished is not None and self.finished.index == done - 1:
-            return self.loader.state_after(self.finished)
-        return at_start_of(self.loader.state_dict(), self._progress.epoch) if self._origin is None else self._origin
 
     def _take(self, loader: PreparedLoader | CombinedLoader) -> None:
         self.loader = loader

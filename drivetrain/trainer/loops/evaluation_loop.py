@@ -15,13 +15,12 @@ from torch import nn
 
 from drivetrain.callbacks.base import Stage
 from drivetrain.data import BatchInfo
-from drivetrain.data.seeding import kept_generators
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import DataError, InvalidLoaderError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.memory import HostBlocks
 from drivetrain.runtime.pytrees import recursively_apply
-from drivetrain.runtime.seeds import RandomState, isolated_random_state
+from drivetrain.runtime.seeds import RandomState, isolated_random_state, kept_generators
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import evaluation_context
 from drivetrain.strategies.step_module import StepModule

@@ -382,10 +382,15 @@ class RunControl:
         self._requested_by = ""
         self._requests.clear()
 
-    @property
-    def stop_askers(self) -> list[str]:
-        """Who asks this process for a stop, for a run that resumes this one."""
-        return list(self._requests)
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run that resumes this one takes over; call it on all processes.
+
+        A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
+        """
+        is_over = [self.stops_for_good]
+        if self._world_size > 1:
+            is_over = gather_object(is_over)
+        return {"should_stop": any(is_over), "stop_askers": list(self._requests)}
 
     def resume_stop(self, stopped: bool, askers: Collection[str]) -> None:
         """Take over whether the run that is resumed was stopped by a callback."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,17 +18,16 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint.formats import CheckpointFormat
 from drivetrain.checkpoint.manifest import LOSS_IS_FINITE, process_in_schema
 from drivetrain.data import CombinedLoader, PreparedLoader
-from drivetrain.runtime.collectives import broadcast_object_list, gather_object
+from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.environment import RESUME_VARIABLE
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.terminal import shown
 from drivetrain.strategies import Strategy
-from drivetrain.trainer.data_module import ENTRIES, for_hooks, state_of, take_back
 from drivetrain.trainer.hooks import is_overridden
-from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, storable, without_modules
-from drivetrain.trainer.loops.progress import Progress
+from drivetrain.trainer.hyper_parameters import ENTRIES, as_hooks_see_it, hyper_parameters_to_save, state_of
+from drivetrain.trainer.loops.progress import Phase, Progress
 from drivetrain.trainer.metrics.logged_values import LoggedValues
 from drivetrain.trainer.metrics.metric_sync import (
     find_metrics,
@@ -127,6 +127,9 @@ class StepSnapshot:
     What the open step has drawn, logged, given to metrics and written to buffers is so never saved: a resumed run does
     that step again. The start is marked by the loop. A mark costs next to nothing for logged values, and copies the
     states of the random generators, the metrics and the buffers.
+
+    Attributes:
+        random: The random state that was marked; None if nothing is marked.
     """
 
     def __init__(self, task: nn.Module, logged: LoggedValues, progress: Progress) -> None:
@@ -134,7 +137,7 @@ class StepSnapshot:
         self._metrics = find_metrics(task)
         self._kept_buffers = _saved_buffers(task)
         self._marked: tuple[int, int] | None = None
-        self._random: RandomState | None = None
+        self.random: RandomState | None = None
         self._logged_mark: Any = None
         self._metric_states: dict[str, Any] = {}
         self._buffer_values: list[Tensor] = []
@@ -143,7 +146,7 @@ class StepSnapshot:
         """Remember the present state: a step or a validation begins."""
         progress = self._progress
         self._marked = progress.total_batches, progress.validations
-        self._random = RandomState.capture()
+        self.random = RandomState.capture()
         self._logged_mark = self._logged.mark()
         self._metric_states = metric_states(self._metrics)
         self.mark_buffers()
@@ -155,7 +158,7 @@ class StepSnapshot:
 
     def release(self) -> None:
         """Forget the mark: the present state is that of a finished step."""
-        self._marked = self._random = self._logged_mark = None
+        self._marked = self.random = self._logged_mark = None
         self._metric_states, self._buffer_values = {}, []
 
     @property
@@ -163,11 +166,6 @@ class StepSnapshot:
         """Whether the step or validation that was marked is not finished yet."""
         progress = self._progress
         return self._marked == (progress.total_batches, progress.validations)
-
-    @property
-    def random(self) -> RandomState | None:
-        """The random state of the last finished step; None where that is the present one."""
-        return self._random if self.is_open else None
 
     @contextmanager
     def buffers_restored(self) -> Iterator[None]:
@@ -192,7 +190,7 @@ class StepSnapshot:
             return {"logged": self._logged.state_dict(self._logged_mark), "metrics": self._metric_states}
         return {
             "logged": self._logged.state_dict(),
-            "metrics": metric_states(find_metrics(self._task)),
+            "metrics": metric_states(find_metrics(self._task)) if "torchmetrics" in sys.modules else {},
             "finished_metrics": self._logged.finished_metrics(self._task),
         }
 
@@ -219,110 +217,96 @@ def saves_within_steps(trainer: Trainer) -> bool:
 logger = get_logger(__name__)
 
 
-def save_run(
-    trainer: Trainer,
-    directory: str | os.PathLike[str],
-    weights_only: bool = False,
-    block: bool = True,
-    write: Callable[..., PendingSave] | None = None,
-    keeps_objects: bool = False,
-) -> PendingSave:
-    """Write a checkpoint of a Trainer's run; call it on all processes."""
-    placed = trainer.task_run
-    task, loop, run = placed.task, trainer.loop, trainer.accelerator.run_state
-    if task is None or placed.model is None or run.strategy.unwrap(placed.model) is not task:
-        if trainer.spawning is not None:
-            raise CheckpointError(
-                f"strategy={trainer.strategy.name!r}: the state of a run, such as that of its optimizers, ends with "
-                "the processes that fit() has started. Let a ModelCheckpoint save it there; its best_model_path and "
-                "last_model_path are known here."
-            )
-        raise CheckpointError(
-            "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
-        )
-    is_evaluated = all(model is not placed.model for model in run.prepared.models)  # and was never trained here
-    weights_only = weights_only or is_evaluated
-    snapshot = StepSnapshot(task, trainer.logged, trainer.progress) if loop is None else loop.batches.snapshot
-    moment, number = moment_of(trainer), _number_of(placed.model, run.prepared.models)
-    with snapshot.buffers_restored():
-        if is_evaluated:
-            engine = run.engine_of(placed.model)
-        else:
-            engine = run.engine(weights_only, moment)
-        state = for_hooks(engine, number, _entries(trainer, task, moment.combined, weights_only, keeps_objects))
-        with trainer.checkpoint_format.shown_to_hooks(state) as shown:
-            for callback in trainer.callbacks:
-                callback.on_save_checkpoint(trainer, task, shown)
-            task.on_save_checkpoint(shown)
-        driver = take_back(state, engine, number)
-        own: dict[str, Any] = {"layout": layout_of(run.strategy)}
-        if not weights_only:
-            own |= snapshot.state_dict()
-        step = trainer.progress.global_step
-        return (write or run.write)(directory, engine, driver, own, step=step, block=block, moment=moment)
-
-
 class Directories(CheckpointFormat):
     """Checkpoints of this package: one directory for each, of all processes."""
 
     name = "drivetrain"
 
-    def save(self, trainer: Trainer, path: str | os.PathLike[str], weights_only: bool, block: bool) -> PendingSave:
-        return save_run(trainer, path, weights_only, block)
+    def save(
+        self,
+        trainer: Trainer,
+        path: str | os.PathLike[str],
+        weights_only: bool = False,
+        block: bool = True,
+        write: Callable[..., PendingSave] | None = None,
+        keeps_objects: bool = False,
+    ) -> PendingSave:
+        """Write a checkpoint of a Trainer's run; call it on all processes.
+
+        Args:
+            trainer: The Trainer.
+            path: Where to.
+            weights_only: Leave out everything but weights and hyper-parameters.
+            block: Whether to return only when it is durable.
+            write: Writes the state in another format, as `SaveQueue.save` is called; that itself if None.
+            keeps_objects: Whether hyper-parameters may be objects, which that format keeps.
+        """
+        placed = trainer.task_run
+        task, loop, run = placed.task, trainer.loop, trainer.accelerator.run_state
+        if task is None or placed.model is None or run.strategy.unwrap(placed.model) is not task:
+            if trainer.spawning is not None:
+                raise CheckpointError(
+                    f"strategy={trainer.strategy.name!r}: the state of a run, such as that of its optimizers, ends "
+                    "with the processes that fit() has started. Let a ModelCheckpoint save it there; its "
+                    "best_model_path and last_model_path are known here."
+                )
+            raise CheckpointError(
+                "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
+            )
+        models, step = run.prepared.models, trainer.progress.global_step
+        is_evaluated = all(model is not placed.model for model in models)  # and was never trained here
+        weights_only = weights_only or is_evaluated
+        number = next((place for place, model in enumerate(models) if model is placed.model), 0)
+        snapshot = StepSnapshot(task, trainer.logged, trainer.progress) if loop is None else loop.batches.snapshot
+        moment = moment_of(trainer)
+        with snapshot.buffers_restored():
+            engine = run.engine_of(placed.model) if is_evaluated else run.engine(weights_only, moment)
+            driver = _entries(trainer, task, moment, weights_only, keeps_objects)
+            with (
+                as_hooks_see_it(engine, number, driver) as state,
+                trainer.checkpoint_format.shown_to_hooks(state) as shown,
+            ):
+                for callback in trainer.callbacks:
+                    callback.on_save_checkpoint(trainer, task, shown)
+                task.on_save_checkpoint(shown)
+            own = {"layout": layout_of(run.strategy), **({} if weights_only else snapshot.state_dict())}
+            shared, process = run.compose(engine, driver, own, moment)
+            return (write or run.saves.save)(path, shared, process, step=step, block=block)
 
 
 DIRECTORIES = Directories()
+
+
+def _entries(trainer: Trainer, task: Task, moment: Moment, weights_only: bool, keeps_objects: bool) -> dict[str, Any]:
+    """Collect what the Trainer adds to the engine's part, by name."""
+    data = trainer.task_run.datamodule
+
+    def without_secrets(values: Any) -> Any:
+        return trainer.tracker_group.secrets.drop(values)
+
+    entries: dict[str, Any] = {
+        "progress": trainer.progress.state_dict(),
+        **hyper_parameters_to_save(task, keeps_objects, without_secrets),
+        LOSS_IS_FINITE: trainer.finiteness.is_finite,  # marks the manifest, too: the last choice for a resume
+    }
+    if weights_only:
+        return entries
+    of_data = hyper_parameters_to_save(data, keeps_objects, without_secrets)
+    return {
+        **entries,
+        **trainer.control.state_dict(),
+        **{f"datamodule_{name}": value for name, value in of_data.items()},
+        "datamodule": {} if data is None else _watched(trainer, data, "state_dict")(),
+        "callbacks": {c.state_key: found for c in trainer.callbacks if (found := c.state_dict())},
+        "trackers": trainer.tracker_group.state(),
+        "combined_loader": moment.combined,
+    }
 
 
 def _watched(trainer: Trainer, data: DataModule, name: str) -> Callable[..., Any]:
     """A method of the data module, measured where there is a profiler."""
     method: Callable[..., Any] = getattr(data, name)
     return trainer.actions.watch(trainer.actions.of_owner(data, name), method)
-
-
-def _entries(
-    trainer: Trainer, task: Task, combined: Mapping[str, Any] | None, weights_only: bool, keeps_objects: bool
-) -> dict[str, Any]:
-    """The Trainer's own entries, by name."""
-    data = trainer.task_run.datamodule
-
-    def plain(values: Mapping[str, Any], drops_modules: bool = True) -> dict[str, Any]:
-        if not values:
-            return {}
-        if drops_modules:  # whose weights a checkpoint holds already
-            values = without_modules(values)
-        return trainer.tracker_group.secrets.drop(storable(values, keeps_objects))  # type: ignore[no-any-return]
-
-    def constructor_of(owner: HoldsHyperParameters) -> dict[str, Any] | None:
-        found = owner.constructor_arguments
-        return None if found is None else found | {"values": plain(found["values"])}
-
-    entries: dict[str, Any] = {
-        "progress": trainer.progress.state_dict(),
-        "hyper_parameters": plain(task.hparams, not keeps_objects),
-        "hparams_name": task.__dict__.get("_hparams_name"),
-        "hparams_constructor": constructor_of(task),
-        LOSS_IS_FINITE: trainer.is_finite,  # marks the manifest, too: the last choice for a resume
-    }
-    if weights_only:
-        return entries
-    return entries | {
-        "callbacks": {c.state_key: found for c in trainer.callbacks if (found := c.state_dict())},
-        "trackers": trainer.tracker_group.state(),
-        # A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
-        "should_stop": any(gather_object([trainer.control.stops_for_good])),
-        "stop_askers": trainer.control.stop_askers,
-        "datamodule": _watched(trainer, data, "state_dict")() if data is not None else {},
-        "datamodule_hyper_parameters": {} if data is None else plain(data.hparams, not keeps_objects),
-        "datamodule_hparams_constructor": None if data is None else constructor_of(data),
-        "datamodule_hparams_name": None if data is None else data.__dict__.get("_hparams_name"),
-        "combined_loader": combined,
-    }
-
-
-def _number_of(model: nn.Module | None, models: Sequence[nn.Module]) -> int:
-    """Return the position of the task's model among those that are prepared; 0 if it is none of them."""
-    return next((number for number, one in enumerate(models) if one is model), 0)
 
 
 class SavedRun:
@@ -340,7 +324,7 @@ class SavedRun:
         whole = self._hooks_see_weights() or not self._strict
         content = trainer.checkpoint_format.content(directory)
         self._saved = run.open(directory, whole=whole, content=content)
-        self._entries = self._saved.driver
+        self._entries = dict(self._saved.driver)
         run.keep({name: value for name, value in self._entries.items() if name not in ENTRIES})
         layout = layout_of(trainer.strategy)
         own = self._saved.own
@@ -369,10 +353,9 @@ class SavedRun:
             raise CheckpointError(
                 f"{self._directory} holds {len(engine['models'])} models, so none of them is that of a task."
             )
-        state = for_hooks(engine, 0, self._entries)
-        with trainer.checkpoint_format.shown_to_hooks(state) as shown:
+        shown_to_hooks = trainer.checkpoint_format.shown_to_hooks
+        with as_hooks_see_it(engine, 0, self._entries) as state, shown_to_hooks(state) as shown:
             trainer.task.on_load_checkpoint(shown)
-        take_back(state, engine, 0)
         self._saved.restore_models([trainer.model], self._strict)
 
     def restore_early(self) -> None:
@@ -382,13 +365,12 @@ class SavedRun:
         self._saved.refuse_weights_only()
         if trainer.datamodule is not None and (found := state_of(type(trainer.datamodule), entries)):
             _watched(trainer, trainer.datamodule, "load_state_dict")(found)
-        number = _number_of(trainer.model, trainer.accelerator.prepared.models)
-        state = for_hooks(engine, number, entries)
-        with trainer.checkpoint_format.shown_to_hooks(state) as shown:
+        models, shown_to_hooks = trainer.accelerator.prepared.models, trainer.checkpoint_format.shown_to_hooks
+        number = next((place for place, model in enumerate(models) if model is trainer.model), 0)
+        with as_hooks_see_it(engine, number, entries) as state, shown_to_hooks(state) as shown:
             self._migrate(shown)
             for callback in trainer.callbacks:
                 callback.on_load_checkpoint(trainer, trainer.task, shown)
-        self._entries = take_back(state, engine, number)
         # Other tools spell keys in another way.
         callbacks = {checkpoint.key_here(key): state for key, state in self._entries.get("callbacks", {}).items()}
         unknown = set(callbacks) - {checkpoint.key_here(callback.state_key) for callback in trainer.callbacks}
@@ -497,15 +479,28 @@ def _is_finished(position: Mapping[str, Any]) -> bool:
 
 
 def moment_of(trainer: Trainer) -> Moment:
-    """The moment that a save within `fit` describes: the last finished step."""
-    loop = trainer.loop
-    if loop is None:
+    """Return the moment that a save within `fit` describes: where the last finished step left the run."""
+    if trainer.loop is None:
         return Moment()
-    position = loop.batches.position()
+    batches, progress = trainer.loop.batches, trainer.progress
+    loader, reached, done = batches.loader, batches.loader.reached, progress.batches_in_epoch
+    is_open = batches.snapshot.is_open
+    if progress.phase >= Phase.DRAINED:
+        position = loader.state_dict()
+    elif batches.marked is not None and is_open:
+        position = batches.marked
+    elif reached is not None and reached.index < done:
+        position = loader.state_dict()
+    elif batches.finished is not None and batches.finished.index == done - 1:
+        position = loader.state_after(batches.finished)
+    elif batches.origin is not None:
+        position = batches.origin
+    else:
+        position = at_start_of(loader.state_dict(), progress.epoch)
+    random = batches.snapshot.random if is_open else None
     if "loaders" not in position:
-        return Moment(loop.batches.snapshot.random, [position])
-    combined = {name: position[name] for name in ("index", "ended")}
-    return Moment(loop.batches.snapshot.random, position["loaders"], combined)
+        return Moment(random, [position])
+    return Moment(random, position["loaders"], {name: position[name] for name in ("index", "ended")})
 
 
 def _batches_before(loader: PreparedLoader | CombinedLoader, state: Mapping[str, Any]) -> int:

@@ -14,9 +14,8 @@ from drivetrain.callbacks.base import Callback, Stage
 from drivetrain.callbacks.progress_bar import Stage as BarStage
 from drivetrain.callbacks.progress_bar import make_display
 from drivetrain.data import CombinedLoader, PendingBatch, PreparedLoader
-from drivetrain.data.seeding import kept_generators
 from drivetrain.runtime.errors import ConfigurationError, DataError, nearest
-from drivetrain.runtime.seeds import isolated_random_state
+from drivetrain.runtime.seeds import isolated_random_state, kept_generators
 from drivetrain.strategies.base import local_part
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.loops.batches import LoaderSource, epoch_length

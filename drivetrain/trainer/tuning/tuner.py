@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.callbacks.base import Callback, Stage, Verb
 from drivetrain.callbacks.batch_size_finder import BatchSizeFinder, BatchSizeRange
 from drivetrain.callbacks.learning_rate_finder import LearningRateFinder, LRRange
-from drivetrain.data.seeding import kept_generators
 from drivetrain.runtime.errors import ConfigurationError, nearest
-from drivetrain.runtime.seeds import isolated_random_state
+from drivetrain.runtime.seeds import isolated_random_state, kept_generators
 from drivetrain.trainer import task_checks
 from drivetrain.trainer.compiling import uncompiled
 from drivetrain.trainer.data_module import DataModule

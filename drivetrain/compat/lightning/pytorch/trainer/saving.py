@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from drivetrain.callbacks.step_schedule import decide_on_main_process
@@ -18,7 +18,7 @@ from drivetrain.compat.lightning.unpickling import is_asked_for
 from drivetrain.compat.lightning.version import VERSION
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
-from drivetrain.trainer.data_module import ENTRIES
+from drivetrain.trainer.hyper_parameters import ENTRIES
 
 logger = get_logger(__name__)
 
@@ -47,6 +47,7 @@ class ScriptFiles(LightningFormat):
     """Files in Lightning's format, whose objects are pickled, beside directories."""
 
     keeps_objects = True
+    shown_to_hooks = staticmethod(with_lightnings_names)
 
     def __init__(self, trainer: LightningSaving, weights_only: bool | None) -> None:
         self._trainer, self._weights_only = trainer, weights_only
@@ -54,9 +55,6 @@ class ScriptFiles(LightningFormat):
     def content(self, path: str) -> Mapping[str, Any] | None:
         is_file = is_asked_for(self._weights_only) and is_lightning_checkpoint(path)
         return opened(path, given=None, objects=True) if is_file else None
-
-    def shown_to_hooks(self, state: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
-        return with_lightnings_names(state)
 
     def may_replace(self, path: str, block: bool) -> bool:
         as_file = self._trainer.format_of_checkpoint(path, block) == self.name
