@@ -76,13 +76,13 @@ _ON_CPU = (
     "With FSDP or DeepSpeed on a CPU, Accelerate falls back to DDP, while drivetrain shards. The losses are equal."
 )
 _SHARDED_NORM = (
-    "With FSDP or DeepSpeed and gradient clipping, drivetrain sums the norm shard by shard, so its last bit may differ. "
-    "Without clipping the losses are equal."
+    "With FSDP or DeepSpeed and gradient clipping, drivetrain sums the norm shard by shard, so its last bit may "
+    "differ. Without clipping the losses are equal."
 )
 _NUMBERED = (
-    "On two processes, denoising-diffusion-pytorch runs without random flips, because under Accelerate the workers of all "
-    "processes draw the same numbers. Accelerate does not split its batches, so it gets half the batch size there. It "
-    "also numbers CPUs (`cpu:0`), for which the test teaches torch to load files."
+    "On two processes, denoising-diffusion-pytorch runs without random flips, because under Accelerate the workers of "
+    "all processes draw the same numbers. Accelerate does not split its batches, so it gets half the batch size there. "
+    "It also numbers CPUs (`cpu:0`), for which the test teaches torch to load files."
 )
 
 
