@@ -32,16 +32,16 @@ from drivetrain.compat.handed_on import import_module
 
 FOLDER = Path(__file__).parent
 
-SAME, BETTER, TAKEN, ELSEWHERE = "same", "better", "taken", "elsewhere"
+SAME, BETTER, NO_EFFECT, OTHER_NAME = "same", "better", "no effect", "other name"
 LEFT_OUT, MISSING = "left out", "missing"
-OF_WHAT_IS_THERE = (BETTER, TAKEN)
+OF_WHAT_IS_THERE = (BETTER, NO_EFFECT)
 VERDICTS = {
-    SAME: "there under the same name, with the same arguments",
-    BETTER: "there under the same name, and better",
-    TAKEN: "taken, and without effect",
-    ELSEWHERE: "there under another name",
+    SAME: "available under the same name, with the same arguments",
+    BETTER: "available under the same name, improved",
+    NO_EFFECT: "accepted, without effect",
+    OTHER_NAME: "available under another name",
     LEFT_OUT: "left out on purpose",
-    MISSING: "not there yet",
+    MISSING: "not available yet",
 }
 # Rooms whose public names count beside those of `drivetrain` itself.
 ROOMS = (
@@ -294,7 +294,7 @@ def section(owner: str, entries: list[Entry], mirror: str) -> list[str]:
         if entry.verdict != SAME:
             rest.setdefault((entry.verdict, note(entry)), []).append(entry)
     if rest:
-        lines += ["| theirs | | |", "|---|---|---|"]
+        lines += ["| name | | |", "|---|---|---|"]
         lines += [f"| {listed(found, owner)} | {verdict} | {text} |" for (verdict, text), found in rest.items()] + [""]
     return lines
 
@@ -316,7 +316,7 @@ def listed(entries: list[Entry], owner: str) -> str:
 
 
 def note(entry: Entry) -> str:
-    parts = [f"`{entry.ours}`" if entry.verdict == ELSEWHERE and entry.ours else "", entry.why]
+    parts = [f"`{entry.ours}`" if entry.verdict == OTHER_NAME and entry.ours else "", entry.why]
     return ". ".join(part for part in parts if part).replace("|", "\\|")
 
 

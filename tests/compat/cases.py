@@ -73,18 +73,16 @@ class Script:
 
 
 _ON_CPU = (
-    "The original trains with DDP where FSDP or DeepSpeed is asked for on a CPU; ours shards there too, and the losses "
-    "are equal."
+    "With FSDP or DeepSpeed on a CPU, Accelerate falls back to DDP, while drivetrain shards. The losses are equal."
 )
 _SHARDED_NORM = (
-    "The original trains with DDP where FSDP or DeepSpeed is asked for on a CPU; ours shards there too. The norm that "
-    "gradients are clipped by is then summed shard by shard, so its last bit may be another; without clipping the "
-    "losses are equal."
+    "With FSDP or DeepSpeed and gradient clipping, drivetrain sums the norm shard by shard, so its last bit may "
+    "differ. Without clipping the losses are equal."
 )
 _NUMBERED = (
-    "On two processes denoising-diffusion-pytorch does not flip pictures at random: with the original, the workers of "
-    "all processes draw the same numbers, with ours each its own. The original does not split the Trainer's batches: "
-    "it gets half of ours. It numbers CPUs (`cpu:0`), to which torch loads no file until it is taught to."
+    "On two processes, denoising-diffusion-pytorch runs without random flips, because under Accelerate the workers of "
+    "all processes draw the same numbers. Accelerate does not split its batches, so it gets half the batch size there. "
+    "It also numbers CPUs (`cpu:0`), for which the test teaches torch to load files."
 )
 
 
@@ -144,9 +142,9 @@ PROGRAMS = (
     *_features(2, "fsdp", "deepspeed", reference=("nlp",), reason=_ON_CPU),
 )
 
-_INSTANCE = "State belongs to the instance: an Accelerator still works after the shared state was reset."
-_SHORT = "The gradient of a last, short window is the mean over the micro-batches that it has, not over `num_steps`."
-_SAMPLER = "A loader's own samplers are kept and only their output is sharded, so none is wrapped or replaced."
+_INSTANCE = "State belongs to the instance, so an Accelerator still works after the shared state was reset."
+_SHORT = "The gradient of a short last window is the mean over its own micro-batches, not over `num_steps`."
+_SAMPLER = "The loader's samplers are kept and only their output is sharded."
 
 _SAVED_AND_RESUMED = (
     ("--output_dir", ".", "--partial_train_epoch", "1"),
@@ -179,10 +177,10 @@ SCRIPTS = (
 )
 
 GIVEN = {
-    "on_cpu.py": "torch's DDP ignores the devices that it names, since there is no GPU",
-    "whole_tensors.py": "`torch.allclose` gathers what FSDP2 has sharded, on a GPU as well",
-    "not_yet_imported.py": "bitsandbytes counts as not imported: peft imports it where programs share a process",
-    "without_hub.py": "data, metric and model are made in place, since no hub is asked",
+    "on_cpu.py": "Without a GPU, DDP ignores the device numbers of the script",
+    "whole_tensors.py": "`torch.allclose` is replaced by one that gathers sharded tensors, which a GPU needs too",
+    "not_yet_imported.py": "bitsandbytes is treated as not imported, because peft imports it in a shared process",
+    "without_hub.py": "Data, metric and model are created locally, without the hub",
 }
 
 
@@ -197,14 +195,14 @@ def table() -> str:
         options = "fp32" if program.name == "by_feature.py" else ", ".join(program.options) or "fp32"
         lines.append(f"| {program.what} | {program.processes} | {options} | {losses} | 0 |")
     notes = {program.reason for program in PROGRAMS if program.reason}
-    lines += ["", *sorted(notes), ""] if notes else [""]
-    lines += ["| script of Accelerate's | processes | checks that hold | lines changed |", "|---|---:|---|---:|"]
+    lines += ["", *(f"- {note}" for note in sorted(notes)), ""] if notes else [""]
+    lines += ["| test script of Accelerate | processes | checks that pass | lines changed |", "|---|---:|---|---:|"]
     for script in SCRIPTS:
         held = "all" if not script.unlike else "all but " + ", ".join(f"`{name}`" for name in script.unlike)
-        given = f"; {GIVEN[script.before]}" if script.before else ""
+        given = f". {GIVEN[script.before]}" if script.before else ""
         lines.append(f"| `{Path(script.name).name}` | {script.starts or script.processes} | {held}{given} | 0 |")
     reasons = {name: reason for script in SCRIPTS for name, reason in script.unlike.items()}
-    lines += ["", "Checks that do not hold, because drivetrain does something else on purpose:", ""]
+    lines += ["", "Checks that fail because of an intended difference:", ""]
     lines += [f"- `{name}`: {reason}" for name, reason in reasons.items()]
     return "\n".join(lines)
 

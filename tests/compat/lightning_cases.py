@@ -12,16 +12,16 @@ PROGRAM = ROOT / "tests" / "compat" / "programs" / "lightning_tasks.py"
 HOOKS = ROOT / "tests" / "compat" / "programs" / "lightning_hooks.py"
 TOLERANCE = 1e-6
 HOOKS_TEXT = (
-    "Every hook of a task, two callbacks and a data module is recorded as well, in runs with accumulation, two\n"
-    "optimizers, two validation loaders, all verbs, a resume and an exception. The events are the same, in the same\n"
-    "order, but for these:"
+    "The test also records every hook of a task, two callbacks and a data module. The runs have accumulation, two\n"
+    "optimizers, two validation loaders, all verbs, a resume and an exception. The order is the same, with these\n"
+    "exceptions:"
 )
 
-_WINDOW = "Under accumulation `optimizer_step` is opened before the first batch of its window runs."
-_ONCE = "`configure_model` is called once, not again for each verb."
-_MODES = "`predict` gives modules the mode back that they were in, as other verbs do."
-_RESUMED = "A resumed run has validated before, so its validation is not tried again."
-_TORN_DOWN = "After an exception the task's `on_exception` and every `teardown` are called."
+_WINDOW = "Under accumulation, `optimizer_step` starts before the first batch of its window."
+_ONCE = "`configure_model` is called once, not once per verb."
+_MODES = "`predict` restores the mode of each module, as the other verbs do."
+_RESUMED = "A resumed run does not repeat the sanity check."
+_TORN_DOWN = "After an exception, the task's `on_exception` and every `teardown` are called."
 
 UNLIKE: dict[str, dict[str, str]] = {
     "accumulated": {

@@ -249,7 +249,7 @@ PROGRAMS = (
 )
 
 
-_AVERAGED = "; on 2 with the gradients of what is unfrozen averaged under Lightning too"
+_AVERAGED = ", on 2 processes after the gradients of unfrozen parameters are averaged under Lightning too"
 
 
 def table() -> str:
