@@ -295,7 +295,7 @@ def test_what_is_saved_in_a_hurry_is_whole_and_stays_until_a_run_can_go_on_from_
     [
         ({"total_limit": 0}, "1 or more"),
         ({"on_save_error": "warning"}, "Did you mean 'warn'"),
-        ({"train_time_interval": "soon"}, "no duration"),
+        ({"train_time_interval": "soon"}, "is not a duration"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:

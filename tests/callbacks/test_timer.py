@@ -77,7 +77,7 @@ def test_all_processes_stop_at_the_same_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"interval": "batch"}, "'step' or 'epoch'"), ({"duration": "soon"}, "no duration. Give '500 steps'")],
+    [({"interval": "batch"}, "'step' or 'epoch'"), ({"duration": "soon"}, "is not a duration. Use '500 steps'")],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -287,7 +287,7 @@ def _entries(trainer: Trainer, task: Task, moment: Moment, weights_only: bool, k
     entries: dict[str, Any] = {
         "progress": trainer.progress.state_dict(),
         **hyper_parameters_to_save(task, keeps_objects, without_secrets),
-        LOSS_IS_FINITE: trainer.finiteness.is_finite,  # marks the manifest, too: the last choice for a resume
+        LOSS_IS_FINITE: trainer.is_finite,  # marks the manifest, too: the last choice for a resume
     }
     if weights_only:
         return entries
@@ -296,8 +296,8 @@ def _entries(trainer: Trainer, task: Task, moment: Moment, weights_only: bool, k
         **entries,
         **trainer.control.state_dict(),
         **{f"datamodule_{name}": value for name, value in of_data.items()},
-        "datamodule": {} if data is None else _watched(trainer, data, "state_dict")(),
         "callbacks": {c.state_key: found for c in trainer.callbacks if (found := c.state_dict())},
+        "datamodule": {} if data is None else _watched(trainer, data, "state_dict")(),
         "trackers": trainer.tracker_group.state(),
         "combined_loader": moment.combined,
     }
