@@ -1,4 +1,4 @@
-"""Plain safetensors out of a checkpoint or a model, as `safetensors` and `transformers` open them."""
+"""Export of plain safetensors weights from checkpoints and models, and reading of weights from files."""
 
 from __future__ import annotations
 
@@ -74,32 +74,32 @@ def consolidate(
     verify: bool = True,
     progress: bool = False,
 ) -> list[str]:
-    """Write the weights in a checkpoint as plain safetensors. Runs on one process and holds no whole model.
+    """Export the weights of a checkpoint as plain safetensors files, on one process and one tensor at a time.
 
-    Small models become one `model.safetensors`, larger ones `model-00001-of-0000N.safetensors` with a
-    `model.safetensors.index.json`, as on Hugging Face's hub. Tied weights are written once.
+    A small model becomes one `model.safetensors`. A larger one becomes files `model-00001-of-0000N.safetensors` with a
+    `model.safetensors.index.json`, as on the Hugging Face Hub. Tied weights are written once. Any library that reads
+    safetensors, such as transformers, can open the result.
 
     Args:
-        checkpoint: The checkpoint's directory or URL, of any strategy and number of processes; or what
-            another tool wrote in a format of `drivetrain.checkpoint.formats`.
+        checkpoint: The checkpoint's directory or URL, saved under any strategy and number of processes. Also a
+            directory of another tool, in a format of `drivetrain.checkpoint.formats`.
         output: The directory to write to.
-        max_shard_size: Bytes in a file at most, as a number or such as `"5GB"`; a single larger tensor has a file of
-            its own.
-        dtype: What floating-point weights are converted to, such as `"bfloat16"`; unchanged if None.
-        model: Which one, where `save_state` saved several, from 0.
-        module: Write the weights of this module of it alone, under the names that they have in it: the attribute of
-            the task that is to be opened elsewhere, such as `"net"`.
-        overwrite: Whether to write into a directory that holds something already.
-        verify: Whether the checkpoint's files are checked against its manifest first.
-        progress: Whether to show a progress bar.
+        max_shard_size: The maximum size of a file, in bytes or as text such as `"5GB"`. A larger tensor gets its own
+            file.
+        dtype: The dtype to which floating-point weights are converted, such as `"bfloat16"`. None keeps their dtype.
+        model: The index of the model, from 0, if `save_state` saved several models.
+        module: The name of a submodule, such as `"net"`. Only its weights are exported, under their names within it.
+        overwrite: True to write into a directory that is not empty.
+        verify: True to check the checkpoint's files against its manifest first.
+        progress: True to show a progress bar.
 
     Returns:
         The paths of the safetensors files.
 
     Raises:
-        CheckpointError: There is no complete checkpoint, it has no such model or module, or the output cannot be
+        CheckpointError: The checkpoint is missing or incomplete, has no such model or module, or the output cannot be
             written.
-        ConfigurationError: `max_shard_size` is no size.
+        ConfigurationError: `max_shard_size` is not a size.
 
     Example:
         ```python
@@ -147,22 +147,25 @@ def consolidate_shards(
     overwrite: bool = False,
     progress: bool = False,
 ) -> list[str]:
-    """Write weights that FSDP saved in torch's shards as plain safetensors, reading one tensor at a time.
+    """Export weights that FSDP saved as `torch.distributed.checkpoint` shards as plain safetensors files.
+
+    Only one tensor at a time is in memory.
 
     Args:
         directory: The folder that `torch.distributed.checkpoint` wrote, such as `pytorch_model_fsdp_0`.
         output: The directory to write to.
-        max_shard_size: As for `consolidate`.
-        dtype: As for `consolidate`.
-        module: As for `consolidate`.
-        overwrite: Whether to write into a directory that holds something already.
-        progress: Whether to show a progress bar.
+        max_shard_size: The maximum size of a file, in bytes or as text such as `"5GB"`.
+        dtype: The dtype to which floating-point weights are converted. None keeps their dtype.
+        module: The name of a submodule whose weights alone are exported.
+        overwrite: True to write into a directory that is not empty.
+        progress: True to show a progress bar.
 
     Returns:
         The paths of the safetensors files.
 
     Raises:
-        CheckpointError: It is no such folder, holds no model or no such module, or the output cannot be written.
+        CheckpointError: The folder has another format, holds no model or no such module, or the output cannot be
+            written.
     """
     shards = TorchShards(directory)
     keys = {bare_name(name): key for key, name in shards.names_below("model").items()}
@@ -186,14 +189,14 @@ def save_safetensors(
     overwrite: bool = True,
     progress: bool = False,
 ) -> list[str]:
-    """Write a state dict as plain safetensors, in the files that `consolidate` writes.
+    """Save a state dict as plain safetensors files, split like the files of `consolidate`.
 
     Args:
-        state_dict: Whole tensors by name; those that share their memory are written once.
+        state_dict: Full tensors by name. Tensors that share memory are written once.
         output: The directory to write to.
-        max_shard_size: Bytes in a file at most.
-        overwrite: Whether to write into a directory that holds something already.
-        progress: Whether to show a progress bar.
+        max_shard_size: The maximum size of a file, in bytes or as text such as `"5GB"`.
+        overwrite: True to write into a directory that is not empty.
+        progress: True to show a progress bar.
 
     Returns:
         The paths of the safetensors files.
@@ -214,7 +217,7 @@ def save_safetensors(
 
 
 def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> dict[str, T]:
-    """The weights of one module, under the names that they have in it."""
+    """Select the weights of one submodule, and remove its prefix from their names."""
     if module is None:
         return dict(weights)
     prefix = f"{module}."
@@ -229,7 +232,7 @@ def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> 
 
 
 def model_keys(checkpoint: Checkpoint, model: int | None = None) -> dict[str, str]:
-    """The keys of a model's tensors by name."""
+    """Return the checkpoint key of each tensor of a model, by the tensor's name."""
     models = in_schema(checkpoint.packed())["engine"].get("models")
     if not isinstance(models, list):
         raise CheckpointError(f"{checkpoint.directory} holds no model: it is not the state of a run.")
@@ -257,7 +260,7 @@ def _places(checkpoint: Checkpoint, key: str) -> Iterator[Any]:
 
 
 def _stored(checkpoint: Checkpoint, name: str, key: str, dtype: torch.dtype | None) -> Source:
-    """A tensor of a checkpoint, read only when it is written."""
+    """Return a source for a checkpoint's tensor that reads it only when it is written."""
     described = checkpoint.tensors.tensors()[key]
     own = described.properties.dtype
     target = dtype if dtype is not None and own.is_floating_point else own
@@ -265,7 +268,7 @@ def _stored(checkpoint: Checkpoint, name: str, key: str, dtype: torch.dtype | No
 
 
 def _read(checkpoint: Checkpoint, key: str, described: TensorStorageMetadata, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Read a stored tensor, a block at a time if its parts follow each other, and convert it."""
+    """Read a tensor from a checkpoint in blocks, convert it to `dtype`, and yield the blocks."""
     own = described.properties.dtype
     chunks = sorted(described.chunks, key=lambda chunk: tuple(chunk.offsets))
     if not all(chunk.sizes[1:] == described.size[1:] for chunk in chunks):
@@ -293,9 +296,9 @@ def write_safetensors(
     overwrite: bool = True,
     progress: bool = False,
 ) -> list[str]:
-    """Write tensors that are read or computed as they are written, in the files that `consolidate` writes.
+    """Write tensors to safetensors files while reading or computing them one by one.
 
-    Files get their names only when all of them are whole.
+    The files get their final names after all of them are complete.
     """
     listed = list(sources)
     limit = shard_limit(max_shard_size)
@@ -339,7 +342,7 @@ _OURS = re.compile(r"^model(-\d{5}-of-\d{5})?\.safetensors$|^model\.safetensors\
 
 
 def _content_of(shard: Sequence[Source], metadata: dict[str, str], bar: tqdm[Any]) -> Iterator[memoryview]:
-    """Give the bytes of a safetensors file, a block at a time."""
+    """Yield the bytes of a safetensors file in blocks."""
     ordered = [shard[position] for position in aligned(entry for entry, _ in shard)]
     yield memoryview(layout([entry for entry, _ in ordered], metadata)[0])
     for _, pieces in ordered:
@@ -350,7 +353,7 @@ def _content_of(shard: Sequence[Source], metadata: dict[str, str], bar: tqdm[Any
 
 
 def named_shards(items: Iterable[T], sizes: Iterable[int], limit: int, name: str) -> dict[str, list[T]]:
-    """Spread weights over files in their order, by the files' names as on Hugging Face's hub."""
+    """Distribute weights over files of limited size. Returns the weights of each file, by its Hub file name."""
     shards: list[list[T]] = [[]]
     room = limit
     for item, size in zip(items, sizes, strict=True):
@@ -366,12 +369,12 @@ def named_shards(items: Iterable[T], sizes: Iterable[int], limit: int, name: str
 
 
 def index_of(files: Mapping[str, str], total: int) -> bytes:
-    """Return the index of several files of weights: which weight is in which file, and the bytes of all."""
+    """Return the JSON index of sharded weights: the file of each weight, and the total size in bytes."""
     return encoded({"metadata": {"total_size": total}, "weight_map": dict(files)})
 
 
 def shard_limit(max_shard_size: int | str) -> int:
-    """Bytes in a file at most, from a number or text such as `"5GB"` or `"500 MiB"`."""
+    """Convert a maximum file size, a number or text such as `"5GB"`, to bytes."""
     limit = parse_bytes(max_shard_size)
     if limit <= 0:
         raise ConfigurationError(f"max_shard_size={max_shard_size!r}: a file has to be larger than nothing.")
@@ -379,7 +382,7 @@ def shard_limit(max_shard_size: int | str) -> int:
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A floating-point type, from its name; None stays None."""
+    """Return a floating-point dtype from its name. Returns None for None."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in _DTYPES:
@@ -396,12 +399,12 @@ _READERS = 4
 
 
 class Weights(Mapping[str, Tensor]):
-    """Tensors on the CPU by name. One is read when it is asked for.
+    """Mapping from name to CPU tensor that reads each tensor when it is accessed.
 
     Attributes:
-        where: What they were opened from, for messages.
-        entries: Name, dtype and shape of each, without reading.
-        same: Names under which files hold no tensor, and the names of the tensors that they stand for.
+        where: The source of the weights, for error messages.
+        entries: Name, dtype and shape of each tensor, available without reading it.
+        same: Names for which the files hold no tensor, mapped to the names of the tensors to use instead.
     """
 
     where: str
@@ -421,25 +424,25 @@ class Weights(Mapping[str, Tensor]):
         return name in self.entries
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Read weights into tensors, several at once."""
+        """Read weights into existing tensors, several in parallel."""
         jobs = [partial(self.read_into, name, target) for name, target in targets.items()]
         run_parallel(jobs, workers=min(_READERS, os.cpu_count() or 1))
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """Read one weight into a tensor, as `fill` does."""
+        """Read one weight into an existing tensor."""
         target.copy_(self[name])
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
-        """The file that a weight can be used from without a copy, and its name there; None where there is none."""
+        """Return the memory-mapped file from which a weight can be used without a copy, and its name there, or None."""
         return None
 
     def tied(self) -> dict[str, str]:
-        """Names, also among the entries, that stand for the tensor of another name, and those names."""
+        """Return names that refer to the tensor of another name, mapped to that name."""
         return dict(self.same)
 
 
 class HeldWeights(Weights):
-    """Weights that are tensors already."""
+    """Weights from tensors that are already in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor], where: str) -> None:
         self.where, self._tensors = where, tensors
@@ -449,12 +452,11 @@ class HeldWeights(Weights):
         return self._tensors[name]
 
     def tied(self) -> dict[str, str]:
-        """As above, by the memory that the tensors are in."""
         return _later_names({n: (t.data_ptr(), t.dtype, t.shape, t.stride()) for n, t in self._tensors.items()})
 
 
 class FileWeights(Weights):
-    """Weights in a safetensors file of this machine."""
+    """Weights from a local safetensors file."""
 
     def __init__(self, file: MappedFile) -> None:
         self.where, self._file = file.path, file
@@ -465,19 +467,17 @@ class FileWeights(Weights):
         return self._file.tensor(name)
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """As above; straight into the tensor's memory where the file holds it as it is there."""
         if takes_bytes(target, self.entries[name].dtype):
             self._file.read_into(name, bytes_of(target))
         else:
             target.copy_(self[name])
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
-        """The file, unless the weight lies there at an address that its dtype does not allow."""
         return (self._file, name) if self._file.is_aligned(name) else None
 
 
 class JoinedWeights(Weights):
-    """Weights in several places."""
+    """Weights from several sources."""
 
     def __init__(self, parts: Mapping[str, Weights], where: str) -> None:
         self.where, self._parts = where, parts
@@ -489,16 +489,14 @@ class JoinedWeights(Weights):
         return self._parts[name][name]
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """As the part does that has it."""
         self._parts[name].read_into(name, target)
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
-        """The file, where the part that has it gives one."""
         return self._parts[name].mapped(name)
 
 
 class CheckpointWeights(Weights):
-    """The weights in a checkpoint of ours, straight from its shards."""
+    """Weights from the shards of a drivetrain checkpoint."""
 
     def __init__(self, directory: str | os.PathLike[str], model: int | None = None) -> None:
         # Hashes are of whole files, and would be computed again for each tensor that is read alone.
@@ -519,11 +517,10 @@ class CheckpointWeights(Weights):
         return whole
 
     def tied(self) -> dict[str, str]:
-        """As above, by the tensors that the checkpoint's names lead to."""
         return _later_names(self._keys)
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """As above, with the files' hashes checked."""
+        """Read weights into existing tensors and check the hashes of the files."""
         aliases: dict[str, list[Tensor]] = {}
         for name, target in targets.items():
             aliases.setdefault(self._keys[name], []).append(target)
@@ -533,7 +530,6 @@ class CheckpointWeights(Weights):
                 other.copy_(first)
 
     def mapped(self, name: str) -> tuple[MappedFile, str] | None:
-        """The file of a weight that one process has written whole."""
         key, tensors = self._keys[name], self._checked.tensors
         chunks = self._described[key].chunks
         if len(chunks) != 1 or not isinstance(self._checked.storage, LocalStorage):
@@ -548,7 +544,7 @@ class CheckpointWeights(Weights):
 
 
 class RemoteWeights(Weights):
-    """Weights in a safetensors file on a file system of fsspec, each read as a range of it."""
+    """Weights from a safetensors file on an fsspec file system. Each tensor is read as a byte range."""
 
     def __init__(self, storage: Storage, path: str) -> None:
         self.where, self._storage = path, storage
@@ -594,14 +590,14 @@ class RemoteWeights(Weights):
 
 
 def _later_names(tensors: Mapping[str, Hashable]) -> dict[str, str]:
-    """Names whose tensor has been under another one before, and that one."""
+    """Return names whose tensor also has an earlier name, mapped to that earlier name."""
     first: dict[Hashable, str] = {}
     found = {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
     return {name: other for name, other in found.items() if name != other}
 
 
 def _aliases(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Names of tied weights, which a file's metadata leads to the one that it holds."""
+    """Return the names of tied weights that a file's metadata lists, mapped to the stored name."""
     return {name: target for name, target in metadata.items() if target in entries and name not in entries}
 
 
@@ -613,16 +609,16 @@ _INDEX_NAME = ".index.json"
 
 
 def open_weights(source: str | os.PathLike[str] | Mapping[str, torch.Tensor], model: int | None = None) -> Weights:
-    """Open weights without reading them. Nothing in a file is executed.
+    """Open weights without reading the tensors. No code from a file is executed.
 
     Args:
-        source: A `.safetensors` file, one that `torch.save` wrote, an index of several, a directory with one of these,
-            a checkpoint of drivetrain's, a URL of one of them on a file system of fsspec, or tensors by name.
-        model: Which of a checkpoint's models, from 0; it has only one if None.
+        source: A `.safetensors` file, a file of `torch.save`, an index of several files, a directory with one of these,
+            a drivetrain checkpoint, an fsspec URL of one of them, or a dict of tensors.
+        model: The index of the model in a checkpoint, from 0. None requires a checkpoint with one model.
 
     Raises:
-        CheckpointError: There are none, a file is truncated or holds something else, or an index names what is not
-            there.
+        CheckpointError: There are no weights, a file is truncated or has another format, or an index lists a missing
+            file.
     """
     if isinstance(source, Mapping):
         return source if isinstance(source, Weights) else HeldWeights(source, "the weights given")
@@ -666,7 +662,7 @@ def _open_file(storage: Storage, path: str) -> Weights:
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Read all weights in a file or a directory, onto the CPU. Nothing in a file is executed."""
+    """Read all weights of a file or a directory as CPU tensors. No code from a file is executed."""
     weights = open_weights(path)
     read = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in weights.entries.items()}
     weights.fill(read)
@@ -674,7 +670,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 
 def files_of_index(content: bytes, path: str) -> dict[str, str]:
-    """Return the file beside an index of weights that holds each weight, by the weight's name."""
+    """Parse a weight index. Returns the file that holds each weight, by the weight's name."""
     try:
         found = json.loads(content)
         parts = found.get("weight_map", found)  # or the map alone
@@ -689,7 +685,7 @@ def files_of_index(content: bytes, path: str) -> dict[str, str]:
 
 
 def _choose(names: list[str], directory: str) -> str:
-    """The file that holds the weights in a directory or leads to them; a checkpoint's manifest, where there is none."""
+    """Return the name of the file in a directory that holds its weights or lists them, or a checkpoint's manifest."""
     for name in (SAFE, SAFE + _INDEX_NAME, TORCH, TORCH + _INDEX_NAME):
         if name in names:
             return name
@@ -709,12 +705,13 @@ def _choose(names: list[str], directory: str) -> str:
 def save_pickled_weights(
     weights: Mapping[str, torch.Tensor], directory: str | os.PathLike[str], max_shard_size: int | str
 ) -> list[str]:
-    """Write weights as `torch.load` reads them: one `pytorch_model.bin`, or several and their index.
+    """Save weights with `torch.save`, as `pytorch_model.bin` or as several files with an index.
 
     Args:
         weights: Tensors by name.
-        directory: Where to.
-        max_shard_size: Bytes in a file at most, such as `"5GB"`; a larger tensor has a file of its own.
+        directory: The directory to write to.
+        max_shard_size: The maximum size of a file, in bytes or as text such as `"5GB"`. A larger tensor gets its own
+            file.
 
     Returns:
         The paths of the files.
@@ -732,10 +729,10 @@ def save_pickled_weights(
 
 
 def with_tied(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights with those added that the model ties to one of them, which files hold once.
+    """Add the names of tied weights, which files store once, to a dict of weights.
 
     Args:
-        model: The bare model.
+        model: The unwrapped model, which defines the ties.
         weights: Tensors by name.
     """
     names: dict[int, list[str]] = {}
@@ -753,7 +750,7 @@ def with_tied(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is one over several processes."""
+    """Return True if a tensor is sharded over several processes."""
     return isinstance(tensor, DTensor)
 
 
@@ -766,20 +763,20 @@ def load_over_processes(
     broadcast: bool,
     keep_in_fp32: Collection[str] = (),
 ) -> None:
-    """Load weights into a model on all processes; to be called on each of them.
+    """Load weights into a model on all processes. Call it on each of them.
 
     Args:
-        model: The model, whose parameters have memory and may be sharded.
-        source: What `open_weights` takes.
-        dtype: Convert floating-point weights to it; they get the dtype of the model's if None.
-        strict: Whether names that are missing or left over are an error.
-        full: Whether the weights are whole tensors, which are sharded as the model's are.
-        broadcast: Whether only process 0 reads, and sends each weight to the others.
-        keep_in_fp32: Weights with one of these in their names become float32 where `dtype` is smaller.
+        model: The model. Its parameters have memory and may be sharded.
+        source: A source that `open_weights` accepts.
+        dtype: The dtype to which floating-point weights are converted. None uses the dtype of the model's parameters.
+        strict: True to raise an error for missing and unexpected names.
+        full: True if the weights are full tensors that must be sharded like the model's parameters.
+        broadcast: True if only rank 0 reads the weights and broadcasts them.
+        keep_in_fp32: Parts of names. Matching weights become float32 even if `dtype` is smaller.
 
     Raises:
-        CheckpointError: The weights are not those of the model.
-        ConfigurationError: Weights are to be sent, and there is no process group.
+        CheckpointError: The weights do not match the model.
+        ConfigurationError: `broadcast` is True, but there is no process group.
     """
     if broadcast and not dist.is_initialized():
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""`MANIFEST.json`: what a complete checkpoint consists of."""
+"""`MANIFEST.json`: the list of a checkpoint's files with sizes and hashes, and the schema of its state."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the directory of a checkpoint holds.
+    """Content of a checkpoint's manifest.
 
     Attributes:
-        files: Size and SHA-256 of every file but this one, by name.
-        world_size: How many processes wrote it.
+        files: Size and SHA-256 of every other file of the checkpoint, by name.
+        world_size: The number of processes that wrote the checkpoint.
         step: The optimizer step at which it was written, if known.
-        saved_at: When, in seconds since the epoch.
-        data: The folder that the files are in; empty where they are beside the manifest.
-        finite_loss: Whether every loss since the save before was finite; without, the weights may be spoilt.
-        version: The version of the format.
+        saved_at: The time of the save, in seconds since 1970.
+        data: The folder of the files, relative to the manifest. Empty if they are next to it.
+        finite_loss: True if every loss since the previous save was finite. If False, the weights may contain NaN.
+        version: The version of the checkpoint format.
     """
 
     files: dict[str, FileDigest]
@@ -41,7 +41,7 @@ class Manifest:
     version: int = VERSION
 
     def to_bytes(self) -> bytes:
-        """The file's content: JSON in one spelling only, with a checksum of itself, so that any damage shows."""
+        """Return the file's content: canonical JSON that includes a checksum of itself."""
         content = {
             "format": FORMAT,
             "version": self.version,
@@ -56,7 +56,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str) -> Manifest:
-        """Read the file's content."""
+        """Parse the content of a manifest file. `where` is its path, for error messages."""
         try:
             content = json.loads(raw)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -101,7 +101,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether this is the name of a file within a directory, as checkpoints spell it, wherever it is."""
+    """Return True if `name` is a relative path that stays within its directory."""
     return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
 
 
@@ -110,7 +110,7 @@ _READERS: dict[int, Callable[[dict[str, Any]], Manifest]] = {1: _read_version_1}
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest:
-    """Read a checkpoint's manifest and compare the names and sizes of its files with what is there."""
+    """Read a checkpoint's manifest, and check that all listed files exist with the listed sizes."""
     path = storage.join(directory, MANIFEST)
     found = storage.sizes(directory)
     try:
@@ -156,7 +156,7 @@ def _compare(storage: Storage, directory: str, manifest: Manifest, found: dict[s
 
 
 def has_manifest(storage: Storage, directory: str) -> bool:
-    """Whether a directory has a manifest of ours, whole or not."""
+    """Return True if a directory contains a manifest of this format, even a damaged one."""
     path = storage.join(directory, MANIFEST)
     try:
         content = decoded(storage.read(path), path)
@@ -166,13 +166,13 @@ def has_manifest(storage: Storage, directory: str) -> bool:
 
 
 def check_is_checkpoint(storage: Storage, directory: str, what: str) -> None:
-    """Refuse a directory without a manifest of ours, whole or not: it holds something else."""
+    """Raise a `CheckpointError` if a directory contains no manifest of this format."""
     if not has_manifest(storage, directory):
         raise CheckpointError(f"{directory} {what}: it is no checkpoint, as it has no {MANIFEST} of drivetrain's.")
 
 
 def check_replaceable(storage: Storage, directory: str) -> None:
-    """Refuse to let a checkpoint take the place of something that is none; nothing and an empty directory are."""
+    """Raise an error if `directory` contains other data than a checkpoint, so that a save does not overwrite it."""
     if not storage.exists(directory) or storage.is_link(directory):
         return
     try:
@@ -185,7 +185,7 @@ def check_replaceable(storage: Storage, directory: str) -> None:
 
 
 def verified_bytes(storage: Storage, directory: str, manifest: Manifest, name: str) -> bytes:
-    """Read a small file of a checkpoint whole and check its SHA-256."""
+    """Read a small file of a checkpoint and check its SHA-256."""
     path = storage.join(directory, manifest.data, name)
     if name not in manifest.files:
         raise DamagedCheckpointError(f"{path} is missing: {MANIFEST} does not list it.")
@@ -198,7 +198,7 @@ def verified_bytes(storage: Storage, directory: str, manifest: Manifest, name: s
 
 
 def check_digest(path: str, found: FileDigest, listed: FileDigest) -> None:
-    """Raise where a file is not what the manifest lists."""
+    """Raise an error if a file's size or hash differs from the manifest."""
     if found != listed:
         raise DamagedCheckpointError(
             f"{path} is damaged: its {found.size} bytes have the SHA-256 {found.sha256[:12]}…, but {MANIFEST} says "
@@ -227,12 +227,12 @@ _OF_AN_ACCELERATOR = ("models", "optimizers", "schedulers", "loaders", "register
 
 
 class Places(NamedTuple):
-    """Where the large lists of a checkpoint are, as `only` and `into` of a reading name them.
+    """Paths of the models' and optimizers' states within a checkpoint.
 
     Attributes:
         models: The path of the models' states.
         optimizers: The path of the optimizers' states.
-        one_model: Whether the first path leads to the state of an only model, rather than to a list.
+        one_model: True if `models` is the path of a single model's state instead of a list.
     """
 
     models: str = "engine/models"
@@ -240,7 +240,7 @@ class Places(NamedTuple):
     one_model: bool = False
 
     def into(self, kind: str, states: list[Any]) -> dict[str, Any]:
-        """The targets of a reading, laid out as the checkpoint is."""
+        """Arrange states as the checkpoint arranges them, to pass them as targets of a read."""
         head, _, rest = getattr(self, kind).partition("/")
         value: Any = states
         if kind == "models" and self.one_model:
@@ -251,7 +251,7 @@ class Places(NamedTuple):
 
 
 def find_places(names: Collection[str]) -> Places:
-    """Where a checkpoint has its models and optimizers."""
+    """Return the paths of the models and optimizers in a checkpoint with these top-level entries."""
     if "engine" in names:
         return Places()
     if "state_dict" in names:
@@ -264,13 +264,13 @@ EVERY_PLACE_OF_MODELS = ("engine/models", "state_dict", "models")
 
 
 def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """The shared state of a run as this version lays it out, from that of any version. Its values stay what they are.
+    """Convert the shared state of a checkpoint of any version to the current schema. Values are not changed.
 
     Args:
-        shared: All entries of a checkpoint, or some; packed or not.
+        shared: All or some top-level entries of a checkpoint, packed or not.
 
     Raises:
-        CheckpointError: An entry is of another kind than the schema's.
+        CheckpointError: An entry has another type than the schema requires.
     """
     if "engine" in shared:
         found = {"driver": {}, "kept": [], **shared}
@@ -301,7 +301,7 @@ def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def process_in_schema(own: Mapping[str, Any]) -> dict[str, Any]:
-    """One process's own state as this version lays it out, from that of any version."""
+    """Convert one process's own state, from a checkpoint of any version, to the current schema."""
     if "engine" in own:
         return dict(own)
     return {

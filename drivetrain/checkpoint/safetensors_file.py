@@ -1,4 +1,4 @@
-"""Safetensors files in memory as they are on disk: read as they are used, and never written."""
+"""Memory-mapped safetensors files, whose tensors are read from disk when they are used."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ def _whole(raw: Entry, size: int, where: str) -> Placed:
 
 
 class MappedFile:
-    """A safetensors file whose tensors are its bytes on disk, without a copy.
+    """Memory-mapped safetensors file. Its tensors use the file's pages without a copy.
 
-    The file is never written: where a tensor is changed in place, the pages changed become the process's own.
+    The file is never modified. An in-place change of a tensor copies the affected pages for this process
+    (copy-on-write).
 
     Attributes:
-        path: Its path.
-        placed: Where each tensor lies, by name, in the order of the file.
-        metadata: The text in its header.
+        path: The path of the file.
+        placed: The entry and position of each tensor, by name, in file order.
+        metadata: The metadata of the file's header.
     """
 
     def __init__(self, path: str | os.PathLike[str], raw: Entry | None = None) -> None:
@@ -65,7 +66,7 @@ class MappedFile:
         return self
 
     def check_unchanged(self) -> None:
-        """Refuse a file that is not as it was when it was opened, before its bytes are used."""
+        """Raise an error if the file has changed since it was opened."""
         try:
             found = os.stat(self.path)
             same = (found.st_size, found.st_mtime_ns, found.st_ino) == self._opened
@@ -76,7 +77,7 @@ class MappedFile:
             raise CheckpointError(f"{self.path} {what}, while a model runs from it. Load the model again.")
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor over the file; a copy in memory where it lies at an address that its dtype does not allow."""
+        """Return a tensor over the mapped file, or a copy if its address is not aligned for its dtype."""
         place = self.placed[name]
         dtype, shape = place.entry.dtype, place.entry.shape
         if place.entry.nbytes == 0:
@@ -89,12 +90,12 @@ class MappedFile:
         return (flat if aligned else flat.clone().view(dtype)).reshape(shape)
 
     def is_aligned(self, name: str) -> bool:
-        """Whether `tensor` gives this one without a copy."""
+        """Return True if `tensor` returns this tensor without a copy."""
         place = self.placed[name]
         return place.start % place.entry.dtype.itemsize == 0
 
     def read_into(self, name: str, target: memoryview) -> None:
-        """Fill a buffer with a tensor's bytes, past the mapping."""
+        """Read a tensor's bytes into a buffer with file reads, not through the mapping."""
         position = self.placed[name].start
         self.will_need(position, position + len(target))
         try:
@@ -109,14 +110,14 @@ class MappedFile:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}.") from error
 
     def will_need(self, start: int, end: int) -> None:
-        """Let the system read a part of the file ahead, meanwhile."""
+        """Ask the operating system to read a part of the file ahead in the background."""
         start -= start % mmap.PAGESIZE
         if hasattr(mmap, "MADV_WILLNEED"):
             for position in range(start, end, _AHEAD):
                 self._map.madvise(mmap.MADV_WILLNEED, position, min(_AHEAD, end - position))
 
     def drop(self, start: int, end: int, cache: bool = False) -> None:
-        """Take the pages of a part of the file out of this process's memory; they are read again when they are used."""
+        """Release the memory pages of a part of the file. They are read again at the next use."""
         start += -start % mmap.PAGESIZE
         end -= end % mmap.PAGESIZE
         if end <= start:
@@ -130,7 +131,7 @@ class MappedFile:
 
 
 def _mapping(file: int) -> mmap.mmap:
-    """The file's pages, so that a change to them is this process's own, and no error of the machine."""
+    """Map a file into memory copy-on-write."""
     if os.fstat(file).st_size == 0:
         return mmap.mmap(-1, 1)
     if not hasattr(mmap, "MAP_PRIVATE"):
@@ -146,12 +147,12 @@ _RANGE = "_drivetrain_mapped"
 
 @dataclass(frozen=True)
 class MappedRange:
-    """What part of which file a tensor is.
+    """Byte range of a mapped file that a tensor uses.
 
     Attributes:
-        file: The file.
-        start: Its first byte there.
-        end: The one after its last.
+        file: The mapped file.
+        start: The offset of the first byte.
+        end: The offset after the last byte.
     """
 
     file: MappedFile
@@ -160,18 +161,18 @@ class MappedRange:
 
 
 def mark_mapped(tensor: Tensor, file: MappedFile, name: str) -> None:
-    """Note on a parameter or buffer that it is a tensor of a file."""
+    """Record on a parameter or buffer that it is a tensor of a mapped file."""
     place = file.placed[name]
     setattr(tensor, _RANGE, MappedRange(file, place.start, place.end))
 
 
 def forget_mapped(tensor: Tensor) -> None:
-    """Remove what `mark_mapped` noted."""
+    """Remove the record of `mark_mapped` from a tensor."""
     vars(tensor).pop(_RANGE, None)
 
 
 def mapped_range(tensor: Tensor) -> MappedRange | None:
-    """The part of a file that a parameter or buffer is; None where it is in memory of its own."""
+    """Return the range of a mapped file that a parameter or buffer uses, or None if it has its own memory."""
     found = getattr(tensor, _RANGE, None)
     return found if isinstance(found, MappedRange) else None
 
@@ -180,12 +181,12 @@ _changes = attrgetter("_version")  # torch counts the changes in place
 
 
 def times_changed(tensor: Tensor) -> int:
-    """How often a tensor was changed in place, as far as torch counts it."""
+    """Return how often a tensor was changed in place, from torch's version counter."""
     return 0 if tensor.is_inference() else int(_changes(tensor))
 
 
 def merged(ranges: Iterator[MappedRange]) -> list[MappedRange]:
-    """Ranges of files with those joined that touch or overlap."""
+    """Merge byte ranges that touch or overlap."""
     joined: list[MappedRange] = []
     for each in sorted(ranges, key=lambda one: (one.file.path, one.start)):
         last = joined[-1] if joined else None

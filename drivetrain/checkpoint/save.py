@@ -1,4 +1,4 @@
-"""Writing a checkpoint: shared out between the processes, written at once or from a copy, published by one rename."""
+"""Save checkpoints: distribute the writing over processes, copy for background saves, and publish by one rename."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ _SMALLEST_SPLIT = 64 << 20
 
 
 class Save:
-    """One checkpoint on its way to storage. Make it, and run it, on all processes.
+    """One save of a checkpoint. Create and run it on all processes.
 
-    Making it separates plain values from tensors, and agrees on which process writes which tensor. After `copy` the
-    caller may change its tensors; without, not before `run` has returned.
+    The constructor separates plain values from tensors and decides which process writes which tensor. After `copy`, the
+    caller may change the tensors. Without `copy`, it must leave them unchanged until `run` has returned.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Save:
         return self._planner.create_local_plan()
 
     def _share_out(self, plans: list[SavePlan]) -> list[tuple[SavePlan, str]]:
-        """Decide on rank 0 what each process writes: a tensor that all have is written once."""
+        """Assign tensors to processes on rank 0, so that a replicated tensor is written only once."""
         shares, metadata = self._planner.create_global_plan(plans)
         if lacking := [key for key in self._held_by_peers if key not in metadata.state_dict_metadata]:
             raise _without_values(lacking)
@@ -129,7 +129,7 @@ class Save:
         return [(share, token) for share in shares]
 
     def copy(self) -> None:
-        """Copy what this process writes, so that training may change it. A failure is raised by `run`."""
+        """Copy this process's tensors, so that training may change the originals. `run` raises any error."""
         kind = self._state.kind
         pinned = kind.pins_memory and kind.name != "cpu"  # a device copies faster to page-locked memory
         copies: dict[MetadataIndex, Tensor] = {}
@@ -146,7 +146,7 @@ class Save:
         self._planner.state_dict = {}  # what was copied may go
 
     def run(self) -> None:
-        """Write, and publish once all processes have written."""
+        """Write this process's files, and publish the checkpoint after all processes have written theirs."""
         place, self._data = self._storage.place_for(self.directory, self._token)
         failure = self._peers.combine(lambda: self._write(place), lambda written: self._publish(place, written))
         if failure is not None:
@@ -156,7 +156,7 @@ class Save:
             self._peers.fail(failure, f"The checkpoint {self.directory} could not be written")
 
     def _write(self, place: str) -> Written:
-        """Write this process's files. Returns their sizes and hashes, and where each tensor lies."""
+        """Write this process's files. Returns their sizes and hashes, and the position of each tensor in them."""
         if self._copy_error is not None:
             raise self._copy_error
         storage, peers = self._storage, self._peers
@@ -192,7 +192,7 @@ class Save:
     def _publish(
         self, place: str, written: list[tuple[dict[str, FileDigest], dict[MetadataIndex, Place]]]
     ) -> list[None]:
-        """Write the index and the manifest on rank 0, and give the checkpoint its name."""
+        """Write the index and the manifest on rank 0, and rename the checkpoint to its final name."""
         storage = self._storage
         files = {name: digest for each, _ in written for name, digest in each.items()}
         places = {index: one for _, each in written for index, one in each.items()}
@@ -222,7 +222,7 @@ def _without_values(keys: list[str]) -> CheckpointError:
 
 
 def _files_of(items: Sequence[WriteItem]) -> list[list[tuple[WriteItem, Entry]]]:
-    """Spread a process's tensors over files of about the same size, each in the order that the file has them in."""
+    """Distribute a process's tensors over files of similar size. Returns the tensors of each file in file order."""
     entries = []
     for item in items:
         data = item.tensor_data
@@ -242,7 +242,7 @@ def _files_of(items: Sequence[WriteItem]) -> list[list[tuple[WriteItem, Entry]]]
 
 
 def _index_of(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict[str, Any]:
-    """Return the index: for each tensor its dtype, its size, and where its parts lie."""
+    """Return the checkpoint's index: dtype, shape and file positions of each tensor, by name."""
     places_of: dict[tuple[str, torch.Size], Place] = {}
     for index, place in places.items():
         assert index.offset is not None
@@ -261,11 +261,14 @@ def _index_of(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict[st
 
 
 def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
-    """Make a directory that hooks may write files to, for `extra=` of a save. Call it on all processes.
+    """Create a directory in which hooks may write additional files of a checkpoint. Call it on all processes.
 
     Args:
         directory: The checkpoint's directory.
-        state: This process among its peers.
+        state: The process state of the run.
+
+    Returns:
+        The path to pass as `extra=` to a save.
     """
     peers = Peers(state)
 
@@ -292,14 +295,14 @@ def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
 
 
 class PendingSave:
-    """A checkpoint that is being written, or was.
+    """Handle of a checkpoint save that runs in the background or has finished.
 
     Args:
         directory: The checkpoint's directory.
-        finished: Whether it is written already.
+        finished: True if the checkpoint is already written.
 
     Attributes:
-        directory: The checkpoint's directory, which is there once this is done without an error.
+        directory: The checkpoint's directory. It exists after the save has finished without an error.
     """
 
     def __init__(self, directory: str, finished: bool = False) -> None:
@@ -313,38 +316,38 @@ class PendingSave:
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """Whether it is written or has failed."""
+        """Return True if the save has finished or failed."""
         return self._finished.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until it is written.
+        """Wait until the checkpoint is written.
 
         Args:
-            timeout: Seconds to wait at most; for ever if None.
+            timeout: The longest time to wait, in seconds. None waits without a limit.
 
         Raises:
-            CheckpointError: It could not be written; raised on all processes.
-            TimeoutError: It is still being written.
+            CheckpointError: The checkpoint could not be written. All processes raise this error.
+            TimeoutError: The save is still running after `timeout` seconds.
         """
         if not self._finished.wait(timeout):
             raise TimeoutError(f"{self.directory} is still being written after {timeout} s.")
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raise the error that it ended with, if it has; returns at once."""
+        """Raise the save's error if it has failed. Returns immediately otherwise."""
         if self._error is not None:
             self._reported = True
             raise self._error
 
     def claim(self) -> None:
-        """Take over reporting its error: `SaveQueue.check` and `finish` do not raise it, `wait` does."""
+        """Report an error of this save only from `wait`. `SaveQueue.check` and `finish` then do not raise it."""
         self._reported = True
 
     def add_done_callback(self, callback: Callable[[PendingSave], None]) -> None:
-        """Call `callback(self)` once it is written or has failed; at once where it is done already.
+        """Call `callback(self)` when the save has finished or failed, or immediately if it already has.
 
-        It is called in the thread that writes, and `wait()` waits for it too. It may call neither collectives nor
-        `wait()`, and should not raise: what it raises is logged.
+        The callback runs in the writing thread, and `wait()` also waits for it. It must not call collectives or
+        `wait()`. Exceptions that it raises are logged.
         """
         with self._lock:
             if not self._finished.is_set():
@@ -353,7 +356,7 @@ class PendingSave:
         self._call(callback)
 
     def failed(self) -> bool:
-        """Whether it ended with an error."""
+        """Return True if the save has failed."""
         return self._error is not None
 
     def _finish(self, error: BaseException | None) -> None:
@@ -375,13 +378,13 @@ class PendingSave:
 
 
 class SaveQueue:
-    """Writes checkpoints one after another, in the background where asked.
+    """Queue that writes checkpoints one at a time, in a background thread if requested.
 
     Attributes:
-        failed: The save whose error was not raised yet, or None.
+        failed: The failed save whose error has not been raised yet, or None.
 
     Args:
-        state: This process among its peers.
+        state: The process state of the run.
     """
 
     def __init__(self, state: PartialState) -> None:
@@ -392,7 +395,7 @@ class SaveQueue:
 
     @property
     def pending(self) -> PendingSave | None:
-        """The save that is in flight, if any."""
+        """The save that is currently running in the background, or None."""
         running = self._running
         return running if running is not None and not running.done() else None
 
@@ -408,7 +411,7 @@ class SaveQueue:
         extra: str | None = None,
         optimizers: object = None,
     ) -> PendingSave:
-        """Write a checkpoint; call it on all processes. Waits for the one before. See `save_run_state`."""
+        """Write a checkpoint after any previous save has finished. Call it on all processes. See `save_run_state`."""
         if optimizers is not None:
             warn_ignored("save", "optimizers", optimizers, "Leave it out.", since="0.1.0", removed_in="0.3.0")
         self.finish()
@@ -428,38 +431,38 @@ class SaveQueue:
 
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Do nothing: memory for copies comes with the first save in the background."""
+        """Do nothing. Memory for copies is allocated at the first background save."""
 
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def settle(self) -> None:
-        """Do nothing: a save in the background has its copies once it returns, so that anything may change."""
+        """Do nothing. A background save has copied all tensors when it returns."""
 
     @property
     @deprecated(since="0.1.0", removed_in="0.3.0")
     def staging_bytes(self) -> int:
-        """Return 0: no memory is held for copies between saves."""
+        """Return 0. No memory for copies is kept between saves."""
         return 0
 
     @deprecated(since="0.1.0", removed_in="0.3.0", use="finish")
     def release(self) -> None:
-        """Wait for the save in flight; its copies go with it."""
+        """Wait until the running save has finished, which also frees its copies."""
         self._wait_quietly()
 
     @property
     def has_lost(self) -> bool:
-        """Whether a save in the background has failed whose error was not raised yet. Raises nothing."""
+        """True if a background save has failed and its error has not been raised yet."""
         failed = self.failed
         return failed is not None and not failed._reported
 
     def check(self) -> None:
-        """Raise the error of a save in the background, if one has failed since. Costs next to nothing."""
+        """Raise the error of a failed background save, if there is one. Costs almost nothing."""
         if self.failed is not None:
             failed, self.failed = self.failed, None
             if not failed._reported:  # by its own wait(), or by who claimed it
                 failed.raise_if_failed()
 
     def finish(self) -> None:
-        """Wait for the save in flight, and raise its error if it failed and that was not raised yet."""
+        """Wait for the running save. Raises its error if it failed and the error has not been raised yet."""
         if self._running is not None:
             self._running._finished.wait()
             self._running = None
@@ -482,7 +485,7 @@ class SaveQueue:
             self._running._finished.wait()
 
     def report(self) -> None:
-        """At exit: an error that was never raised is at least logged."""
+        """Log an error of a background save that has not been raised. Called when the interpreter exits."""
         self._wait_quietly()
         if self.failed is not None and not self.failed._reported:
             logger.error(f"A checkpoint was lost: {self.failed._error}", main_process_only=False)
@@ -495,7 +498,7 @@ def _report(reference: weakref.ref[SaveQueue]) -> None:
 
 
 def save_queue(state: PartialState) -> SaveQueue:
-    """The queue of this process: one for all, so that two saves never meet."""
+    """Return the process's `SaveQueue`. There is one per process, so that two saves never run at the same time."""
     shared = PartialState.registry()
     if _QUEUE not in shared:
         shared[_QUEUE] = SaveQueue(state)
@@ -508,12 +511,12 @@ def save_queue(state: PartialState) -> SaveQueue:
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on one process, for the others to raise too.
+    """Error of one process, in a form that the other processes can raise too.
 
     Attributes:
-        rank: Of the process.
-        reason: What went wrong.
-        is_damage: Whether a checkpoint is not whole.
+        rank: The rank of the process that failed.
+        reason: The error as text.
+        is_damage: True if the error is a damaged checkpoint.
     """
 
     rank: int
@@ -522,14 +525,14 @@ class Failure:
 
 
 class Peers:
-    """The processes of a run, over a process group of their own: checkpoints are written beside the training.
+    """All processes of a run, connected by a process group that only checkpoints use.
 
-    Make it on all processes at once.
+    Construct it on all processes at the same time.
 
     Attributes:
-        rank: Of this process.
-        size: How many there are.
-        is_main: Whether this is rank 0.
+        rank: The rank of this process.
+        size: The number of processes.
+        is_main: True on rank 0.
     """
 
     def __init__(self, state: PartialState | None) -> None:
@@ -541,7 +544,7 @@ class Peers:
         self._cause: BaseException | None = None
 
     def gather(self, item: Any) -> list[Any] | None:
-        """Collect one item from each process on rank 0; None elsewhere."""
+        """Gather one object from each process on rank 0. Returns the list there, and None on other ranks."""
         if self._group is None:
             return [item]
         items: list[Any] | None = [None] * self.size if self.is_main else None
@@ -549,7 +552,7 @@ class Peers:
         return items
 
     def scatter(self, items: list[Any] | None) -> Any:
-        """Give each process its item of rank 0's list."""
+        """Send each process its item of a list on rank 0, and return the item."""
         if self._group is None:
             assert items is not None
             return items[0]
@@ -558,7 +561,7 @@ class Peers:
         return received[0]
 
     def agree(self, failure: Failure | None) -> Failure | None:
-        """Share the first failure of any process with all."""
+        """Exchange errors between all processes. Returns the first process's failure, or None if none failed."""
         if self._group is None:
             return failure
         failures: list[Any] = [None] * self.size
@@ -566,9 +569,10 @@ class Peers:
         return next((one for one in failures if one is not None), None)
 
     def combine(self, work: Callable[[], Result], decide: Callable[[list[Result]], Sequence[Any]]) -> Any | Failure:
-        """Run `work` on each process, and `decide` on rank 0 with what all have returned.
+        """Run `work` on each process, then `decide` on rank 0 with the list of all results.
 
-        Returns this process's item of what was decided. If anything failed, all processes get the first failure.
+        Returns this process's item of the list that `decide` returned. If a call failed, all processes get the first
+        `Failure`.
         """
         if self._group is None:
             return self.attempt(lambda: decide([work()])[0])
@@ -582,7 +586,7 @@ class Peers:
         return self.scatter(decided)
 
     def attempt(self, work: Callable[[], Result]) -> Result | Failure:
-        """Run something that may fail without leaving the others waiting; `fail` raises later what it raised here."""
+        """Call `work`. Returns its result, or a `Failure` if it raised, so that other ranks do not hang."""
         try:
             return work()
         except BaseException as error:
@@ -590,7 +594,7 @@ class Peers:
             return Failure(self.rank, reason_of(error), isinstance(error, DamagedCheckpointError))
 
     def fail(self, failure: Failure, what: str, advice: str = "") -> NoReturn:
-        """Raise, on each process, what one of them met."""
+        """Raise a `CheckpointError` for a process's failure on every process."""
         if self._cause is not None and not isinstance(self._cause, Exception):
             raise self._cause  # a Ctrl-C stays one
         where = f"rank {failure.rank}: " if self.size > 1 else ""
@@ -599,7 +603,7 @@ class Peers:
 
 
 def reason_of(error: BaseException) -> str:
-    """An exception in the words of a message."""
+    """Describe an exception in one line for an error message."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror and error.filename:
@@ -608,7 +612,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call a collective, during which a peer may be lost."""
+    """Call a collective, and raise a `CheckpointError` if a process was lost during the call."""
     try:
         collective(*args, **kwargs)
     except (RuntimeError, ValueError) as error:
@@ -616,7 +620,7 @@ def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
 
 def _own_group(state: PartialState) -> Any:
-    """A gloo group that only checkpoints use, made once: their collectives must not mix with the training's."""
+    """Return the gloo group of checkpoints. Their collectives must not interleave with those of the training."""
     shared = PartialState.registry()
     if _GROUP not in shared:
         shared[_GROUP] = dist.new_group(backend="gloo")

@@ -1,4 +1,4 @@
-"""Reading the tensors of a checkpoint: what `torch.distributed.checkpoint` plans, out of safetensors files."""
+"""Reading the tensors of a checkpoint: a `torch.distributed.checkpoint` storage reader for safetensors files."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _LONGEST = 2**63 - 1
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a tensor.
+    """One part of a tensor, as stored in a file.
 
     Attributes:
-        entry: Its name in its file, its dtype and its sizes.
-        place: Where it lies.
+        entry: Its name in the file, its dtype and its shape.
+        place: Its file and byte position.
     """
 
     entry: Entry
@@ -51,10 +51,10 @@ class Part:
 
 
 class TensorIndex:
-    """Every tensor of a checkpoint, and where its parts lie.
+    """Index of all tensors of a checkpoint and of the file positions of their parts.
 
     Attributes:
-        metadata: The tensors as `torch.distributed.checkpoint` describes them.
+        metadata: The tensors in the form that `torch.distributed.checkpoint` uses.
     """
 
     def __init__(self, content: Any, manifest: Manifest, path: str) -> None:
@@ -67,11 +67,11 @@ class TensorIndex:
         self._check_files()
 
     def part(self, index: MetadataIndex) -> Part:
-        """A part of a tensor."""
+        """Return the stored part of a tensor that `index` identifies."""
         return self._parts[index]
 
     def files(self) -> dict[str, list[Part]]:
-        """For each file with tensors the parts in it that are not empty."""
+        """Return the parts in each file that holds tensors, without empty parts."""
         found: dict[str, list[Part]] = {}
         for part in self._parts.values():
             if part.place.nbytes:
@@ -125,7 +125,7 @@ class TensorIndex:
         return list(values)
 
     def _check_files(self) -> None:
-        """Let no bytes belong to two parts: a small file could stand for more memory than there is."""
+        """Raise an error if two parts share bytes. Otherwise a small file could expand to a huge amount of memory."""
         ends: dict[str, tuple[int, str]] = {}
         for part in sorted(self._parts.values(), key=lambda one: (one.place.file, one.place.start)):
             place = part.place
@@ -141,7 +141,7 @@ class TensorIndex:
 
 
 def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -> None:
-    """Compare the index's description of a file with the file's own header."""
+    """Raise an error if a file's own header does not match the checkpoint's index."""
     try:
         entries = json.loads(header)
     except (ValueError, RecursionError) as error:
@@ -157,7 +157,7 @@ def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -
 
 
 def _overlapping(chunks: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadata, ChunkStorageMetadata] | None:
-    """Two parts, none of them empty, that hold a value in common."""
+    """Return two parts of a tensor that overlap, or None. Empty parts never overlap."""
     if len(chunks) < 2:
         return None
     # Along the dimension that they are spread over most, only few reach beyond the start of the next one.
@@ -187,7 +187,7 @@ def _at(chunk: ChunkStorageMetadata) -> str:
 
 
 class FileStream:
-    """Reads parts of a file in ascending order; hashes all of it on the way, or skips what is not asked for."""
+    """Reads ranges of a file in ascending order. It hashes the whole file, or skips the bytes in between."""
 
     def __init__(self, storage: Storage, path: str, listed: FileDigest, hashes: bool) -> None:
         self._path, self._listed = path, listed
@@ -210,7 +210,7 @@ class FileStream:
             self._file.close()
 
     def read(self, start: int, target: memoryview) -> None:
-        """Fill a buffer from a position on."""
+        """Read bytes from offset `start` into the buffer `target`."""
         self._skip_to(start)
         for block in blocks_of(target):
             self._fill(block)
@@ -240,7 +240,7 @@ class FileStream:
 
 
 def read_range(storage: Storage, path: str, listed: FileDigest, start: int, length: int) -> Iterator[memoryview]:
-    """Read a part of a file, unhashed, a block at a time through one buffer: each block is overwritten by the next."""
+    """Read a range of a file in blocks, without hashing. All blocks use one buffer, so use each before the next."""
     buffer = memoryview(bytearray(min(BLOCK, length)))
     with FileStream(storage, path, listed, hashes=False) as stream:
         for done in range(0, length, BLOCK):
@@ -250,7 +250,7 @@ def read_range(storage: Storage, path: str, listed: FileDigest, start: int, leng
 
 
 def verify_file(storage: Storage, path: str, listed: FileDigest) -> None:
-    """Hash a whole file and compare."""
+    """Hash a file completely and compare the hash with the manifest."""
     with FileStream(storage, path, listed, hashes=True):
         pass
 
@@ -259,9 +259,9 @@ _HEADER_START = 8  # bytes that hold the length of a file's header
 
 
 class SafetensorsReader(StorageReader):
-    """Reads tensors straight into their destinations and checks the files that they come from.
+    """Storage reader for `torch.distributed.checkpoint.load` that reads and verifies safetensors files.
 
-    It is a storage reader of `torch.distributed.checkpoint`, whose `load` takes it.
+    Tensors are read directly into their destination.
     """
 
     def __init__(self, storage: Storage, directory: str, manifest: Manifest, hashes: bool = True) -> None:
@@ -271,7 +271,7 @@ class SafetensorsReader(StorageReader):
 
     @property
     def index(self) -> TensorIndex:
-        """The index of all tensors, read and checked when it is first needed."""
+        """The index of all tensors. It is read and checked at the first use."""
         if self._found is None:
             path = self.path_of(INDEX)
             content = decoded(verified_bytes(self._storage, self._directory, self._manifest, INDEX), path)
@@ -279,11 +279,11 @@ class SafetensorsReader(StorageReader):
         return self._found
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The tensors as the planners want them described."""
+        """Return the metadata of all tensors, as `torch.distributed.checkpoint` planners expect it."""
         return self.index.metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Every tensor by key, with its dtype, its size and its parts."""
+        """Return dtype, shape and parts of each tensor, by key."""
         return {
             key: one
             for key, one in self.read_metadata().state_dict_metadata.items()
@@ -291,19 +291,19 @@ class SafetensorsReader(StorageReader):
         }
 
     def place_of(self, key: str, offsets: torch.Size) -> Place:
-        """Where a part of a tensor lies."""
+        """Return the file and byte position of the part of a tensor at the given offsets."""
         return self.index.part(MetadataIndex(key, offsets)).place
 
     def path_of(self, name: str) -> str:
-        """The path of a file that the manifest names."""
+        """Return the path of a file that the manifest lists."""
         return self._storage.join(self._directory, self._manifest.data, name)
 
     def unread(self) -> list[str]:
-        """The files that no tensor has been read from yet."""
+        """Return the files from which no tensor has been read so far."""
         return [name for name in self._manifest.files if name not in self._read_files]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for, several files at once."""
+        """Read all tensors of a load plan, several files in parallel."""
         wanted: dict[str, dict[Part, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
         for item in plan.items:
             part = self.index.part(item.storage_index)
@@ -317,7 +317,7 @@ class SafetensorsReader(StorageReader):
         return done
 
     def check_headers(self, names: Sequence[str] | None = None) -> None:
-        """Compare the headers of files with the index; where tensors are read, that is done on the way."""
+        """Compare the headers of files with the index. Reading tensors checks them as well."""
         described = self.index.files()
         for name in described if names is None else names:
             path = self.path_of(name)

@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: how files get there, appear under their name at once, and what dead runs left of it."""
+"""Storage of checkpoints: local and remote files, atomic publication, and removal of files that ended runs left."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ NO_FILE = -1
 
 @dataclass(frozen=True)
 class FileDigest:
-    """One file's size and hash in a manifest."""
+    """Size and hash of one file, as listed in a checkpoint's manifest."""
 
     size: int
     sha256: str
 
 
 def blocks_of(data: memoryview, size: int = BLOCK) -> Iterator[memoryview]:
-    """Cut bytes into blocks."""
+    """Split a buffer into blocks of at most `size` bytes."""
     for start in range(0, len(data), size):
         yield data[start : start + size]
 
 
 def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
-    """Run jobs in threads and raise the first error, once all threads have ended.
+    """Run jobs in threads, wait for all of them, and raise the first error.
 
-    Plain threads: an executor takes no work any more once the interpreter has begun to end, and a checkpoint is
-    written to its end even then.
+    It uses plain threads, because an executor accepts no work after the interpreter has begun to exit. A background
+    save must still finish then.
     """
     if len(jobs) <= 1 or workers <= 1:
         for job in jobs:
@@ -86,28 +86,28 @@ def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
 
 
 class Reader(Protocol):
-    """A file open for reading, unbuffered."""
+    """Protocol of a file that is open for unbuffered reading."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
-        """Fill the buffer, or as much of it as there is; returns how much."""
+        """Read bytes into `buffer`. Returns the number of bytes read, which may be less than its size."""
 
     def seek(self, offset: int, /) -> int:
-        """Continue reading from there."""
+        """Continue reading at the given byte offset."""
 
     def close(self) -> None:
         """Close the file."""
 
 
 class Storage(ABC):
-    """A file system that checkpoints are written to. Paths are text."""
+    """Base class of file systems on which checkpoints are stored. Paths are strings."""
 
     # reading
 
     @abstractmethod
     def sizes(self, directory: str) -> dict[str, int]:
-        """Every file below a directory, by its name relative to it, with its size; empty where there is none.
+        """Return the size of each file below a directory, by relative path. Empty if the directory does not exist.
 
-        A link, or whatever else is no plain file, has the size `NO_FILE`, and what it leads to is left out.
+        Links and other special files have the size `NO_FILE`, and links are not followed.
         """
 
     @abstractmethod
@@ -116,76 +116,76 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, path: str) -> bytes:
-        """Read a small file whole."""
+        """Return the content of a small file."""
 
     @abstractmethod
     def children(self, root: str) -> list[str]:
-        """Names of the directories in a directory; empty where there is none."""
+        """Return the names of the subdirectories of a directory. Empty if it does not exist."""
 
     @abstractmethod
     def is_directory(self, path: str) -> bool:
-        """Whether there is a directory."""
+        """Return True if `path` is a directory."""
 
     def exists(self, path: str) -> bool:
-        """Whether there is anything of this name."""
+        """Return True if a file or directory of this path exists."""
         return self.is_directory(path)
 
     def is_link(self, path: str) -> bool:
-        """Whether there is a symbolic link of this name."""
+        """Return True if `path` is a symbolic link."""
         return False
 
     def resembles_checkpoint(self, directory: str) -> bool:
-        """Whether a directory looks like a checkpoint, whole or not."""
+        """Return True if a directory contains files of a checkpoint, complete or not."""
         names = self.sizes(directory)
         return MANIFEST in names or any("tensors/" in name for name in names)
 
     @abstractmethod
     def modified(self, path: str) -> float:
-        """When a file was last written, in seconds since the epoch; 0 where that is not known."""
+        """Return the modification time of a file, in seconds since 1970, or 0 if unknown."""
 
     # writing
 
     @abstractmethod
     def place_for(self, directory: str, token: str) -> tuple[str, str]:
-        """Choose where a checkpoint is written until it is published."""
+        """Choose the directory in which a checkpoint is written until it is published."""
 
     @abstractmethod
     def begin(self, place: str, folders: tuple[str, ...]) -> None:
-        """Make a place and the folders in it, unless another process was faster."""
+        """Create a directory with the given subdirectories, if another process has not created it already."""
 
     @abstractmethod
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> FileDigest:
-        """Write a new file and make it durable. Returns its size and hash."""
+        """Write a new file and flush it to disk. Returns its size and hash."""
 
     @abstractmethod
     def publish(self, place: str, directory: str, token: str, manifest: bytes) -> None:
-        """Write the manifest, and let a finished checkpoint take the place of what has its name."""
+        """Write the manifest, and rename a finished checkpoint to its final name, replacing an older one."""
 
     @abstractmethod
     def discard(self, place: str) -> None:
-        """Remove a place that will not be published. Never raises."""
+        """Remove a directory that will not be published. Never raises."""
 
     @abstractmethod
     def remove(self, directory: str) -> None:
-        """Remove a checkpoint that is not needed any more; it is no checkpoint from the first moment on."""
+        """Remove a checkpoint. From the first moment on, what remains of it is not recognized as a checkpoint."""
 
     # names
 
     def join(self, *parts: str) -> str:
-        """Put a path together."""
+        """Join parts of a path."""
         return "/".join(part for part in parts if part)
 
     def parent(self, path: str) -> str:
-        """The directory that something is in."""
+        """Return the path of the directory that contains `path`."""
         return path.rstrip("/").rpartition("/")[0]
 
     def name(self, path: str) -> str:
-        """The last part of a path."""
+        """Return the last component of a path."""
         return path.rstrip("/").rpartition("/")[2]
 
 
 class LocalStorage(Storage):
-    """Directories of this machine or a shared file system: written beside their name and renamed."""
+    """Storage on a local or shared file system. Checkpoints are written under a temporary name and renamed."""
 
     _os: Any = os  # what makes, writes and renames files; a test puts one in its place that fails
 
@@ -215,7 +215,7 @@ class LocalStorage(Storage):
             return []
 
     def files(self, root: str) -> list[str]:
-        """Paths of the plain files in a directory, without hidden ones; empty where there is none."""
+        """Return the paths of the regular, visible files in a directory. Empty if it does not exist."""
         try:
             with os.scandir(root) as entries:
                 plain = (each for each in entries if each.is_file(follow_symlinks=False))
@@ -274,7 +274,7 @@ class LocalStorage(Storage):
         self.replace(place, directory, token)
 
     def replace(self, place: str, path: str, token: str) -> None:
-        """Let what is complete take the place of what has its name, if anything has, which comes back on an error."""
+        """Rename a complete directory or file to `path`. An existing one is restored if the rename fails."""
         for folder, _, _ in os.walk(place, topdown=False):
             self._sync_directory(folder)
         parent, name = os.path.split(path)
@@ -319,7 +319,7 @@ class LocalStorage(Storage):
         return os.path.dirname(path.rstrip("/"))
 
     def settle(self, path: str) -> FileDigest:
-        """Make a file durable that something else has written, and hash it."""
+        """Flush a file that other code has written to disk. Returns its size and hash."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             self._os.fsync(descriptor)
@@ -348,10 +348,10 @@ class LocalStorage(Storage):
 
 
 class FsspecStorage(Storage):
-    """Any file system of fsspec, such as `s3://` or `memory://`. None of them renames atomically.
+    """Storage on any fsspec file system, such as `s3://` or `memory://`. These cannot rename atomically.
 
-    A checkpoint's files lie in a folder of their own for each write, `data-TOKEN`. Its `MANIFEST.json` names that
-    folder and is uploaded last: the checkpoint appears, or replaces the one before, by that one file.
+    Each save writes into a new folder `data-TOKEN`. The checkpoint's `MANIFEST.json` names this folder and is uploaded
+    last. This single file makes the checkpoint appear, or replaces an older one.
     """
 
     def __init__(self, url: str) -> None:
@@ -450,7 +450,7 @@ _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+):/+")
 
 
 def storage_of(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """The storage that a path is on, and the path as that storage takes it."""
+    """Return the storage for a path or URL, and the path in the form that this storage expects."""
     text = os.fspath(path)
     match = _URL.match(text)
     if match is None:
@@ -488,25 +488,25 @@ _LEFT_FILE = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]{12,})\.(?P<what>wr
 
 @functools.cache
 def writer_of(pid: int) -> dict[str, Any]:
-    """Describe this process as no other will ever be: by its machine, its number and its start, not by the clock."""
+    """Return a dict that identifies a process by machine, process id and start time since boot."""
     since_boot = started_since_boot()
     return {"host": _host(), "pid": pid, "started": started_at() if since_boot is None else since_boot}
 
 
 def writer_token() -> str:
-    """Return a new token for the name of a file that is being written, which names its writer."""
+    """Return a new unique token for a temporary file name. It identifies the process that writes the file."""
     started = round((started_since_boot() or 0.0) * 100)
     return f"{_host_hash()}{os.getpid():08x}{started:012x}{uuid.uuid4().hex[:8]}"
 
 
 def clean_stale(root: str) -> list[str]:
-    """Remove what dead runs left of checkpoints half written, and give those back that were about to be replaced.
+    """Remove unfinished checkpoints of ended processes, and restore checkpoints that they were about to replace.
 
     Args:
-        root: The directory that the checkpoints are in, on a local or shared file system.
+        root: The directory that contains the checkpoints, on a local or shared file system.
 
     Returns:
-        What was removed or given back, by path.
+        The paths that were removed or restored.
     """
     found = []
     for path, match in _left_in(root):
@@ -526,7 +526,7 @@ def clean_stale(root: str) -> list[str]:
 
 
 def replaced_beside(directory: str) -> str | None:
-    """Return the checkpoint that had this name before a run died in replacing it, if there is none of the name now."""
+    """Return the older checkpoint that an interrupted save had renamed, or None if its name is in use."""
     parent, name = os.path.split(directory)
     if os.path.lexists(directory):
         return None
@@ -537,7 +537,7 @@ def replaced_beside(directory: str) -> str | None:
 
 
 def _left_in(root: str) -> list[tuple[str, re.Match[str]]]:
-    """Find directories and files that writes may have left; the checkpoint that was written last comes first."""
+    """List temporary files and directories of saves below `root`, those of the latest checkpoint first."""
     try:
         with os.scandir(root) as entries:
             kinds = [(each, _LEFT if each.is_dir(follow_symlinks=False) else _LEFT_FILE) for each in entries]
@@ -548,7 +548,7 @@ def _left_in(root: str) -> list[tuple[str, re.Match[str]]]:
 
 
 def _is_in_use(path: str, match: re.Match[str]) -> bool:
-    """Return whether the process that made a directory or a file under a name of its own still needs it."""
+    """Return True if the process that created a temporary file or directory may still need it."""
     what, (root, _) = match["what"], os.path.split(path)
     if match.re is _LEFT_FILE:
         lives = _is_token_alive(match["token"])
@@ -563,7 +563,7 @@ def _is_in_use(path: str, match: re.Match[str]) -> bool:
 
 
 def _is_alive(place: str) -> bool:
-    """Return whether the process that wrote to a place still runs, as far as can be known."""
+    """Return True if the process that writes into a directory is running, or if this cannot be determined yet."""
     path = os.path.join(place, WRITER_FILE)
     try:
         writer = decoded(LocalStorage().read(path), path)
@@ -576,7 +576,7 @@ def _is_alive(place: str) -> bool:
 
 
 def _is_token_alive(token: str) -> bool | None:
-    """Return whether the process that made a token runs; None if it is another machine's, or not known."""
+    """Return True if the process that created a token is running. None if unknown or on another machine."""
     if len(token) != _TOKEN_LENGTH or token[:8] != _host_hash():
         return None
     started = int(token[16:28], 16) / 100
@@ -592,7 +592,7 @@ def _is_recent(path: str, patience: float) -> bool:
 
 
 def _host() -> str:
-    """This machine since it was started, and this container: elsewhere process numbers mean other processes."""
+    """Identify the machine's current boot and the container. Process ids are only comparable within them."""
     parts = [socket.gethostname(), boot_id()]
     try:
         parts.append(os.readlink("/proc/self/ns/pid"))

@@ -1,18 +1,18 @@
-"""How state is spelled on disk: tensors are taken out of nested values, so that what remains is JSON, and put back.
+"""Encoding of nested state as JSON plus a flat dict of tensors, and the layout of these tensors in safetensors files.
 
-A packed tree is plain JSON. What JSON has no word for is a dict with one key that names its kind:
+A packed tree is plain JSON. A value that JSON cannot represent becomes a dict with one key that names its type:
 
-| in the state | packed |
+| value | packed |
 |---|---|
-| a tensor | `{"__tensor__": key}`, the tensor under that key in one flat dict |
+| a tensor | `{"__tensor__": key}`, with the tensor under that key in the flat dict |
 | a NumPy array | `{"__ndarray__": key}` |
 | a tuple, set, frozenset, `deque` | `{"__tuple__": [...]}`, ... |
-| a dict whose keys are not all text, a `Counter` | `{"__dict__": [[key, value], ...]}`, `{"__counter__": ...}` |
+| a dict with keys that are not strings, a `Counter` | `{"__dict__": [[key, value], ...]}`, `{"__counter__": ...}` |
 | bytes | `{"__bytes__": base64}` |
-| a float that JSON cannot write | `{"__float__": "nan"}` |
+| NaN or an infinite float | `{"__float__": "nan"}` |
 | a dtype, a device, a complex number, a path | `{"__dtype__": "float32"}`, ... |
 
-Nothing else is taken: an arbitrary object would need unpickling, which runs whatever code the file holds.
+Other objects are refused. They would need unpickling, which can run arbitrary code from the file.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 
 
 def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """Take the tensors out of a tree."""
+    """Separate the tensors of a nested structure. Returns the packed tree and a dict from key to tensor."""
     packer = _Packer()
     return packer.pack(tree, prefix), packer.tensors
 
 
 def packed(state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """State as plain values and one flat dict of tensors on the CPU.
+    """Pack state into plain values and one flat dict of CPU tensors.
 
     Args:
         state: Nested dicts and lists of plain values and tensors.
-        path: Where it is, for messages.
+        path: The position of the state in a larger one, for error messages.
 
     Raises:
-        CheckpointError: Something in it is neither.
+        CheckpointError: The state holds an object that a checkpoint cannot store.
     """
     tree, tensors = pack(dict(state), path)
     return {"tree": tree, "tensors": {name: tensor.cpu() for name, tensor in tensors.items()}}
 
 
 def unpack(packed: Any, tensor_of: Callable[[str], Tensor], source: str = "The state") -> Any:
-    """Put a tree together again. Only what `pack` may have written is taken."""
+    """Rebuild a nested structure from a packed tree. Refuses anything that `pack` cannot have written."""
     try:
         return _unpacked(packed, tensor_of)
     except RecursionError:
@@ -87,7 +87,7 @@ def _unpacked(packed: Any, tensor_of: Callable[[str], Tensor]) -> Any:
 
 
 def _unpacked_word(word: str, content: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """What stands under one of the words that JSON does not have."""
+    """Rebuild one value that is packed under a type name such as `__tuple__`."""
     try:
         if word == "__tensor__":
             return tensor_of(_text(content))
@@ -104,22 +104,22 @@ def _unpacked_word(word: str, content: Any, tensor_of: Callable[[str], Tensor]) 
 
 
 class _NotWritten(Exception):
-    """Something that `pack` never writes."""
+    """Raised for packed content that `pack` never writes."""
 
 
 def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
-    """The keys of the tensors that a packed tree refers to, each once, in order."""
+    """Return the keys of all tensors that a packed tree refers to, without duplicates, in order."""
     found: dict[str, None] = {}
     unpack(packed, lambda key: found.setdefault(key, None) or _NO_TENSOR, source)
     return list(found)
 
 
 def key_at(packed: Any, path: str) -> str | None:
-    """Return the key of the tensor at a path of a packed tree, which is another's path if it is tied to that; or None.
+    """Return the key of the tensor at a path of a packed tree, or None. Tied tensors share one key.
 
     Args:
-        packed: What `pack` made.
-        path: A key of the same tree, packed with nothing tied.
+        packed: The tree that `pack` returned.
+        path: The key that the tensor would have if no tensors were tied.
     """
     for part in path.split("/"):
         name = part.replace("%2F", "/").replace("%25", "%")
@@ -129,17 +129,17 @@ def key_at(packed: Any, path: str) -> str | None:
 
 
 def described_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """An array of a tensor's shape and dtype that takes no memory."""
+    """Return an array with a tensor's shape and dtype that occupies no memory."""
     return np.broadcast_to(torch.zeros((), dtype=tensor.dtype).numpy(), tuple(tensor.shape))
 
 
 def is_tagged(packed: dict[str, Any]) -> bool:
-    """Whether a packed dict stands for something else than a dict."""
+    """Return True if a packed dict encodes another type than a dict."""
     return len(packed) == 1 and next(iter(packed)) in _WORDS - {"__dict__"}
 
 
 def subtree(packed: Any, *path: str | int) -> Any:
-    """The part of a packed tree at a path of plain keys, or None."""
+    """Return the part of a packed tree at a path of plain keys, or None if there is none."""
     for part in path:
         try:
             packed = packed[part]
@@ -238,7 +238,7 @@ _WORDS = frozenset({"__tensor__", "__ndarray__", *_PAIRED, *_LISTED, *_WRITTEN})
 
 @dataclass(eq=False)
 class _Packer:
-    """Packs one tree; keeps the tensors met, and which of them is which storage."""
+    """Packs one tree. It records the tensors found, to detect those that share storage."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     _keys: dict[tuple[Any, ...], str] = field(default_factory=dict)
@@ -289,7 +289,7 @@ class _Packer:
         )
 
     def _keep(self, tensor: Tensor, path: str) -> str:
-        """Give a tensor its key, or the one that the same tensor has already."""
+        """Record a tensor and return its key. A tensor that was recorded before keeps its first key."""
         if tensor.layout != torch.strided or tensor.is_quantized:
             what = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             raise CheckpointError(
@@ -333,7 +333,7 @@ def _tensor_from(array: np.ndarray[Any, Any], path: str) -> Tensor:
 
 
 def decoded(raw: bytes, path: str) -> Any:
-    """Parse a JSON file of a checkpoint."""
+    """Parse the content of a checkpoint's JSON file. `path` is used in error messages."""
     try:
         return json.loads(raw, parse_constant=_refused_constant)
     except (ValueError, RecursionError) as error:
@@ -345,7 +345,7 @@ def _refused_constant(name: str) -> Any:
 
 
 def encoded(content: Any) -> bytes:
-    """Spell JSON as checkpoints do; a number that JSON has no word for cannot be in it."""
+    """Encode a value as the JSON of a checkpoint file. NaN and infinite numbers are refused."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -386,7 +386,7 @@ INDEX = f"{FOLDER}/index.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor, or one part of one, as it lies in a file."""
+    """Name, dtype and shape of a tensor, or of a part of one, in a safetensors file."""
 
     name: str
     dtype: torch.dtype
@@ -396,20 +396,20 @@ class Entry:
     def of_part(
         cls, key: str, dtype: torch.dtype, size: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
     ) -> Entry:
-        """Describe a part of a tensor. A part that is not the whole has its offsets in its name."""
+        """Return the entry of a part of a tensor. If it is not the full tensor, its name includes its offsets."""
         is_whole = tuple(sizes) == tuple(size)
         return cls(key if is_whole else f"{key}@{','.join(map(str, offsets))}", dtype, tuple(sizes))
 
     @property
     def nbytes(self) -> int:
-        """Its length in the file."""
+        """Number of bytes that the tensor takes in the file."""
         count = self.dtype.itemsize
         for size in self.shape:
             count *= size
         return count
 
     def described(self, start: int) -> dict[str, Any]:
-        """The header's words for it; a dtype that the format has no name for is kept as bytes."""
+        """Return the tensor's header entry. A dtype that safetensors does not define is stored as bytes."""
         name = dtype_name(self.dtype)
         known = name in _NAMES
         return {
@@ -421,7 +421,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one part of a tensor lies."""
+    """File and byte position of one part of a tensor."""
 
     file: str
     start: int
@@ -429,12 +429,12 @@ class Place:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`"float32"` for `torch.float32`."""
+    """Return the name of a dtype, such as `"float32"` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that a file's header calls by this name."""
+    """Return the dtype that a safetensors header means by a name."""
     found = next((ours for ours, theirs in _NAMES.items() if theirs == name), None)
     if found is None:
         raise ValueError(f"{name!r} is no dtype that is known here; known are {', '.join(_NAMES.values())}")
@@ -442,7 +442,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[bytes, list[int]]:
-    """Make a file's header."""
+    """Create the header of a safetensors file. Returns its bytes and the order in which the tensors must be written."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     starts, position = [], 0
     for entry in entries:
@@ -456,17 +456,17 @@ def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
 
 
 def aligned(entries: Iterable[Entry]) -> list[int]:
-    """The order in which entries lie so that each is aligned: positions.
+    """Return an order of tensors, as indices, in which each tensor starts at an aligned address.
 
-    Those that fill whole lines of a cache are first, and begin with one each; then those whose length is a multiple of
-    32 bytes, of 16, and so on, so that each begins at a multiple of its items' size.
+    Tensors whose size is a multiple of a cache line come first. Those whose size is a multiple of 32 bytes, of 16, and
+    so on follow. Each tensor then starts at a multiple of its item size.
     """
     listed = list(entries)
     return sorted(range(len(listed)), key=lambda index: -math.gcd(listed[index].nbytes, CACHE_LINE))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes on the CPU, without a copy where it lies there in one piece."""
+    """Return a tensor's bytes on the CPU, without a copy if it is a contiguous CPU tensor."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if plain.numel() == 0:
         return memoryview(b"")
@@ -474,18 +474,18 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a file's bytes can be read straight into a tensor's memory."""
+    """Return True if bytes of the given dtype can be read directly into the memory of `target`."""
     plain = target.device.type == "cpu" and target.is_contiguous() and not target.is_neg() and not target.is_conj()
     return plain and target.dtype == dtype
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor in a file.
+    """A tensor's entry and position in a safetensors file.
 
     Attributes:
-        entry: Its name, dtype and shape.
-        start: Where in the file its bytes begin.
+        entry: The tensor's name, dtype and shape.
+        start: The offset of the first byte in the file.
     """
 
     entry: Entry
@@ -493,12 +493,12 @@ class Placed:
 
     @property
     def end(self) -> int:
-        """The first byte after it."""
+        """The offset of the first byte after the tensor."""
         return self.start + self.entry.nbytes
 
 
 def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], dict[str, str]]:
-    """What a safetensors file holds."""
+    """Parse the header of a safetensors file. Returns the tensors by name, and the metadata."""
     length = header_length(head, size, where)
     begin = _LENGTH + length
     try:
@@ -521,7 +521,7 @@ def read_header(head: bytes, size: int, where: str) -> tuple[dict[str, Placed], 
 
 
 def header_length(head: bytes, size: int, where: str) -> int:
-    """Bytes of a file's header after the eight that hold this number."""
+    """Return the length of a safetensors header in bytes, which the first eight bytes of the file hold."""
     length = int.from_bytes(head[:_LENGTH], "little") if len(head) >= _LENGTH else 0
     if not 0 < length <= min(size - _LENGTH, _LONGEST_HEADER):
         raise CheckpointError(f"{where} cannot be read: it does not begin as a safetensors file does.")

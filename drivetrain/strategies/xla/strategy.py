@@ -436,7 +436,7 @@ class XLA(Strategy, PlacesBatches):
             return
         if xla.runs_on_cpu():
             raise ConfigurationError(
-                "XLA on the CPU cannot join several processes: each would train alone and seem to work. Start one "
+                "XLA on the CPU cannot connect several processes: each would train alone and seem to work. Start one "
                 "process; CPU_NUM_DEVICES=4 gives it four devices.",
             )
         if self._spmd or self._shape.tensor > 1 or self._shape.shard != 1:

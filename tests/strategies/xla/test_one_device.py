@@ -368,7 +368,7 @@ def refuse() -> dict[str, str]:
         ("fp16", "precision='fp16' cannot run under strategy='xla': TPUs compute in bfloat16. Use 'bf16'"),
         ("ddp", "strategy='ddp' cannot run on 'xla' devices. Use 'xla' or 'xla_fsdp'"),
         ("single", "strategy='single' cannot run on 'xla' devices"),
-        ("spmd", "runs on one device already and cannot run over all devices too"),
+        ("spmd", "already runs on one device and cannot run over all devices too"),
         ("downcast", "downcast_bf16=True must be known before this process first uses XLA"),
     ],
 )
