@@ -285,7 +285,8 @@ def written(entries: list[Entry], version: str, framework: Framework) -> str:
 def section(owner: str, entries: list[Entry], mirror: str) -> list[str]:
     """What belongs to one class, module or command: a list of what is the same, and a table of the rest."""
     lines = [f"## `{owner}`", ""]
-    for text, is_mirrored in (("Same name", False), (f"Same name, in `{mirror}`", True)):
+    unchanged = "These names and arguments exist unchanged in"
+    for text, is_mirrored in ((f"{unchanged} `drivetrain`", False), (f"{unchanged} `{mirror}`", True)):
         same = [entry for entry in entries if entry.verdict == SAME and entry.ours.startswith(mirror) is is_mirrored]
         if same:
             lines += [f"{text}: {listed(same, owner)}.", ""]
