@@ -1,30 +1,29 @@
-"""How state reaches disk and comes back: a directory that appears complete or not at all.
+"""Checkpoints: saving state to disk atomically, and loading it on any number of processes.
 
-What is stable, all of it to be called on every process unless marked otherwise:
+The stable functions and classes are listed below. Call them on every process, unless "one process" is noted.
 
 - `save_run_state(directory, shared, own, state, *, step=None, block=True) -> PendingSave`
-- `load_run_state(directory, state=None, *, into=None, strict=True, only=None, verify="hash") -> (shared, own | None)`;
-  `state=None` reads alone, without any exchange; `only=("engine/models", ...)` reads some entries.
-- `newest_checkpoint(root, verify=True, *, state=None) -> str | None` and
-  `list_checkpoints(root) -> [FoundCheckpoint(path, step, saved_at, world_size)]` (one process), newest first.
-- `PendingSave`: `done()`, `failed()`, `wait(timeout=None)`, `raise_if_failed()`,
-  `add_done_callback(function)`, `directory`.
-- `save_queue(state) -> SaveQueue`, one for each process: `save(...)`, `check()` for each step, `finish()`, `pending`.
-- `describe_run_state(directory) -> shared` (one process): its tensors on the meta device, without values.
-- `remove_checkpoint(directory)` (one process): gone under its name at once.
-- `is_checkpoint(directory)` (one process): whether it has a manifest of ours, or is a file with an entry of ours,
-  without which nothing is removed; `checkpoint_at(path) -> FoundCheckpoint`.
+- `load_run_state(directory, state=None, *, into=None, strict=True, only=None, verify="hash") -> (shared, own | None)`.
+With `state=None`, a single process loads without communication. `only=("engine/models", ...)` selects entries.
+- `newest_checkpoint(root, verify=True, *, state=None) -> str | None`, and `list_checkpoints(root) ->
+[FoundCheckpoint(path, step, saved_at, world_size)]` (one process), newest first.
+- `PendingSave`: `done()`, `failed()`, `wait(timeout=None)`, `raise_if_failed()`, `add_done_callback(function)`,
+`directory`.
+- `save_queue(state) -> SaveQueue`, one per process: `save(...)`, `check()` at each step, `finish()`, `pending`.
+- `describe_run_state(directory) -> shared` (one process): the state with tensors on the meta device.
+- `remove_checkpoint(directory)` (one process).
+- `is_checkpoint(directory)` (one process): True if drivetrain wrote it. `checkpoint_at(path) -> FoundCheckpoint`.
 - `Checkpoint(directory)` (one process): `manifest`, `shared(into, strict) -> (state, LoadReport)`, `own(rank)`,
-  `verify()`.
-- `clean_stale(root)` (one process): what dead runs left. Every save and every look for checkpoints does it too.
-- `consolidate(checkpoint, output, max_shard_size="5GB", dtype=None, module=None)` (one process): plain safetensors.
-- `consolidate_shards(directory, output)` (one process): plain safetensors of what `torch.distributed.checkpoint` wrote.
-- `import_checkpoint(source, output)` (one process): what another tool wrote, as a checkpoint of ours.
-- `read_foreign(path, rank)` reads that as it is, and `read_shared(path, only)` whatever it is.
-- `CheckpointFormat`, `find_format(name)`: how the checkpoints of one tool are recognised, read and written.
-- `open_weights(source)` (one process): weights by name, wherever they are, read one at a time.
+`verify()`.
+- `clean_stale(root)` (one process): remove what ended runs left. Every save and every search does this as well.
+- `consolidate(checkpoint, output, max_shard_size="5GB", dtype=None, module=None)` (one process): export safetensors.
+- `consolidate_shards(directory, output)` (one process): export safetensors from `torch.distributed.checkpoint` shards.
+- `import_checkpoint(source, output)` (one process): convert a checkpoint of another tool.
+- `read_foreign(path, rank)`: read a checkpoint of another tool. `read_shared(path, only)`: read one of any format.
+- `CheckpointFormat`, `find_format(name)`: how the checkpoints of a tool are recognized, read and written.
+- `open_weights(source)` (one process): weights by name from any source, read one at a time.
 
-`directory` and `root` are local paths or URLs of a file system of fsspec. Every failure is a `CheckpointError`.
+`directory` and `root` are local paths or fsspec URLs. Every failure is a `CheckpointError`.
 """
 
 from __future__ import annotations

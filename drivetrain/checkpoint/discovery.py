@@ -1,4 +1,4 @@
-"""Finding checkpoints: which there are, which is the newest good one."""
+"""Search for checkpoints in a directory: all complete ones, or the newest intact one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A complete checkpoint in a directory of checkpoints.
+    """A complete checkpoint found in a directory.
 
     Attributes:
-        path: Its directory, its file in another tool's format, or its URL.
+        path: Its directory or URL, or its file in another tool's format.
         step: The optimizer step at which it was written, if known.
-        saved_at: When, in seconds since the epoch.
-        world_size: How many processes wrote it.
-        finite_loss: Whether every loss since the save before was finite.
-        is_file: Whether it is a file in another tool's format.
+        saved_at: The time of the save, in seconds since 1970.
+        world_size: The number of processes that wrote it.
+        finite_loss: True if every loss since the previous save was finite.
+        is_file: True if it is a file in another tool's format.
     """
 
     path: str
@@ -42,15 +42,18 @@ class FoundCheckpoint:
 def list_checkpoints(
     root: str | os.PathLike[str], *, storage: Storage | None = None, warn: bool = True
 ) -> list[FoundCheckpoint]:
-    """The complete checkpoints in a directory, the newest first: by step, then by time.
+    """List the complete checkpoints in a directory, newest first: by step, then by time.
 
-    Files are compared by name and size; their content is not read. Those in another tool's format count if this package
-    has written them.
+    Files are checked by name and size. Their content is not read. Files in another tool's format are included if
+    drivetrain wrote them.
 
     Args:
-        root: The directory or URL that the checkpoints are in.
-        storage: Where it is; found from `root` if None.
-        warn: Whether to warn of directories that look like checkpoints and are not whole.
+        root: The directory or URL that contains the checkpoints.
+        storage: The storage to search. None selects it from `root`.
+        warn: True to warn about incomplete checkpoints.
+
+    Returns:
+        The checkpoints.
     """
     found, base = storage_of(root)
     storage = storage or found
@@ -82,21 +85,21 @@ def newest_checkpoint(
     state: PartialState | None = None,
     storage: Storage | None = None,
 ) -> str | None:
-    """The newest complete checkpoint in a directory; a damaged one is passed over with a warning.
+    """Return the path of the newest intact checkpoint in a directory. Damaged ones are skipped with a warning.
 
-    One that was saved after a loss that was not finite is passed over as well, as long as there is an older one of
-    which that is not so: its weights may be spoilt. Where there is none, it is returned with a warning.
+    A checkpoint that was saved after a NaN or infinite loss is also skipped if an older one without such a loss exists,
+    because its weights may contain NaN. Otherwise it is returned with a warning.
 
     Args:
-        root: The directory or URL that the checkpoints are in.
-        verify: Whether every file's SHA-256 is checked, not only its size. The checkpoint may then be loaded with
+        root: The directory or URL that contains the checkpoints.
+        verify: True to check the SHA-256 of every file, not only its size. The checkpoint can then be loaded with
             `verify="size"`.
-        state: This process among its peers, all of which must call it: the main process searches, and all get the
-            same answer. None for a process that searches alone.
-        storage: Where it is; found from `root` if None.
+        state: The process state of the run. All processes must then call the function: the main process searches, and
+            all return its result. None if a single process searches.
+        storage: The storage to search. None selects it from `root`.
 
     Returns:
-        The checkpoint's path, or None where there is no good one.
+        The checkpoint's path, or None if there is no intact one.
     """
     peers = Peers(state)
     answer: str | Failure | None = None
@@ -125,14 +128,17 @@ def _newest(root: str | os.PathLike[str], verify: bool, storage: Storage | None)
 
 
 def checkpoint_at(path: str | os.PathLike[str], *, storage: Storage | None = None) -> FoundCheckpoint:
-    """Return what is known of one checkpoint of this package, a directory or a file. On one process.
+    """Describe a single drivetrain checkpoint, a directory or a file. Call it on one process.
 
     Args:
         path: The checkpoint.
-        storage: Where it is; found from `path` if None.
+        storage: The storage to read from. None selects it from `path`.
+
+    Returns:
+        Its step, time and other facts from its manifest.
 
     Raises:
-        CheckpointError: There is no complete checkpoint of this package.
+        CheckpointError: There is no complete drivetrain checkpoint.
     """
     found, place = storage_of(path)
     # A link to a file, such as `last.ckpt`, is as good as the file.
@@ -153,7 +159,7 @@ def _is_whole(one: FoundCheckpoint, storage: Storage | None) -> bool:
 
 
 def whole_beside(directory: str | os.PathLike[str], storage: Storage | None = None) -> str:
-    """Find the newest whole checkpoint beside a damaged one. On one process."""
+    """Find the newest intact checkpoint next to a damaged one, for an error message. Call it on one process."""
     found, path = storage_of(directory)
     storage = storage or found
     try:
@@ -176,7 +182,7 @@ def _found(path: str, manifest: Manifest) -> FoundCheckpoint:
 
 
 def _file_at(path: str) -> FoundCheckpoint | None:
-    """Return the file that this package has written in another tool's format under a path, or None."""
+    """Describe a file in another tool's format that drivetrain wrote, or return None."""
     file = written_file(path)
     if file is None:
         return None

@@ -1,4 +1,4 @@
-"""The formats of checkpoints that other tools have, by name; each is imported when a path may be in it."""
+"""Registry of the checkpoint formats of other tools. A format is imported when a path may have it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What a run of this package has noted of itself in a file of another tool's format.
+    """What a drivetrain run recorded in a file of another tool's format.
 
     Attributes:
-        world_size: How many processes wrote it.
+        world_size: The number of processes that wrote the file.
         step: The optimizer step, if known.
-        saved_at: When, in seconds since the epoch.
-        finite_loss: Whether every loss since the save before was finite.
+        saved_at: The time of the save, in seconds since 1970.
+        finite_loss: True if every loss since the previous save was finite.
     """
 
     world_size: int
@@ -47,21 +47,22 @@ class WrittenFile:
     finite_loss: bool
 
     def own(self, rank: int) -> dict[str, Any]:
-        """Return what one process kept of its own."""
+        """Return the own state of one rank."""
         raise NotImplementedError
 
 
 class CheckpointFormat:
-    """A format of checkpoints: how they are recognised and read, and how a Trainer's run keeps them.
+    """Base class of checkpoint formats: how to recognize, read and write checkpoints.
 
-    Derive a class and return one from `Trainer.checkpoint_format` to keep a run's checkpoints in another way. `save`
-    and `content` are called by all processes, everything else by one.
+    To save a Trainer's checkpoints in another format, derive a class and return an instance from
+    `Trainer.checkpoint_format`. `save` and `content` are called on all processes, all other methods on one.
 
     Attributes:
-        name: The name, as `Trainer.save_checkpoint(format=...)` takes it.
-        keeps_objects: Whether hyper-parameters and what hooks add may be objects. Else a run refuses them at its start.
-        shown_to_hooks: Makes what `on_save_checkpoint` and `on_load_checkpoint` run in, which gives the checkpoint as
-            they see it. What that is in the end is saved or restored.
+        name: The name that `Trainer.save_checkpoint(format=...)` accepts.
+        keeps_objects: True if hyper-parameters and values of hooks may be arbitrary objects. Otherwise a run refuses
+            them before training.
+        shown_to_hooks: A context manager factory. It yields the checkpoint as `on_save_checkpoint` and
+            `on_load_checkpoint` see it. Their changes are saved or restored.
     """
 
     name: ClassVar[str] = ""
@@ -71,10 +72,10 @@ class CheckpointFormat:
     # checkpoints that are there
 
     def recognises(self, source: Any) -> bool:
-        """Return whether a local path, an opened file or its content may be a checkpoint in this format.
+        """Return True if a path, an opened file or its content may have this format.
 
         Args:
-            source: The path, the file or the content.
+            source: The local path, the opened file or the content.
         """
         return False
 
@@ -85,14 +86,14 @@ class CheckpointFormat:
         count: int | None = None,
         given: Collection[str] | None = (),
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Read a checkpoint; see `read_foreign`."""
+        """Read a checkpoint. Arguments and result are those of `read_foreign`."""
         raise NotImplementedError
 
     def written(self, path: str) -> WrittenFile | None:
-        """Return what this package has noted in a file, or None if it has not written it.
+        """Return what drivetrain recorded in a file, or None if drivetrain did not write it.
 
         Args:
-            path: The local file; no link.
+            path: The local file. Links are not allowed.
         """
         return None
 
@@ -108,42 +109,45 @@ class CheckpointFormat:
         overwrite: bool,
         progress: bool,
     ) -> list[str] | None:
-        """Write the weights of a checkpoint as `consolidate` does. Returns the files, or None if there are none.
+        """Export the weights of a checkpoint like `consolidate`. Returns the files, or None if it holds no weights.
 
         Args:
-            source: A local path.
-            output: As for `consolidate`, as are the others.
-            max_shard_size: Bytes in a file at most.
-            dtype: What floating-point weights are converted to.
-            model: Which model.
-            module: Which module.
-            overwrite: Whether to write into a directory that holds something.
-            progress: Whether to show a progress bar.
+            source: The local path of the checkpoint.
+            output: The directory to write to.
+            max_shard_size: The maximum size of a file, in bytes or as text.
+            dtype: The dtype to which floating-point weights are converted.
+            model: The index of the model to export.
+            module: The name of the submodule to export.
+            overwrite: True to write into a directory that is not empty.
+            progress: True to show a progress bar.
         """
         return None
 
     # the checkpoints of a Trainer's run
 
     def save(self, trainer: Any, path: str | os.PathLike[str], weights_only: bool, block: bool) -> PendingSave:
-        """Write a checkpoint of a run.
+        """Save a checkpoint of a Trainer's run.
 
         Args:
             trainer: The Trainer.
-            path: Where to.
-            weights_only: Leave out everything but weights and hyper-parameters.
-            block: Whether to return only when it is durable.
+            path: The path to write to.
+            weights_only: True to save only weights and hyper-parameters.
+            block: True to return after the checkpoint is written to disk.
+
+        Returns:
+            A handle of the save.
 
         Raises:
-            CheckpointError: It cannot be written.
-            ConfigurationError: Runs are not saved in this format, or not in this way.
+            CheckpointError: The checkpoint cannot be written.
+            ConfigurationError: The format does not support saving, or not with these options.
         """
         raise ConfigurationError(f"save_checkpoint(format={self.name!r}): it is only read.")
 
     def content(self, path: str) -> Mapping[str, Any] | None:
-        """Return the content of a checkpoint that is not read from its path as any other; else None.
+        """Return the content of a checkpoint that must not be read from its path in the usual way, else None.
 
         Args:
-            path: The path.
+            path: The checkpoint's path.
         """
         return None
 
@@ -154,8 +158,8 @@ class CheckpointFormat:
             path: The path.
 
         Raises:
-            CheckpointError: It could not be removed, or is no checkpoint.
-            OSError: The same of a link.
+            CheckpointError: The path could not be removed, or is not a checkpoint.
+            OSError: The link could not be removed.
         """
         if os.path.islink(path):
             os.unlink(path)
@@ -163,11 +167,11 @@ class CheckpointFormat:
             remove_checkpoint(path)
 
     def may_replace(self, path: str, block: bool) -> bool:
-        """Return whether one of the run's own paths may be written again.
+        """Return True if a save may overwrite an earlier checkpoint of the same run at this path.
 
         Args:
             path: The path.
-            block: Whether it is written at once.
+            block: True if the save is not in the background.
         """
         if os.path.islink(path):
             target = os.path.realpath(path)
@@ -175,7 +179,7 @@ class CheckpointFormat:
         return not os.path.isfile(path)
 
     def has_second_names(self, directory: str) -> bool:
-        """Return whether a checkpoint in a directory can get a second name, rather than be written twice.
+        """Return True if a checkpoint in this directory can get a second name by a link, instead of a second save.
 
         Args:
             directory: The directory or URL.
@@ -184,10 +188,10 @@ class CheckpointFormat:
 
 
 def find_format(name: str) -> CheckpointFormat:
-    """Return a format by its name.
+    """Return the checkpoint format of this name.
 
     Raises:
-        ConfigurationError: There is none of this name, or this installation was made without it.
+        ConfigurationError: The name is unknown, or the format is not part of this installation.
     """
     if name not in _FORMATS:
         raise ConfigurationError(
@@ -203,12 +207,12 @@ def find_format(name: str) -> CheckpointFormat:
 
 
 def has_format(name: str) -> bool:
-    """Return whether this installation has a format."""
+    """Return True if this installation includes the format."""
     return _is_there(_FORMATS[name].partition(":")[0])
 
 
 def formats() -> Iterator[CheckpointFormat]:
-    """Yield each format that this installation has; the next one is imported when it is asked for."""
+    """Iterate over the formats of this installation. Each is imported only when the iteration reaches it."""
     return (find_format(name) for name in _FORMATS if has_format(name))
 
 
@@ -225,22 +229,22 @@ def read_foreign(
     count: int | None = None,
     given: Collection[str] | None = (),
 ) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-    """Read a checkpoint in the format of another tool, alone. Nothing in it is executed.
+    """Read a checkpoint of another tool on one process. No code from it is executed.
 
     Args:
-        path: A local file or directory; or an opened file, or what one holds.
-        rank: Whose random state to read, if there is one.
-        count: How many processes read it; as many as wrote it if None.
-        given: The hyper-parameters that are not needed; None if none is. Objects among these are left out rather than
-            refused.
+        path: A local file or directory, an opened file, or its content.
+        rank: The rank whose random state to read, if there is one.
+        count: The number of processes that read the checkpoint. None means as many as wrote it.
+        given: Names of hyper-parameters that are not needed, or None if none are. Objects among these are left out.
+            Other objects are refused.
 
     Returns:
-        The shared state and a process's own, in the schema of `drivetrain.checkpoint.manifest`; None if no format
-        recognises the checkpoint, such as a directory of this package. The second is None too if this package
-        wrote the file from another number of processes.
+        The shared state and a process's own state, in the schema of `drivetrain.checkpoint.manifest`. None if no format
+            recognizes the checkpoint, for example for a drivetrain checkpoint. The own state is None if drivetrain
+            wrote the file with another number of processes.
 
     Raises:
-        CheckpointError: It cannot be read, or holds what would have to be unpickled.
+        CheckpointError: The checkpoint cannot be read, or would have to be unpickled.
     """
     place = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if place is not None and has_manifest(*storage_of(place)):
@@ -259,19 +263,17 @@ def read_foreign(
 
 
 def written_file(path: str) -> WrittenFile | None:
-    """Return what this package has noted in a file of another tool's format, or None if it is no such file.
-
-    The weights are not read.
-    """
+    """Return what drivetrain recorded in a file of another tool's format, or None. Weights are not read."""
     if os.path.islink(path) or not os.path.isfile(path):
         return None
     return next((found for each in formats() if (found := each.written(path)) is not None), None)
 
 
 def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
-    """Whether this package has written a checkpoint: only such a one is ever removed.
+    """Return True if drivetrain wrote a checkpoint. No other file or directory is ever removed.
 
-    A directory has a `MANIFEST.json` of ours then, whole or not, and a file in another tool's format an entry of ours.
+    A directory must have a `MANIFEST.json` of this format, even a damaged one. A file in another tool's format must
+    have an entry of drivetrain.
 
     Args:
         directory: The directory, file or URL.
@@ -285,15 +287,14 @@ def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
 def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | None = None) -> None:
     """Remove a checkpoint, on one process. Nothing is found under its name from the first moment on.
 
-    Only a directory with a `MANIFEST.json` of ours is removed, a link to one, or a file in another tool's format
-    with an entry of ours; never anything else.
+    Only drivetrain checkpoints, and links to them, are removed (see `is_checkpoint`).
 
     Args:
-        directory: The checkpoint's directory, file or URL; nothing happens where there is none.
-        storage: Where it is; found from `directory` if None.
+        directory: The checkpoint's directory, file or URL. Nothing happens if it does not exist.
+        storage: The storage of the checkpoint. None selects it from `directory`.
 
     Raises:
-        CheckpointError: It could not be removed, or is no checkpoint.
+        CheckpointError: The checkpoint could not be removed, or the path is not a checkpoint.
     """
     found, path = storage_of(directory)
     storage = storage or found
@@ -315,7 +316,7 @@ _TIME = re.compile(r"datetime\.timedelta\(([\w=, ]*)\)")
 
 
 def key_here(key: str) -> str:
-    """Return `Name{'argument': value}` as `Name(argument=value)`, and any other key as it is."""
+    """Convert a callback key `Name{'argument': value}` to `Name(argument=value)`. Others stay as they are."""
     name, brace, rest = key.partition("{")
     try:
         found = ast.literal_eval(_TIME.sub(_seconds, brace + rest)) if brace else None

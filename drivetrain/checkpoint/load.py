@@ -1,4 +1,4 @@
-"""Reading a checkpoint: checked, and straight into the tensors that are to hold it."""
+"""Reading of a checkpoint: verified, and directly into the destination tensors."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class LoadReport:
-    """How the tensors asked for and those of a checkpoint differ, by path.
+    """Differences between requested tensors and those of a checkpoint, by path.
 
     Attributes:
-        missing: Asked for, and not in the checkpoint.
-        left_over: In the checkpoint, and not asked for.
-        different: In both with different shapes, as `"name: (3, 4) in the checkpoint, (3, 5) here"`.
+        missing: Requested tensors that the checkpoint does not hold.
+        left_over: Tensors of the checkpoint that were not requested.
+        different: Tensors with different shapes, as text such as `"name: (3, 4) in the checkpoint, (3, 5) here"`.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -40,7 +40,7 @@ class LoadReport:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing differs."""
+        """True if there are no differences."""
         return not (self.missing or self.left_over or self.different)
 
     def __str__(self) -> str:
@@ -53,18 +53,18 @@ class LoadReport:
 
 
 class Checkpoint:
-    """A complete checkpoint, opened for reading.
+    """A complete checkpoint that is open for reading.
 
     Args:
         directory: The checkpoint's directory or URL.
-        verify: `"hash"` checks the SHA-256 of all that is read, `"size"` the files' sizes only.
-        storage: Where it is; found from `directory` if None.
+        verify: `"hash"` checks the SHA-256 of each file that is read. `"size"` checks only the sizes.
+        storage: The storage to read from. None selects it from `directory`.
 
     Attributes:
-        manifest: What it consists of, with `step`, `world_size` and `saved_at`.
+        manifest: The content of its manifest, with `step`, `world_size` and `saved_at`.
 
     Raises:
-        CheckpointError: There is no complete checkpoint, or a file is missing, left over or of another size.
+        CheckpointError: There is no complete checkpoint, or a file is missing, unexpected or has another size.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Checkpoint:
 
     @property
     def storage(self) -> Storage:
-        """Where it is."""
+        """The storage that holds the checkpoint."""
         return self._storage
 
     def packed(self, name: str = SHARED_FILE) -> dict[str, Any]:
-        """A tree of plain values as it is in its file, with references to tensors."""
+        """Read one of the checkpoint's JSON files. The result refers to tensors by key (see `pack`)."""
         path = self.tensors.path_of(name)
         packed = decoded(verified_bytes(self._storage, self.directory, self.manifest, name), path)
         return entries_of(packed, path)
@@ -97,15 +97,15 @@ class Checkpoint:
     def shared(
         self, into: Mapping[str, Any] | None = None, strict: bool = True, only: Collection[str] | None = None
     ) -> tuple[Any, LoadReport]:
-        """Read what all processes share.
+        """Read the state that is equal on all processes.
 
         Args:
-            only: The top-level entries to read, or paths of two names such as `"engine/models"`; all if None.
-            into: Some of its top-level entries, with tensors that are filled in place; they may be sharded DTensors.
-            strict: Whether tensors that are missing, left over or of another shape under those entries are an error.
+            only: The top-level entries to read, or paths of two names such as `"engine/models"`. None reads all.
+            into: Some top-level entries with tensors to fill in place. They may be sharded DTensors.
+            strict: True to raise an error if tensors of these entries are missing, unexpected or have another shape.
 
         Returns:
-            The state, with the tensors of `into` in it, and what did not fit; with `strict` nothing.
+            The state, which contains the tensors of `into`, and a report of differences.
         """
         packed = self.packed()
         if only is not None:
@@ -123,17 +123,17 @@ class Checkpoint:
         return tree, report
 
     def own(self, rank: int) -> Any:
-        """Read what was one process's own."""
+        """Read the own state of one rank."""
         return self._tree(self.packed(PROCESS_FILE.format(rank)), {}, PROCESS_FILE.format(rank))
 
     def verify(self, names: list[str] | None = None) -> None:
         """Check the SHA-256 of files.
 
         Args:
-            names: Which ones; all if None, and then also that the index and the trees are such as checkpoints hold.
+            names: The files to check. None checks all, and also the structure of the index and the JSON files.
 
         Raises:
-            CheckpointError: One is damaged; it is named.
+            CheckpointError: A file is damaged. The message names it.
         """
         jobs: list[Callable[[], None]] = [
             partial(verify_file, self._storage, self.tensors.path_of(name), self.manifest.files[name])
@@ -146,7 +146,7 @@ class Checkpoint:
                 self._keys(self.packed(name), name)
 
     def _keys(self, packed: Any, name: str) -> list[str]:
-        """The keys of a tree's tensors, all of which the index has."""
+        """Return the tensor keys of a packed tree, after checking that the index holds them all."""
         keys, described = tensor_keys(packed, self.tensors.path_of(name)), self.tensors.tensors()
         for key in keys:
             if key not in described:
@@ -156,7 +156,7 @@ class Checkpoint:
         return keys
 
     def _tree(self, packed: Any, targets: dict[str, Tensor], name: str) -> Any:
-        """Put a tree together, reading its tensors into the targets or new ones."""
+        """Rebuild a packed tree. Tensors are read into the given targets, or into new tensors."""
         described = self.tensors.tensors()
         tensors: dict[str, Tensor] = {}
         for key in self._keys(packed, name):
@@ -171,10 +171,10 @@ class Checkpoint:
         return tree
 
     def read_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Fill tensors, which may be sharded ones.
+        """Fill tensors from the checkpoint.
 
         Args:
-            tensors: By the keys that the checkpoint's index has for them.
+            tensors: The tensors to fill, by their key in the checkpoint's index. They may be sharded.
         """
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         metadata = self.tensors.read_metadata()
@@ -186,7 +186,7 @@ class Checkpoint:
     def _targets(
         self, into: Mapping[str, Any] | None, packed: Any
     ) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
-        """Return the tensors to fill by key, and those of tied weights, which the file holds under another's key."""
+        """Return the tensors to fill, by key, and separately the tied ones that the file stores under another key."""
         if not into:
             return {}, []
         described, targets, tied = self.tensors.tensors(), pack(into)[1], []
@@ -212,18 +212,21 @@ class Checkpoint:
 
 
 def entries_of(tree: Any, path: str) -> dict[str, Any]:
-    """What a file of a checkpoint holds, which is a packed dict; anything else is refused."""
+    """Return the entries of a checkpoint's JSON file. Raises an error if it is not a packed dict."""
     if type(tree) is not dict or is_tagged(tree):
         raise DamagedCheckpointError(f"{path} is damaged: it holds no named entries.")
     return tree
 
 
 def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadReport:
-    """Compare the tensors of two flat state dicts differ, such as a model's own and one that was loaded.
+    """Compare the tensors of two flat state dicts, for example those of a model and of a checkpoint.
 
     Args:
-        wanted: What is to be filled.
-        saved: What there is.
+        wanted: The state dict to be filled.
+        saved: The state dict to load from.
+
+    Returns:
+        The differences.
     """
     return LoadReport(
         [name for name in wanted if name not in saved],
@@ -237,7 +240,7 @@ def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadR
 
 
 def _part_of(packed: Mapping[str, Any], only: Collection[str]) -> dict[str, Any]:
-    """Some entries of a packed state, each named by its key or by the path of an entry within one."""
+    """Select entries of a packed state, by key or by the path of a nested entry."""
     part: dict[str, Any] = {}
     for path in only:
         head, _, rest = path.partition("/")

@@ -1,4 +1,4 @@
-"""The plain entry points: save the state of a run, load it, and remove what was saved."""
+"""Functions that save, load, describe and import the state of a run."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ def save_run_state(
     extra: str | None = None,
     optimizers: object = None,
 ) -> PendingSave:
-    """Write a checkpoint; call it on all processes. Waits for one that is still being written.
+    """Save a checkpoint. Call it on all processes. It first waits for a save that is still running.
 
     Args:
-        directory: The checkpoint's directory or URL; what has that name is replaced once the new one is complete.
-        shared: What is the same on all processes: nested dicts and lists of plain values and tensors. A tensor that
-            all have is written once, a sharded DTensor by each process that has a part of it.
-        own: What is this process's own, of the same kinds.
-        state: This process among its peers.
-        step: The optimizer step, by which `newest_checkpoint` finds the newest; `shared["global_step"]` if None.
-        block: Whether to return only once the checkpoint is there. Else its tensors are copied, may change at once,
-            and are written in the background.
-        storage: Where to; found from `directory` if None.
-        extra: A local directory whose content becomes part of the checkpoint; from `extra_place`.
-        optimizers: Deprecated, without effect: all of the state is copied before the call returns.
+        directory: The checkpoint's directory or URL. An existing checkpoint is replaced after the new one is complete.
+        shared: State that is equal on all processes: nested dicts and lists of plain values and tensors. A replicated
+            tensor is written once. Of a sharded DTensor, each process writes its shards.
+        own: State of this process alone, of the same types.
+        state: The process state of the run.
+        step: The optimizer step, by which `newest_checkpoint` orders checkpoints. None uses `shared["global_step"]`.
+        block: True to return after the checkpoint is written. False to copy the tensors and write them in the
+            background.
+        storage: The storage to write to. None selects it from `directory`.
+        extra: A local directory whose content becomes part of the checkpoint, created by `extra_place`.
+        optimizers: Deprecated, without effect. All state is copied before the call returns.
 
     Returns:
-        The save: done where `block` is true, else to be waited for.
+        A handle of the save. It is done if `block` is True. Otherwise call its `wait`.
 
     Raises:
-        CheckpointError: Any process cannot save or write it, or the save before failed in the background; raised on
-            all, and what was there before is intact.
+        CheckpointError: A process cannot save its state, or the previous background save failed. All processes raise
+            the error, and an existing checkpoint stays intact.
     """
     if step is None and isinstance(shared, dict) and isinstance(shared.get("global_step"), int):
         step = shared["global_step"]
@@ -71,25 +71,27 @@ def load_run_state(
     verify: Verify = "hash",
     storage: Storage | None = None,
 ) -> tuple[Any, Any | None]:
-    """Read a checkpoint. Nothing in it is ever unpickled.
+    """Load a checkpoint. Nothing in it is unpickled.
 
     Args:
         directory: The checkpoint's directory or URL.
-        state: This process among its peers, all of which must call it; an error of one is raised on all. None for a
-            process that reads alone.
-        into: Some of the shared state's top-level entries, with tensors that are filled in place; they may be sharded.
-        strict: Whether tensors missing, left over or of another shape under those entries are an error.
-        only: The shared state's top-level entries to read, or paths of two names such as `"engine/models"`; all if
-            None. Files that hold none of them are not read.
-        verify: `"hash"` checks the SHA-256 of every file, `"size"` their sizes only, as after `newest_checkpoint`.
-        storage: Where it is; found from `directory` if None.
+        state: The process state of the run. All processes must then call the function, and an error of one is raised on
+            all. None if a single process loads.
+        into: Some top-level entries of the shared state, with tensors to fill in place. They may be sharded.
+        strict: True to raise an error if tensors of these entries are missing, unexpected or have another shape.
+        only: The top-level entries of the shared state to load, or paths of two names such as `"engine/models"`. None
+            loads all. Files that are not needed are not read.
+        verify: `"hash"` checks the SHA-256 of every file. `"size"` checks only sizes, for example after
+            `newest_checkpoint`.
+        storage: The storage to read from. None selects it from `directory`.
 
     Returns:
-        What all processes share, and this process's own part; None where as many processes did not write it.
+        The shared state, and this process's own state. The latter is None if another number of processes wrote the
+            checkpoint.
 
     Raises:
-        CheckpointError: There is no complete checkpoint, a file is damaged, or it is that of another model. Where it
-            is damaged, the message names the newest one beside it that is whole.
+        CheckpointError: There is no complete checkpoint, a file is damaged, or the checkpoint belongs to another model.
+            If it is damaged, the message names the newest intact checkpoint next to it.
 
     Example:
         ```python
@@ -128,13 +130,15 @@ def load_run_state(
 
 
 def describe_run_state(directory: str | os.PathLike[str]) -> Any:
-    """Read what all processes share, with tensors that have a shape and a dtype, and no values (one process).
+    """Return a checkpoint's shared state with tensors on the meta device, without reading their values.
+
+    Call it on one process.
 
     Args:
         directory: The checkpoint's directory or URL.
 
     Returns:
-        The state, its tensors on the meta device.
+        The shared state. Its tensors have shapes and dtypes but no data.
 
     Raises:
         CheckpointError: There is no complete checkpoint.
@@ -163,13 +167,13 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def read_processes(path: str | os.PathLike[str]) -> tuple[int, Callable[[int], Any]]:
-    """How many processes wrote a checkpoint of this package, and a function that reads what each kept of its own.
+    """Return the number of processes that wrote a checkpoint, and a function that reads the own state of one rank.
 
     Args:
-        path: The directory, the file, or the URL.
+        path: The checkpoint's directory, file or URL.
 
     Raises:
-        CheckpointError: There is no complete checkpoint of this package.
+        CheckpointError: There is no complete drivetrain checkpoint.
     """
     storage, place = storage_of(path)
     file = written_file(os.path.realpath(place)) if isinstance(storage, LocalStorage) else None
@@ -184,12 +188,12 @@ def read_shared(
     only: Collection[str] | None = None,
     given: Collection[str] | None = (),
 ) -> dict[str, Any]:
-    """Read the shared state of a checkpoint, whichever tool wrote it, alone.
+    """Read the shared state of a checkpoint in any supported format, on one process.
 
     Args:
         path: The checkpoint.
-        only: The entries that are wanted; others may be there, too.
-        given: The hyper-parameters that are not needed; see `read_foreign`.
+        only: The required entries. Others may be returned too.
+        given: Names of hyper-parameters that are not needed. See `read_foreign`.
 
     Returns:
         The state in the schema of `drivetrain.checkpoint.manifest`.
@@ -205,21 +209,21 @@ def read_shared(
 
 
 def import_checkpoint(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> str:
-    """Convert the checkpoint of another tool: a folder of `save_state`, also with FSDP's shards, or a `.ckpt` file.
+    """Convert a checkpoint of another tool: a folder of `save_state`, also with FSDP shards, or a `.ckpt` file.
 
-    For one process. `Accelerator.load_state` and `Trainer.fit(resume=...)` take the result. Nothing in the files is
-    executed. Of random states that of the main process is kept, for a run of one process; a `.ckpt` has none.
+    Call it on one process. `Accelerator.load_state` and `Trainer.fit(resume=...)` accept the result. No code from the
+    files is executed. Only the main process's random state is kept, for a run of one process. A `.ckpt` file has none.
 
     Args:
         source: The directory, or the file or its folder of shards.
-        output: The new checkpoint's directory, which must not be there yet.
+        output: The new checkpoint's directory. It must not exist yet.
 
     Returns:
         `output`.
 
     Raises:
-        CheckpointError: `source` is neither, or a file cannot be read.
-        ConfigurationError: `output` is there already.
+        CheckpointError: `source` has no known format, or a file cannot be read.
+        ConfigurationError: `output` already exists.
 
     Example:
         ```text

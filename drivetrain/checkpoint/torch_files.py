@@ -1,7 +1,7 @@
-"""Folders that `torch.distributed.checkpoint` has written (`.metadata`, `*.distcp`), read without executing anything.
+"""Safe reading of files from `torch.save` and of `torch.distributed.checkpoint` folders (`.metadata`, `*.distcp`).
 
-Torch's own reader unpickles `.metadata`, which would run whatever code it holds. Here an unpickler reads it that makes
-torch's own records only, and each entry of a `.distcp` file is read with `weights_only`.
+Torch's own reader unpickles `.metadata`, which can run arbitrary code from the file. This module uses an unpickler that
+creates only torch's own record classes, and reads each entry of a `.distcp` file with `weights_only`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_pickled(
     data: BinaryIO | None = None,
     mapped: bool = False,
 ) -> Any:
-    """Read what `torch.save` wrote, of tensors and plain values only; nothing in the file is executed."""
+    """Read tensors and plain values from a file of `torch.save`. No code from the file is executed."""
     mapped = mapped and data is None and zipfile.is_zipfile(path)
     try:
         with torch.serialization.safe_globals(allowed or []):
@@ -46,7 +46,7 @@ def read_pickled(
 
 
 def read_objects(path: str | os.PathLike[str], data: BinaryIO | None = None) -> Any:
-    """Read what `torch.save` wrote, objects too. That runs whatever code the file holds."""
+    """Read any objects from a file of `torch.save`. This can run arbitrary code from the file."""
     try:
         return torch.load(path if data is None else data, map_location="cpu", weights_only=False)
     except Exception as error:  # whatever a class raises as it is made
@@ -54,7 +54,7 @@ def read_objects(path: str | os.PathLike[str], data: BinaryIO | None = None) -> 
 
 
 def check_parts(path: str | os.PathLike[str]) -> None:
-    """Compare every part of a file that `torch.save` wrote with its checksum, which `torch.load` does not."""
+    """Compare each part of a file of `torch.save` with its checksum, which `torch.load` does not check."""
     name = os.fspath(path)
     try:
         with zipfile.ZipFile(name) as archive:
@@ -66,7 +66,7 @@ def check_parts(path: str | os.PathLike[str]) -> None:
 
 
 def plain_classes() -> list[Any]:
-    """Classes and functions that only make plain values: NumPy's, Python's containers, and paths."""
+    """Return the NumPy, container and path classes and functions that are safe to unpickle."""
     reconstruct = np.zeros(0).__reduce__()[0]
     scalar = np.float64(0).__reduce__()[0]
     return [
@@ -86,7 +86,7 @@ def plain_classes() -> list[Any]:
 
 
 def refused_classes(source: str | os.PathLike[str] | BinaryIO) -> list[str]:
-    """The classes and functions that a file needs and `read_pickled` with `plain_classes` does not make."""
+    """Return the names of the classes and functions that a file needs and that `read_pickled` refuses."""
     try:
         with torch.serialization.safe_globals(plain_classes()):
             found = torch.serialization.get_unsafe_globals_in_checkpoint(source)
@@ -117,18 +117,18 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 
 
 def bare_name(name: str) -> str:
-    """A parameter's name without those of the modules that FSDP, recomputation and compilation put around its own."""
+    """Return a parameter's name without the prefixes that FSDP, activation checkpointing and compilation add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 class TorchShards:
-    """One such folder.
+    """Reader of a folder that `torch.distributed.checkpoint` has written.
 
     Attributes:
-        directory: The same.
-        tensors: Shapes and dtypes of its tensors by name, as `torch.distributed.checkpoint` describes them.
+        directory: The path of the folder.
+        tensors: Shape and dtype of each tensor, by name, in the form that `torch.distributed.checkpoint` uses.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -144,16 +144,16 @@ class TorchShards:
 
     @staticmethod
     def is_here(directory: str | os.PathLike[str]) -> bool:
-        """Whether a local folder is such a one."""
+        """Return True if a local folder was written by `torch.distributed.checkpoint`."""
         return (Path(directory) / METADATA).is_file()
 
     def names_below(self, part: str) -> dict[str, str]:
-        """The names of tensors in one part of what was saved, such as `"model"`, and what they are called there."""
+        """Return the tensors in one top-level part, such as `"model"`: full names by names within that part."""
         paths = {name: self._path_of(name) for name in self.tensors}
         return {name: ".".join(map(str, path[1:])) for name, path in paths.items() if path[0] == part}
 
     def tensor(self, name: str) -> Tensor:
-        """Read one whole tensor."""
+        """Read one full tensor."""
         described = self.tensors[name]
         whole = torch.empty(described.size, dtype=described.properties.dtype)
         filled = 0
@@ -169,7 +169,7 @@ class TorchShards:
         return whole
 
     def whole(self) -> dict[str, Any]:
-        """Read all that was saved, in the nesting that it was saved in."""
+        """Read everything that was saved, in its original nesting."""
         nested: dict[Any, Any] = {}
         for name in self.tensors:
             _put(nested, self._path_of(name), self.tensor(name))
@@ -181,7 +181,7 @@ class TorchShards:
         return tuple(self._paths.get(name, (name,)))
 
     def _read(self, name: str, offsets: tuple[int, ...]) -> Any:
-        """One stored entry: a part of a tensor, or a value."""
+        """Read one stored entry: a part of a tensor, or a value."""
         place = self._places.get(name, {}).get(offsets)
         if place is None:
             raise CheckpointError(f"{self.directory} does not say where {name} is.")
@@ -198,14 +198,13 @@ class TorchShards:
 
 
 class _UnknownRecord(pickle.UnpicklingError):
-    """A class or function that is not one of torch's records."""
+    """Raised for a class or function that is not one of torch's record classes."""
 
 
 class _Records(pickle.Unpickler):
-    """An unpickler of torch's records, which hold no code."""
+    """Unpickler that creates only torch's record classes, which cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """One of them, or a dtype."""
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise _UnknownRecord(f"{module}.{name}")
@@ -236,7 +235,7 @@ def _put(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_lists(nested: Any) -> Any:
-    """Dicts whose keys are positions as the lists that they were."""
+    """Convert dicts whose keys are positions back to lists."""
     if not isinstance(nested, dict):
         return nested
     if nested and all(isinstance(key, int) for key in nested):
@@ -252,7 +251,7 @@ BY_POSITION = "#"
 
 
 def by_name_or_position(state: Any, source: str | os.PathLike[str]) -> dict[str, Any]:
-    """An optimizer's state by parameter: FSDP's is by names, any other by positions."""
+    """Return an optimizer's state by parameter. FSDP's state uses names, all others use positions."""
 
     def key(parameter: Any) -> str:
         return bare_name(parameter) if isinstance(parameter, str) else f"{BY_POSITION}{parameter}"
@@ -267,7 +266,7 @@ def by_name_or_position(state: Any, source: str | os.PathLike[str]) -> dict[str,
 
 
 def with_positions(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by names in the form of `torch.optim.Optimizer.state_dict`, by positions."""
+    """Convert an optimizer's state by names to the form of `torch.optim.Optimizer.state_dict`, by positions."""
     positions: dict[str, int] = {}
     groups = []
     for group in state["param_groups"]:
@@ -280,11 +279,11 @@ def with_positions(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_by_position(saved: Mapping[str, Any], groups: list[list[str]]) -> dict[str, Any]:
-    """An optimizer's state with names in place of positions.
+    """Replace positions by parameter names in an optimizer's state.
 
     Args:
-        saved: Its state, as this module reads it, or as any other checkpoint has it, which stays as it is.
-        groups: The names of the parameters of the optimizer that it is for, by group.
+        saved: The state, as this module or another checkpoint format provides it. It is not modified.
+        groups: The names of the optimizer's parameters, by parameter group.
     """
     if not holds_positions(saved):
         return dict(saved)
@@ -305,6 +304,6 @@ def named_by_position(saved: Mapping[str, Any], groups: list[list[str]]) -> dict
 
 
 def holds_positions(saved: Any) -> bool:
-    """Whether an optimizer's state names parameters by their position."""
+    """Return True if an optimizer's state identifies parameters by position."""
     groups = saved.get("param_groups", ()) if isinstance(saved, Mapping) else ()
     return any(str(name).startswith(BY_POSITION) for group in groups for name in group["params"])
