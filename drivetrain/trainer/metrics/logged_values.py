@@ -756,8 +756,8 @@ class LoggedValues:
     def unsynced_step_values(self, exchange: Callable[[str], list[str] | None]) -> tuple[dict[str, Value], list[str]]:
         """Return the training step's values for trackers after an error, without a collective.
 
-        `exchange` sends a text to all ranks and returns theirs, or None if some did not answer. Also returns the names of
-        the values that are then this rank's own.
+        `exchange` sends a text to all ranks and returns theirs, or None if some did not answer. Also returns the names
+        of the values that are then this rank's own.
         """
         values, entries = self.step_values(for_logger=True), self._tables["train"].values()
         own = {name: value for name, value in latest_of(entries).items() if name in values}
