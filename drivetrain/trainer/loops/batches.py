@@ -69,7 +69,6 @@ class LoaderSource:
 
     @property
     def is_given(self) -> bool:
-        """True if the user passed the loaders as an argument."""
         return self._given is not None
 
     def again(self) -> LoaderSource:
@@ -440,7 +439,6 @@ class TrainingBatches:
 
     @property
     def is_stale(self) -> bool:
-        """True if the training loader must be made again."""
         return self._source.is_stale
 
     @property

@@ -115,7 +115,7 @@ class EvaluationLoop:
 
     @contextmanager
     def preserve_random_state(self) -> Iterator[None]:
-        """Restore all random generators after the body, so that a sanity check does not change training.
+        """Restore all random generators after the `with` block, so that a sanity check does not change training.
 
         Covers the global generators, those of devices, and those of the task and the data module. The loaders restore
         their own generators in `run(keep=False)`.
@@ -238,7 +238,7 @@ FOREVER = float("inf")
 
 @contextmanager
 def evaluating(task: Task, stage: Stage, model: nn.Module) -> Iterator[None]:
-    """Set the modules to evaluation mode for the body, then restore the previous mode of each module."""
+    """Set the modules to evaluation mode for the `with` block, then restore the previous mode of each module."""
     modes = [(module, module.training) for module in task.modules()]
     _call_if_any(task, stage.hook_name("model_eval"))
     if isinstance(model, StepModule):
@@ -248,6 +248,7 @@ def evaluating(task: Task, stage: Stage, model: nn.Module) -> Iterator[None]:
         yield
     finally:
         _call_if_any(task, stage.hook_name("model_train"))
+        # One by one: `task.train()` would also set frozen modules that the user keeps in evaluation mode.
         for module, mode in modes:
             module.training = mode
 
@@ -514,7 +515,6 @@ class PredictionLoop:
         ]
 
     def _gathered(self, outputs: list[Any]) -> list[list[Any]]:
-        """Return the outputs of every rank, in the order of the ranks."""
         try:
             return gather_object([outputs])
         except DataError as error:

@@ -60,7 +60,6 @@ class FitLoop:
 
     @property
     def loader(self) -> PreparedLoader | CombinedLoader:
-        """Prepared training loader."""
         return self.batches.loader
 
     @property
@@ -70,7 +69,6 @@ class FitLoop:
 
     @property
     def validates(self) -> bool:
-        """True if the run has a validation."""
         return self._run_validation is not None
 
     @property
@@ -146,7 +144,7 @@ class FitLoop:
             batches.snapshot.release()
             trainer.accelerator.optimizer_step.close()
         finally:
-            windows.close()
+            windows.close()  # ends the loader's workers now, not when the generator is collected
             window.clear()
             self._timing.end_steps()
             trainer.current.leave_epoch(progress.batches_in_epoch)
@@ -188,7 +186,6 @@ class FitLoop:
         return True
 
     def _roll_back(self, path: str) -> None:
-        """Restore a checkpoint during the run."""
         saved = SavedRun(self._trainer, path)
         saved.restore_early()
         saved.restore_weights()
@@ -344,7 +341,6 @@ class FitLoop:
         save_for_resume(self._trainer)
 
     def _close_epoch(self) -> None:
-        """Advance the counters to the next epoch."""
         self._progress.begin_epoch(self._progress.epoch + 1)
         self.batches.end_epoch()
         self._agree()

@@ -76,7 +76,6 @@ class Progress:
 
     @property
     def batches_are_done(self) -> bool:
-        """True if the current epoch has no batches left."""
         return self.phase >= Phase.DRAINED
 
     def count(self, unit: Unit) -> int:
@@ -95,12 +94,10 @@ class Progress:
         self.phase = Phase.BATCHES
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all counters and the phase for a checkpoint."""
         return {name: getattr(self, name) for name in _COUNTERS} | {"phase": self.phase.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters and the phase from a checkpoint."""
-        start = Progress()
+        start = Progress()  # checkpoints of older versions lack some counters
         for name in _COUNTERS:
             setattr(self, name, int(state.get(name, getattr(start, name))))
         self.phase = Phase[state["phase"]] if "phase" in state else _phase_of_booleans(state)
@@ -159,7 +156,6 @@ class CurrentRun:
         self.training_batches, self.evaluation_batches, self.last_epoch = lengths
 
     def leave_batch(self) -> None:
-        """Clear the current batch and its info."""
         self.batch = self.batch_info = None
 
     def leave_epoch(self, finished: int) -> None:
@@ -174,7 +170,7 @@ class CurrentRun:
 
     @contextmanager
     def within(self, stage: Stage, sanity_checking: bool = False) -> Iterator[None]:
-        """Set another stage for the body, then restore the previous stage and batch."""
+        """Set another stage for the `with` block, then restore the previous stage and batch."""
         before = self.stage, self.sanity_checking, self.batch, self.batch_info
         self.stage, self.sanity_checking = stage, sanity_checking
         yield
@@ -182,7 +178,7 @@ class CurrentRun:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore every attribute except `loaders` after the body."""
+        """Restore every attribute except `loaders` after the `with` block."""
         before = {name: getattr(self, name) for name in self.__slots__ if name != "loaders"}
         before["evaluation_batches"] = dict(self.evaluation_batches)
         try:

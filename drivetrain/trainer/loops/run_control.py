@@ -70,7 +70,7 @@ class Interruption:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Install the signal handlers for the body, then restore the previous ones.
+        """Install the signal handlers for the `with` block, then restore the previous ones.
 
         Does nothing outside the main thread. Signals for which the user installed a handler keep it.
         """
@@ -92,7 +92,7 @@ class Interruption:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            self._raised.set()
+            self._raised.set()  # the thread of `_read_signals` would otherwise end the process
             raise KeyboardInterrupt
         self.requested = True
         self.on_request()
@@ -145,7 +145,7 @@ class EvaluationEnded(Exception):
 
 
 class EvaluationWatch:
-    """Watcher that ends an evaluation within `fit` after a signal, at one batch for all ranks.
+    """Watcher that ends an evaluation within `fit` after a signal, after an equal number of batches on all ranks.
 
     Ranks exchange their signals about once per second. A rank that has finished its batches takes part until all ranks
     have finished.
@@ -307,13 +307,16 @@ class RunControl:
 
     @contextmanager
     def signals_watched(self) -> Iterator[None]:
-        """Handle signals during the body, so that they end the run."""
+        """Handle signals during the `with` block, so that they end the run."""
         with self._signals.watched():
             yield
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore the requests to stop or roll back after the body. A signal in the body still ends the run."""
+        """Restore the requests to stop or roll back after the `with` block.
+
+        A signal during the block still ends the run.
+        """
         before = self.stop_requested, self.stop_agreed, self.rollback_path, set(self.batches_to_skip)
         by, requests, for_good = self._requested_by, dict(self._requests), self._stops_for_good
         self.withdraw_stop()
@@ -325,24 +328,20 @@ class RunControl:
             self.stop_requested = self.stop_requested or bool(self._forced)
 
     def start_clock(self) -> None:
-        """Start measuring `max_time`."""
         self._started = time.monotonic()
 
     # Reasons
 
     @property
     def interrupted(self) -> bool:
-        """True if Ctrl-C ended the run or is about to end it."""
         return StopReason.INTERRUPTED in self._forced
 
     @property
     def preempted(self) -> bool:
-        """True if SIGTERM or SIGUSR1 ended the run or is about to end it."""
         return StopReason.PREEMPTED in self._forced
 
     @property
     def out_of_time(self) -> bool:
-        """True if `max_time` has passed."""
         return StopReason.MAX_TIME in self._forced
 
     @property
@@ -390,7 +389,6 @@ class RunControl:
         self._stops_for_good = self._stops_for_good and bool(self._requests)
 
     def withdraw_stop(self) -> None:
-        """Withdraw all requests to stop."""
         self.stop_requested = self.stop_agreed = self._stops_for_good = False
         self._requested_by = ""
         self._requests.clear()
@@ -414,7 +412,6 @@ class RunControl:
             self.stop_agreed = True
 
     def record_exception(self, error: BaseException) -> None:
-        """Record `KeyboardInterrupt` or another exception as the reason why the run ended."""
         if isinstance(error, KeyboardInterrupt):
             self._forced.add(StopReason.INTERRUPTED)
             self._conclude(StopReason.INTERRUPTED, "Ctrl-C, within a step, so nothing was saved")
@@ -427,7 +424,7 @@ class RunControl:
         return Ending(self.reason, self.details, frozenset(self._forced), self.identity)
 
     def adopt(self, ending: Ending) -> None:
-        """Take the result of a run that another process drove."""
+        """Store the result of a run that took place in another process."""
         self.reason, self.details = ending.reason, ending.details
         self._forced = set(ending.forced)
         self.identity = ending.identity
@@ -451,7 +448,6 @@ class RunControl:
         self.skip_batches(skip_batches)
 
     def skip_batches(self, batches: Collection[tuple[int, int]]) -> None:
-        """Skip batches of this rank, given as pairs of epoch and batch index."""
         self.batches_to_skip.update(batches)
 
     def record_rollback(self) -> None:
@@ -476,7 +472,7 @@ class RunControl:
         self._stops.start(self._progress.total_batches)
 
     def agree(self, saves: SaveQueue | None, *wishes: bool) -> tuple[bool, ...]:
-        """Exchange stop requests with all ranks. All must call this after one and the same batch.
+        """Exchange stop requests with all ranks. All ranks must call this after an equal number of batches.
 
         Each flag in `wishes` is combined over ranks by "or". Returns the combined flags.
         """
@@ -534,7 +530,7 @@ class RunControl:
         return min(1.0, max(shares))
 
     def is_done(self, epoch_length: float, is_resuming: bool) -> bool:
-        """Return True if no epoch is left to run, and record the reason."""
+        """Return True if no epoch is left to run, and record the reason. `epoch_length` is in batches."""
         options, progress = self.options, self._progress
         if self._forced:
             return True  # `finish` records the reason, once all signals are known
@@ -601,7 +597,7 @@ def calling_function() -> str:
 
 @dataclass(eq=False)
 class StopExchange:
-    """Exchange of stop requests, so that all ranks stop at one step.
+    """Exchange of stop requests, so that all ranks stop after the same optimizer step.
 
     With one rank, a request holds at once and only the clock is read from time to time. With several ranks, an
     exchange takes place about once per second. Rank 0 computes after how many batches the next one follows, so a step
@@ -622,7 +618,7 @@ class StopExchange:
         self.next_batch = batches + 1
 
     def exchange(self, batches: int, wishes: tuple[bool, ...], by: str) -> tuple[tuple[bool, ...], str]:
-        """Combine the flags `wishes` over all ranks by "or". All must call this after one and the same batch.
+        """Combine the flags `wishes` over all ranks by "or". All ranks must call this at an equal `batches`.
 
         Returns the combined flags and the first reason that any rank gave.
         """
@@ -772,7 +768,6 @@ class ValidationSchedule:
             self._every = interval
 
     def restart_clock(self) -> None:
-        """Restart the time until the next validation."""
         self._validated_at = time.monotonic()
 
     def record_due(self) -> None:
@@ -805,7 +800,7 @@ class ValidationSchedule:
 
     @property
     def is_at_epoch_end(self) -> bool:
-        """True if a validation is due at the end of the current epoch, without an interval within it."""
+        """True if a validation is due at the end of the current epoch and none is due within the epoch."""
         if not self.is_this_epoch or self._progress.validated_at == self._progress.total_batches:
             return False
         return self._after is None and self._every == FOREVER and self._epochs is not None
@@ -907,7 +902,6 @@ class EpochHealth:
         self._has_warned = False
 
     def begin_epoch(self) -> None:
-        """Record the counters at the start of the epoch."""
         self._steps, self._batches = self._trainer.global_step, self._trainer.progress.total_batches
 
     def end_epoch(self) -> None:

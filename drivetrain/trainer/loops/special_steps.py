@@ -217,7 +217,6 @@ class ScheduledStep(PlainStep):
         return None
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one optimizer step over the micro-batches in `window`. Returns True if an optimizer stepped."""
         self._begin(window)
         strategy, logged = self._strategy, self._logged
         for micro_batch in window:

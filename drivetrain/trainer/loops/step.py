@@ -285,7 +285,7 @@ class Feed:
 
 @contextmanager
 def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
-    """Discard the values that the body logs, and restore the states of the metrics that it updates."""
+    """Discard the values that the `with` block logs, and restore the states of the metrics that it updates."""
     before = logged.skips
     logged.skips = True
     try:
@@ -406,6 +406,7 @@ class PlainStep:
         """Run one optimizer step over the micro-batches in `window`. Returns True if an optimizer stepped."""
         self._begin(window)
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
+        # `_has_loss` waits for the device, so it runs only if this rank left out all of its batches.
         has_loss = self._took_part or self._has_loss()
         stepped = self._engine.step_all() if has_loss else self._trainer.steps_without_loss(window)
         return self._finish(window, outputs[-1], stepped)
@@ -452,6 +453,7 @@ class PlainStep:
         if share:
             output = step(batch, micro_batch.batch_idx)
         else:
+            # Padding rows must not update the task's metrics.
             with untouched_metrics(self._task):
                 output = step(batch, micro_batch.batch_idx)
         if outer is not None:
@@ -569,6 +571,7 @@ class PlainStep:
     def _clipping(self) -> Callable[[Optimizer], None]:
         """Return the task's `configure_gradient_clipping`, bound to the arguments of the Trainer."""
         trainer, clip = self._trainer, self._task.configure_gradient_clipping
+        # An override may name its arguments differently. They are then passed by position.
         try:
             inspect.signature(clip).bind(None, gradient_clip_val=None, gradient_clip_algorithm=None)
         except TypeError:

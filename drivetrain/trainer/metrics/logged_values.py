@@ -1,4 +1,4 @@
-"""What `self.log` keeps: detached tensors, folded rarely, turned into numbers only where something is shown."""
+"""Values of `self.log`: storage as detached tensors, and reduction over batches and ranks."""
 
 from __future__ import annotations
 
@@ -144,7 +144,6 @@ class LoggedValue:
         return self.name.removesuffix(self.suffix) + ending + self.suffix
 
     def reset(self) -> None:
-        """Clear all values."""
         self.fresh = self.stepped = False
         self.last: Value | None = None
         self.synced: Value | None = None  # the last value once it is reduced over ranks
@@ -536,7 +535,7 @@ class LoggedValues:
 
     @contextmanager
     def forbidden(self, scope: LogScope) -> Iterator[None]:
-        """Refuse logging in the body by a scope that does not allow it, then restore the previous scope."""
+        """Refuse logging in the `with` block by a scope that does not allow it, then restore the previous scope."""
         before, skips = (self.scope, self.dataloader_idx), self.skips
         self.enter(scope)
         try:
@@ -547,7 +546,7 @@ class LoggedValues:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Log into empty tables during the body, then restore the previous tables."""
+        """Log into empty tables during the `with` block, then restore the previous tables."""
         before = dict(self.__dict__)
         self._tables = {stage: {} for stage in self._tables}
         self._by_loader, self._epoch, self._bar, self.evaluated = {}, {}, {}, EvaluationCounts()
@@ -560,7 +559,7 @@ class LoggedValues:
 
     @contextmanager
     def diverted(self) -> Iterator[list[tuple[str, Any, Arguments, float | None]]]:
-        """Collect the calls of `log` in the body in a list instead of storing their values.
+        """Collect the calls of `log` in the `with` block in a list instead of storing their values.
 
         Calls during `skips` are dropped.
         """
@@ -617,7 +616,7 @@ class LoggedValues:
 
     @contextmanager
     def recorded(self) -> Iterator[list[Call]]:
-        """Store the values logged in the body, and collect their calls in a list for ranks that did not run it."""
+        """Store the values logged in the `with` block, and also collect their calls in a list for other ranks."""
         calls: list[Call] = []
         self._record = calls
         try:
@@ -713,7 +712,6 @@ class LoggedValues:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Restore the values from a checkpoint."""
         self.start(("train",))
         self.enter(self.scope, self.dataloader_idx)
         for saved in state["train"]:
@@ -825,6 +823,7 @@ class LoggedValues:
         both = self._that_count(gather_object([{"epoch": local, "steps": latest_of(entries)}]))
         everyone, steps = [each["epoch"] for each in both], combined(entries, [each["steps"] for each in both])
         results: list[EpochValue] = []
+        # The order of names must be equal on all ranks, since a metric below runs a collective.
         for name in dict.fromkeys(name for each in everyone for name in each):
             parts = [each[name] for each in everyone if name in each]
             metric = _find_metric(task, parts[0]["metric"])
@@ -915,7 +914,7 @@ class LoggedValues:
             values.clear()
 
     def remember(self, values: Mapping[str, Value], bar: Mapping[str, Value] | None = None) -> None:
-        """Add values from another source to those that callbacks and the progress bar see."""
+        """Add values to those that callbacks and the progress bar receive."""
         self._epoch.update(values)
         self._bar.update(bar or {})
 
@@ -964,7 +963,7 @@ _REDUCTION = 4  # index in `ARGUMENTS`
 
 
 class _Call(NamedTuple):
-    """Call of `self.log`, with the number of rows and whether the caller passed it."""
+    """Call of `self.log`. `rows_given` is True if the caller passed the number of rows."""
 
     value: Any
     arguments: tuple[Any, ...]
@@ -980,12 +979,11 @@ class HeldBack:
         self._parts: dict[int, list[dict[tuple[str, int], _Call]]] = {}
 
     def clear(self) -> None:
-        """Drop all collected calls."""
         self._parts.clear()
 
     @contextmanager
     def collecting(self, place: int) -> Iterator[None]:
-        """Collect the calls of `log` in the body, for a part of the micro-batch with index `place`."""
+        """Collect the calls of `log` in the `with` block, for a part of the micro-batch with index `place`."""
         calls: dict[tuple[str, int], _Call] = {}
         self._parts.setdefault(place, []).append(calls)
         with self._logged.diverted() as diverted:

@@ -57,7 +57,7 @@ def _gather_from(ranks: Sequence[int], state: Tensor, group: Any = None) -> list
 
 @contextmanager
 def _states_exchanged_whole(metric: Any, select: Select) -> Iterator[None]:
-    """Make a metric and its inner metrics exchange all their states in one collective during the body.
+    """Make a metric and its inner metrics exchange all their states in one collective during the `with` block.
 
     torchmetrics (1.9) runs a collective for each tensor of a state. If a rank has seen no batch, or fewer than others,
     the number, shape or dtype of these tensors differs between ranks. gloo then aborts the process or hangs.
@@ -107,7 +107,7 @@ _BOOKKEEPING = ("_update_count", "_update_called", "_computed", "_forward_cache"
 
 @contextmanager
 def untouched_metrics(task: nn.Module) -> Iterator[None]:
-    """Restore the states of all torchmetrics objects in the task after the body."""
+    """Restore the states of all torchmetrics objects in the task after the `with` block."""
     metrics = list(find_metrics(task).values())
     kept: list[dict[str, Any]] = [
         {

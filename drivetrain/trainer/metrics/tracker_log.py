@@ -117,7 +117,6 @@ class TrackerLog:
         return results
 
     def write_epoch_values(self, results: list[EpochValue]) -> None:
-        """Write the values of an epoch."""
         trainer = self.trainer
         step = trainer.global_step if self.evaluated_step is None else self.evaluated_step
         values = {result.epoch_name: result.value for result in results if result.logger}
@@ -220,7 +219,6 @@ class TrackerLog:
 
 
 def print_results(title: str, results: list[dict[str, float]]) -> None:
-    """Print the values of each loader as a table."""
     for index, values in enumerate(results):
         if not values:
             continue

@@ -127,7 +127,6 @@ class Actions:
     # Start and end of a run
 
     def begin(self, task: Task, stage: Stage) -> None:
-        """Set up the profiler before a run."""
         if self.measures:
             trainer = self._trainer
             local_rank = trainer.local_rank if trainer.world_size > 1 else None
@@ -136,7 +135,6 @@ class Actions:
             self._is_open, self._samples = True, 0
 
     def finish(self, stage: Stage) -> None:
-        """Report the profiler's results after a run, and release its resources."""
         if self._is_open:
             self._is_open = False
             self.profiler.describe()

@@ -86,4 +86,4 @@ class AdvancedProfiler(Profiler):
 
     def teardown(self, stage: str | None) -> None:
         super().teardown(stage)
-        self.profiled_actions.clear()  # a profile can be neither copied nor pickled, nor could a Trainer that holds one
+        self.profiled_actions.clear()  # a `cProfile.Profile` can be neither copied nor pickled

@@ -165,7 +165,7 @@ class PyTorchProfiler(Profiler):
             profile_memory=first._profile_memory,
             with_flops=first._with_flops,
         )
-        together._tree_built = True  # each list has its tree; a second build would nest the events again
+        together._tree_built = True  # each list has its tree already, and `key_averages` asserts this flag
         joined: EventList = together
         return joined
 
@@ -243,7 +243,6 @@ class PyTorchProfiler(Profiler):
             self._contexts.enter_context(RegisterRecordFunction(self._model, f"{self.prefix[:-1]}][module]"))
 
     def _take_trace(self, kind: str, plan: Callable[[int], Any] | None, recording: Any) -> None:
-        """Store the recorded events and write their trace."""
         self._events.append(recording.events())
         if plan is None or _is_over(plan, recording.step_num):
             self._finished.add(kind)
@@ -268,7 +267,7 @@ class PyTorchProfiler(Profiler):
 
 @contextmanager
 def RegisterRecordFunction(model: nn.Module, prefix: str = "[drivetrain][module]") -> Iterator[None]:
-    """Show the forward of each module as a block in the traces of torch's profiler, during the body."""
+    """Show the forward of each module as a block in the traces of torch's profiler, during the `with` block."""
     handles = []
     for name, module in model.named_modules():
         if name and not isinstance(module, torch.jit.ScriptModule):
@@ -276,6 +275,7 @@ def RegisterRecordFunction(model: nn.Module, prefix: str = "[drivetrain][module]
             block = f"{prefix}{kind.__module__}.{kind.__name__}: {name}"
             opened: list[Any] = []
             handles.append(module.register_forward_pre_hook(partial(_open_block, block, opened)))
+            # `always_call` ends the block even if the forward raises.
             handles.append(module.register_forward_hook(partial(_close_block, opened), always_call=True))
     try:
         yield

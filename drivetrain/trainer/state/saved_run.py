@@ -168,7 +168,7 @@ class StepSnapshot:
 
     @contextmanager
     def buffers_restored(self) -> Iterator[None]:
-        """Set the task's buffers to their stored values for the body, then restore the present ones."""
+        """Set the task's buffers to their stored values for the `with` block, then restore the present ones."""
         if not self.is_open:
             yield
             return
@@ -403,7 +403,6 @@ class SavedRun:
             shown[name] = again["state_dict"]
 
     def restore_weights(self) -> None:
-        """Load the weights into the placed models."""
         self._saved.check(advice="Let configure_optimizers return the same, and register the same objects.")
         self._saved.restore_models(strict=self._strict)
 
@@ -514,7 +513,6 @@ def moment_of(trainer: Trainer) -> Moment:
 
 
 def _batches_before(loader: PreparedLoader | CombinedLoader, state: Mapping[str, Any]) -> int:
-    """Return the number of batches of this rank before a position that was just loaded."""
     return loader.consumed_batches if isinstance(loader, PreparedLoader) else int(state["index"])
 
 
@@ -598,6 +596,7 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
             answer[0] = _newest(_directories(trainer))
         except (DrivetrainError, OSError) as error:
             answer[1] = error.message if isinstance(error, DrivetrainError) else str(error)
+    # The error of rank 0 is broadcast too, or the other ranks would wait here forever.
     path, problem = broadcast_object_list(answer)
     if problem is not None:
         raise CheckpointError(f"resume='auto' could not look for checkpoints: {problem}")

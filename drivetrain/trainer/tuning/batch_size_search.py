@@ -48,6 +48,7 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
         chosen = tried.chosen(fitting)
     finally:
         attribute.write(chosen)
+        # Loaders made during the trials have another batch size.
         for source in trainer.task_run.sources.values():
             source.is_stale = True
     less = f", {tried.margin:.0%} less than the largest that fits" if chosen < fitting else ""

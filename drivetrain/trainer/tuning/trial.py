@@ -78,7 +78,6 @@ class TrainingTrial:
             hooks.call("on_train_end")
 
     def step(self, window: list[PendingBatch]) -> None:
-        """Run one optimizer step over the micro-batches in `window`."""
         self._step.run(window)
 
     def try_gradients(self, source: LoaderSource) -> None:
@@ -132,7 +131,7 @@ def try_evaluation(trainer: Trainer, task: Task, stage: Stage, source: LoaderSou
 
 @contextmanager
 def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
-    """Prepare the training loader for the body, then restore its generators and release it in the engine."""
+    """Prepare the training loader for the `with` block, then restore its generators and release it in the engine."""
     loader = source.prepare_training()
     with ExitStack() as stack:
         stack.callback(source.forget_training)
@@ -146,7 +145,7 @@ def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
 
 @contextmanager
 def preserve_run(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
-    """Restore the whole state of the run after the body, even if the body raises.
+    """Restore the whole state of the run after the `with` block, even if the block raises.
 
     The state is: counters, weights, buffers, optimizers, schedulers, the loss scale, logged values, metric states,
     random generators and the current stage and batch. Each rank restores its own part without a collective.
@@ -185,7 +184,6 @@ class _TrainedState:
         self._others = [(one, deepcopy(one.state_dict())) for one in others]
 
     def restore(self) -> None:
-        """Copy the saved values back into the tensors, optimizers and schedulers."""
         with torch.no_grad():
             for tensor, copy in self._tensors:
                 tensor.copy_(copy)
@@ -278,12 +276,11 @@ class TunedAttribute:
 
     @property
     def is_kept(self) -> bool:
-        """True if the task or the data module has this attribute."""
         return bool(self._holders)
 
     @property
     def value(self) -> Any:
-        """Present value. That of the data module takes precedence over that of the task."""
+        """Present value. The data module takes precedence over the task."""
         holder = self._holders[-1]
         return holder[self.name] if isinstance(holder, Mapping) else getattr(holder, self.name)
 

@@ -173,7 +173,7 @@ class Tuner:
     def _placed(
         self, model: Task, stage: Stage, loaders: dict[Stage, Any], datamodule: DataModule | None
     ) -> Iterator[Task]:
-        """Set up and place the task for the body, then tear it down and restore generators and counters."""
+        """Set up and place the task for the `with` block, then tear it down and restore generators and counters."""
         trainer, run = self._trainer, self._trainer.task_run
         task = uncompiled(model)
         if isinstance(loaders[stage], DataModule):
