@@ -450,7 +450,7 @@ class TrainingBatches:
         return 1 if reads_own else trainer.strategy.topology.data_shard.count
 
     def reload(self) -> bool:
-        """Make the training loader again if this epoch requires it. Returns True if that happened.
+        """Make the training loader again if this epoch requires it. Returns True if it was made again.
 
         Within an epoch the loader is kept.
         """
@@ -535,7 +535,7 @@ class TrainingBatches:
             yield window
 
     def following(self, index: int) -> PendingBatch | None:
-        """Return the batch after `index` and remove it from the epoch, or return None at the end."""
+        """Return the training batch after `index` and remove it from the epoch, or return None at the end."""
         if index + 1 >= self.limit:
             return None
         for batch in self._feed:

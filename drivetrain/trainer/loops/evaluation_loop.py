@@ -464,7 +464,6 @@ class PredictionLoop:
         return results[0] if len(results) == 1 else results
 
     def _load(self) -> tuple[list[Prepared], list[float]]:
-        """Return the prepared loaders and the number of batches to run for each."""
         loaders = self._source.prepare_evaluation()
         limits = limits_of(loaders, self._limit, "limit_predict_batches", self._strategy.needs_even_batches)
         self._trainer.current.evaluation_batches[Stage.PREDICT] = own_batches(loaders, limits)

@@ -83,7 +83,6 @@ class FitLoop:
             self._validation.forget()
 
     def resume_from(self, saved: SavedRun) -> None:
-        """Start the first epoch from the position in a checkpoint."""
         self._restored = saved
 
     def run(self) -> None:
@@ -320,7 +319,7 @@ class FitLoop:
             self._agree()
 
     def stop_epoch(self) -> bool:
-        """Return True if the last batch of the epoch is done. Called when the run stops within an epoch."""
+        """Return True if the last batch of the epoch is done. Called if the run stops within an epoch."""
         return self.batches.are_done
 
     def call_epoch_start(self, is_again: bool) -> None:

@@ -84,7 +84,6 @@ class Progress:
         return value
 
     def forget(self, unit: Unit) -> None:
-        """Reset the counter of a unit to 0."""
         setattr(self, _COUNTED[unit], 0)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -152,7 +151,6 @@ class CurrentRun:
         return self.training_batches, self.evaluation_batches, self.last_epoch
 
     def adopt_lengths(self, lengths: tuple[float, dict[Stage, list[float]], tuple[int, int]]) -> None:
-        """Set the numbers of batches to those of a run that took place in other processes."""
         self.training_batches, self.evaluation_batches, self.last_epoch = lengths
 
     def leave_batch(self) -> None:
@@ -367,7 +365,6 @@ class _Tokens:
 
 
 def _real_rows(batch: Any, info: BatchInfo) -> Any:
-    """Return the batch without its padding rows."""
     rows, real = info.rows, info.real_rows
     if not info.padding or rows is None or real is None:
         return batch

@@ -307,7 +307,6 @@ class RunControl:
 
     @contextmanager
     def signals_watched(self) -> Iterator[None]:
-        """Handle signals during the `with` block, so that they end the run."""
         with self._signals.watched():
             yield
 
@@ -420,11 +419,9 @@ class RunControl:
             self._conclude(StopReason.FAILED, f"{type(error).__name__} was raised")
 
     def ending(self) -> Ending:
-        """Return why the last run ended, for a Trainer in another process."""
         return Ending(self.reason, self.details, frozenset(self._forced), self.identity)
 
     def adopt(self, ending: Ending) -> None:
-        """Store the result of a run that took place in another process."""
         self.reason, self.details = ending.reason, ending.details
         self._forced = set(ending.forced)
         self.identity = ending.identity
@@ -661,7 +658,6 @@ _FIRST_WORDS = {
 
 
 def print_first_line(trainer: Trainer, task: Task) -> None:
-    """Print the description of a `fit` on rank 0, unless the Trainer is barebones."""
     if trainer.is_global_zero and not trainer.barebones:
         trainer.print(first_line(trainer, task))
 
@@ -785,7 +781,6 @@ class ValidationSchedule:
 
     @property
     def is_this_epoch(self) -> bool:
-        """True if the current epoch has a validation."""
         return self._exists and (self._epochs is None or (self._progress.epoch + 1) % self._epochs == 0)
 
     @property

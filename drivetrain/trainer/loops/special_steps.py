@@ -316,7 +316,6 @@ class _Part(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Fraction of the micro-batch's rows in this part."""
         return (self.end - self.first) / self.of if self.of else 1.0
 
 
@@ -465,7 +464,6 @@ class SplitStep(PlainStep):
     # Messages
 
     def _report(self) -> None:
-        """Print the new number of parts, on rank 0."""
         normed = [name for name, module in self._task.named_modules() if isinstance(module, _BatchNorm)]
         statistics = ""
         if normed:
@@ -481,7 +479,6 @@ class SplitStep(PlainStep):
 
 
 def _taken(micro_batch: PendingBatch, part: _Part) -> PendingBatch:
-    """Return a micro-batch with only the rows of the part."""
     if not part.of or part.share == 1.0:
         return micro_batch
     info, rows = micro_batch.info, part.end - part.first

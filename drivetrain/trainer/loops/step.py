@@ -71,7 +71,6 @@ class StepOutput:
             )
 
     def has_weight(self, output: Any) -> bool:
-        """Return True if `training_step` returned a dict with a weight for its loss."""
         return isinstance(output, Mapping) and "weight" in output
 
     def weight_of(self, output: Any) -> Tensor | float:
@@ -507,7 +506,6 @@ class PlainStep:
         self._run_backward(loss, output, share, is_dummy)
 
     def _loss_of(self, output: Any) -> Any:
-        """Return the loss in the output of `training_step`, or None if the task left the batch out."""
         return self._output.loss_of(output)
 
     def _run_backward(self, loss: Any, output: Any, share: float, is_dummy: bool) -> None:

@@ -208,7 +208,6 @@ class LoggedValue:
         }
 
     def take_over(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Restore the values from a checkpoint's state dict, on the device."""
         pending, total = state["pending"], state["total"]
         self.total = None if total is None else total.to(device)
         self.weight = state["weight"]
@@ -218,7 +217,6 @@ class LoggedValue:
         self.fresh = state["fresh"]
 
     def adopt(self, restored: LoggedValue) -> None:
-        """Copy the values of an entry that was restored from a checkpoint."""
         for slot in ("total", "weight", "_pending", "_weights", "last", "fresh"):
             setattr(self, slot, getattr(restored, slot))
 
@@ -383,7 +381,6 @@ class EvaluationCounts(dict[str, int]):
         return before
 
     def total(self, stage: str, alone: bool) -> int:
-        """Return the number of evaluated batches of a stage over all loaders."""
         return sum(count for key, count in self.items() if key.startswith(f"{_kind(stage, alone)}/"))
 
 
@@ -426,7 +423,6 @@ def reduced(entry: LoggedValue | None, local: dict[str, Any] | None, everyone: l
 
 
 def combine_plain(reduction: Reduction, values: list[float]) -> float:
-    """Reduce one number per rank to a single number."""
     if callable(reduction):
         return float(reduction(torch.tensor(values, dtype=torch.float64)))
     if reduction == "mean":
@@ -535,7 +531,7 @@ class LoggedValues:
 
     @contextmanager
     def forbidden(self, scope: LogScope) -> Iterator[None]:
-        """Refuse logging in the `with` block by a scope that does not allow it, then restore the previous scope."""
+        """Refuse calls of `self.log` in the `with` block, with the message of `scope`, then restore the previous scope."""
         before, skips = (self.scope, self.dataloader_idx), self.skips
         self.enter(scope)
         try:
@@ -546,7 +542,7 @@ class LoggedValues:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Log into empty tables during the `with` block, then restore the previous tables."""
+        """Use empty tables of logged values during the `with` block, then restore the previous tables."""
         before = dict(self.__dict__)
         self._tables = {stage: {} for stage in self._tables}
         self._by_loader, self._epoch, self._bar, self.evaluated = {}, {}, {}, EvaluationCounts()
@@ -794,7 +790,6 @@ class LoggedValues:
         return values, number
 
     def names(self, stage: str) -> set[str]:
-        """Return all names under which this rank has logged in a stage."""
         entries = self._tables[stage].values()
         return {name for entry in entries for name in (entry.name, entry.step_name, entry.epoch_name)}
 
@@ -855,7 +850,6 @@ class LoggedValues:
         return results
 
     def values_of(self, stage: str) -> Iterator[LoggedValue]:
-        """Yield the values that this rank has logged in a stage."""
         yield from self._tables[stage].values()
 
     def value_of(self, name: str, metric: Any, computed: Any) -> Value | None:

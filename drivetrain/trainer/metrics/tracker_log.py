@@ -74,7 +74,6 @@ class TrackerLog:
         )
 
     def record_written(self) -> None:
-        """Mark the values of the current step as written."""
         self._written_at = self.trainer.global_step
 
     def write_due_values(self) -> None:
@@ -140,7 +139,7 @@ class TrackerLog:
     # After an exception
 
     def write_last_step(self, though_not_due: bool = False) -> None:
-        """Write the values of the last step before an exception.
+        """Write the logged values of the last optimizer step before an exception.
 
         If not all ranks arrive here within a second, trackers receive the values of this rank alone.
         """
@@ -184,7 +183,6 @@ class TrackerLog:
     # Start and end of a run
 
     def hyper_parameters_of(self, owner: Any) -> Mapping[str, Any]:
-        """Return the hyper-parameters of a task or data module for the trackers."""
         return owner.hparams  # type: ignore[no-any-return]
 
     def begin_run(self, task: Task) -> None:

@@ -73,7 +73,7 @@ class Actions:
     # Measured functions
 
     def watch(self, action: str, function: C) -> C:
-        """Return a function that reports its calls as an action, or `function` itself without a profiler."""
+        """Return a function that reports each call to the profiler as `action`, or `function` itself without a profiler."""
         if not self.measures:
             return function
         profile = self.profiler.profile
@@ -86,11 +86,11 @@ class Actions:
         return measured  # type: ignore[return-value]
 
     def iterate(self, action: str, values: Iterable[T]) -> Iterable[T]:
-        """Return an iterable that reports the wait for each value as an action."""
+        """Return an iterable that reports the wait for each value to the profiler as `action`."""
         return self._iterate(action, iter(values)) if self.measures else values
 
     def iterate_training(self, values: Iterable[T], loader: PreparedLoader | CombinedLoader) -> Iterable[T]:
-        """Return an iterable over training batches that reports the waits and counts the samples."""
+        """Return an iterable over training batches that reports the waits to the profiler and counts the samples."""
         return self._count_samples(self._iterate(TRAIN_DATA, iter(values)), loader) if self.measures else values
 
     def _count_samples(self, values: Iterator[T], loader: PreparedLoader | CombinedLoader) -> Iterator[T]:
@@ -114,7 +114,7 @@ class Actions:
             yield held.pop()
 
     def watch_step(self, hooks: StepHooks) -> StepHooks:
-        """Return the hooks of an optimizer step with the backward and the optimizer step reported as actions."""
+        """Return `hooks` with the backward and the optimizer step reported as actions to the profiler."""
         if not self.measures:
             return hooks
         strategy = self._trainer.strategy

@@ -75,7 +75,6 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str,
 
 
 def _merged(tables: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Merge the logged values of several saved ranks by name."""
     found: dict[str, dict[str, Any]] = {}
     for table in tables:
         for entry in table:
@@ -195,7 +194,6 @@ class StepSnapshot:
 
 
 def _saved_buffers(task: nn.Module) -> list[Tensor]:
-    """Return the persistent buffers of a task, which are those in its state dict."""
     return [
         buffer
         for module in task.modules()

@@ -97,7 +97,6 @@ class TrainingTrial:
     def _windows(
         self, loader: PreparedLoader | CombinedLoader, limit: float | None
     ) -> Generator[list[PendingBatch], None, None]:
-        """Yield the micro-batches of an epoch in lists of one optimizer step each."""
         size, index = self._trainer.accumulate_grad_batches, 0
         window: list[PendingBatch] = []
         loader.set_epoch(self._trainer.progress.epoch)
@@ -117,7 +116,6 @@ class TrainingTrial:
 
 
 def try_evaluation(trainer: Trainer, task: Task, stage: Stage, source: LoaderSource, batches: int) -> None:
-    """Run a few batches of each evaluation loader."""
     model = trainer.task_run.model
     assert model is not None
     with trainer.task_run.with_callbacks(()), trainer.current.within(stage):
@@ -198,7 +196,6 @@ class _TrainedState:
 
 
 def _group(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a parameter group without its parameters."""
     return {name: _copy(value) for name, value in group.items() if name != "params"}
 
 
@@ -285,7 +282,6 @@ class TunedAttribute:
         return holder[self.name] if isinstance(holder, Mapping) else getattr(holder, self.name)
 
     def write(self, value: Any) -> None:
-        """Set the number in all places that hold it."""
         for holder in self._holders:
             if isinstance(holder, Mapping):
                 holder[self.name] = value  # type: ignore[index]
