@@ -219,9 +219,8 @@ class LoaderSource:
             return after.on_after_batch_transfer(batch, dataloader_idx) if after is not None else batch
 
         def place_without_logging(batch: Any) -> Any:
-            with self._trainer.logged.forbidden(
-                TRANSFER
-            ):  # a value logged here would be weighed by another batch's rows
+            # A value logged here would be weighed by another batch's rows.
+            with self._trainer.logged.forbidden(TRANSFER):
                 return place(batch)
 
         return place_without_logging if any(owners) else place

@@ -445,9 +445,8 @@ class PlainStep:
             self._announce(micro_batch)
         if self._engine.window.size > 1:
             self._engine.window.advance_planned()
-        outer = (
-            timing.enter(FORWARD) if timing.on else None
-        )  # not `timing.call`, which would add a frame to tracebacks of the task
+        # Not `timing.call`, which would add a frame to tracebacks of the task.
+        outer = timing.enter(FORWARD) if timing.on else None
         step = self._no_step if batch is None else self._training_step
         if share:
             output = step(batch, micro_batch.batch_idx)

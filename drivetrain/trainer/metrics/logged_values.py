@@ -531,7 +531,7 @@ class LoggedValues:
 
     @contextmanager
     def forbidden(self, scope: LogScope) -> Iterator[None]:
-        """Refuse calls of `self.log` in the `with` block, with the message of `scope`, then restore the previous scope."""
+        """Refuse calls of `self.log` in the `with` block, then restore the previous scope."""
         before, skips = (self.scope, self.dataloader_idx), self.skips
         self.enter(scope)
         try:

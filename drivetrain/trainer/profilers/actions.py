@@ -73,7 +73,7 @@ class Actions:
     # Measured functions
 
     def watch(self, action: str, function: C) -> C:
-        """Return a function that reports each call to the profiler as `action`, or `function` itself without a profiler."""
+        """Return a function that reports each call to the profiler, or `function` itself without a profiler."""
         if not self.measures:
             return function
         profile = self.profiler.profile
