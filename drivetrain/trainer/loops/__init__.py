@@ -1,1 +1,1 @@
-"""The loops of the four verbs, and one optimizer step."""
+"""Loops for training, validation, test and prediction, and the optimizer step."""

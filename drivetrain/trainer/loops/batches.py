@@ -1,4 +1,4 @@
-"""The training batches of an epoch: one window for each optimizer step, and where in the data a run is."""
+"""Data loaders of a run: their source, their preparation, and the accumulation windows of a training epoch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# Finding a run's loaders and preparing them
+# Finding and preparing the loaders
 
 
 Prepared: TypeAlias = PreparedLoader | CombinedLoader
@@ -46,10 +46,10 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 
 
 class LoaderSource:
-    """Where the loaders of one kind come from: an argument, the data module, or the task.
+    """Source of the loaders for one stage: the argument of `fit`, the data module or the task.
 
     Attributes:
-        is_stale: Whether what was prepared is to be made again, since its method now makes something else.
+        is_stale: True if the loaders must be made again, because a setting that their method reads has changed.
     """
 
     def __init__(self, trainer: Trainer, task: Task, stage: Stage, given: Any, data: DataModule | None) -> None:
@@ -59,7 +59,7 @@ class LoaderSource:
         self.is_stale = False
 
     def is_defined(self) -> bool:
-        """Whether there is anything to load."""
+        """Return True if the user passed a loader or overrides the method that makes it."""
         method = self._stage.loader_name
         return (
             self._given is not None
@@ -69,15 +69,17 @@ class LoaderSource:
 
     @property
     def is_given(self) -> bool:
-        """Whether the loaders were given, so that no method makes them again."""
         return self._given is not None
 
     def again(self) -> LoaderSource:
-        """The same source, of which nothing is prepared yet."""
+        """Return a copy of this source without prepared loaders."""
         return LoaderSource(self._trainer, self._task, self._stage, self._given, self._data)
 
     def raw(self) -> Any:
-        """The user's loader or loaders, made again where a method makes them."""
+        """Return the user's loader or loaders, before preparation, or None if there are none.
+
+        A method of the task or data module is called again each time.
+        """
         if self._given is not None:
             return self._given
         method = self._stage.loader_name
@@ -89,7 +91,7 @@ class LoaderSource:
         return actions.watch(actions.of_owner(owner, method), getattr(owner, method))()
 
     def _origin(self) -> str:
-        """Where the loader comes from, for errors."""
+        """Return a phrase for error messages that names the method or argument with the loader."""
         method, fits = self._stage.loader_name, self._trainer.task_run.stage is Stage.TRAIN
         for owner, base in ((self._data, DataModule), (self._task, Task)):
             if self._given is None and owner is not None and is_overridden(owner, base, method):
@@ -98,7 +100,7 @@ class LoaderSource:
         return f"passed to `Trainer.{'fit' if fits else self._stage.verb}({argument}=...)`"
 
     def prepare_training(self, again: bool = False) -> Prepared:
-        """The prepared training loader; several are combined."""
+        """Return the prepared training loader. Several loaders become one `CombinedLoader`."""
         if self._prepared is None or again or self.is_stale:
             self.forget_training()
             self._prepared = self._trainer.actions.watch("setup_train_dataloader", self._prepare_training)()
@@ -106,7 +108,7 @@ class LoaderSource:
         return self._prepared
 
     def forget_training(self) -> None:
-        """Let the engine forget the prepared training loader."""
+        """Release the prepared training loader in the engine."""
         if self._prepared is not None and self._prepared is not self._given:
             self._trainer.accelerator.forget_loader(self._prepared)
         self._prepared = None
@@ -127,14 +129,14 @@ class LoaderSource:
         return self._prepare(raw, 0, TailPolicy.WHOLE)
 
     def _most_batches(self) -> int | None:
-        """How many batches all processes together read of a loader that is overfitted; None if it is a share of it."""
+        """Return the batches that all ranks together read with `overfit_batches`, or None for a fraction."""
         limit = self._trainer.overfit_batches
         return limit * self._trainer.world_size if isinstance(limit, int) else None
 
     def prepare_evaluation(self) -> list[Prepared]:
-        """The prepared loaders for validation, test or prediction, each run on its own.
+        """Return the prepared loaders for validation, test or prediction, in the order of evaluation.
 
-        A `CombinedLoader` is one of them, but for one whose loaders come after each other anyway.
+        A `CombinedLoader` counts as one loader. One in sequential mode is split into its loaders.
         """
         raw = self.raw()
         if self._trainer.overfit_batches and self._trainer.task_run.stage is Stage.TRAIN:
@@ -178,19 +180,22 @@ class LoaderSource:
             shard=self._trainer.shard_of(loader),
             fill=self._fills(),
         )
-        if length_of(loader) == 0:  # not the prepared one: a process may get none of the few batches that there are
+        if length_of(loader) == 0:  # the prepared one may be empty on this rank alone
             raise DataError(f"The {self._stage.loader} loader is empty: {_describe(loader)}.")
         return prepared
 
     def _fills(self) -> bool:
-        """Whether short batches may be filled up: rows of predictions can be left out again, not those of a mean."""
+        """Return True if short batches may be padded.
+
+        Padding rows are removed from predictions afterwards, but cannot be removed from a mean.
+        """
         placement = self._trainer.accelerator.preparation.batch_placement
         if self._stage is Stage.PREDICT:
             return True
         return placement is not None and placement.fills_evaluation and self._stage is not Stage.TRAIN
 
     def _placing(self, dataloader_idx: int) -> Callable[[Any], Any] | None:
-        """How a batch gets to the device: through the transfer hooks that are overridden; None for the default."""
+        """Return a function that moves a batch to the device by the user's hooks, or None for the default."""
         precision = self._trainer.accelerator.precision
         casts = type(precision).convert_batch is not _plain_convert()
         owners: list[Any] = []
@@ -214,14 +219,15 @@ class LoaderSource:
             return after.on_after_batch_transfer(batch, dataloader_idx) if after is not None else batch
 
         def place_without_logging(batch: Any) -> Any:
-            with self._trainer.logged.forbidden(TRANSFER):  # the batch under way is another one, or none
+            # A value logged here would be weighed by another batch's rows.
+            with self._trainer.logged.forbidden(TRANSFER):
                 return place(batch)
 
         return place_without_logging if any(owners) else place
 
 
 def length_of(loader: Any) -> int | None:
-    """Number of batches, or None where it is not known."""
+    """Return the number of batches in the loader, or None if it has no length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -229,7 +235,10 @@ def length_of(loader: Any) -> int | None:
 
 
 def batches_to_run(length: int | None, limit: float | int | None, name: str) -> float:
-    """How many batches a limit leaves of a loader."""
+    """Return the number of batches to run, given the loader's length and the value of a limit argument.
+
+    Infinity stands for an unknown length without a limit. `name` is the limit's argument for error messages.
+    """
     if limit is None or (isinstance(limit, float) and limit == 1.0):
         return float("inf") if length is None else length
     if isinstance(limit, int):
@@ -249,7 +258,10 @@ def batches_to_run(length: int | None, limit: float | int | None, name: str) -> 
 
 
 def check_equal_lengths(batches: float, kind: str) -> None:
-    """Refuse numbers of batches that differ between processes which step together; call it on all."""
+    """Raise `DataError` if the ranks have different numbers of batches. Runs a collective.
+
+    `kind` names the loader in the message.
+    """
     everyone = gather_object([batches])
     if len(set(everyone)) > 1:
         counts = ", ".join(
@@ -264,7 +276,10 @@ def check_equal_lengths(batches: float, kind: str) -> None:
 
 
 def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str, even: bool = False) -> list[float]:
-    """How many batches a limit leaves of each loader, on the process with the most of them; call it on all."""
+    """Return the number of batches to run for each loader, from the rank with the longest one. Runs a collective.
+
+    With `even=True`, ranks with different numbers of batches raise `DataError`.
+    """
     lengths = [length_of(loader) for loader in loaders]
     if even:
         kind = name.removeprefix("limit_").removesuffix("_batches")
@@ -276,15 +291,15 @@ def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str, even
 
 
 def own_batches(loaders: Sequence[Any], limits: Sequence[float]) -> list[float]:
-    """How many batches of each loader this process will see."""
+    """Return the number of batches that this rank reads from each loader."""
     lengths = [length_of(loader) for loader in loaders]
     return [limit if length is None else min(length, limit) for length, limit in zip(lengths, limits, strict=True)]
 
 
 class _SameOrder(Sampler[Any]):
-    """Gives at each iteration the indices that the user's sampler gives at the first one.
+    """Sampler that repeats the indices of the first pass through the user's sampler.
 
-    The random state that they are drawn from is the same on all processes and in a resumed run.
+    The first pass runs with a fixed seed, so its order is equal on all ranks and in a resumed run.
     """
 
     def __init__(self, sampler: Iterable[Any], most: int | None) -> None:
@@ -303,10 +318,10 @@ class _SameOrder(Sampler[Any]):
 
 
 def with_same_batches(loader: Any, stage: Stage, most: int | None = None) -> Any:
-    """Return a loader, or structure of loaders, that gives the same batches in each epoch.
+    """Return a loader, or a structure of loaders, that yields equal batches in every epoch.
 
-    The order of a shuffling loader becomes that of the data. What another sampler gives first is kept; a batch sampler
-    and an iterable dataset stay as they are.
+    A shuffling loader reads the dataset in order. Another sampler repeats its first pass. Loaders with a batch sampler
+    or an iterable dataset are returned unchanged.
     """
     if isinstance(loader, CombinedLoader):
         return loader.map(lambda each: with_same_batches(each, stage, most))
@@ -329,7 +344,8 @@ def with_same_batches(loader: Any, stage: Stage, most: int | None = None) -> Any
         sampler = SequentialSampler(samples)
     else:
         sampler = _SameOrder(loader.sampler, None if most is None else most * loader.batch_size)
-    # A copy, since a subclass may take other arguments than torch's loader, which guards these two attributes.
+    # A subclass may have another constructor, so the loader is copied. `DataLoader.__setattr__` refuses to set
+    # samplers after construction, so it is bypassed.
     same = copy.copy(loader)
     object.__setattr__(same, "sampler", sampler)
     object.__setattr__(same, "batch_sampler", BatchSampler(sampler, loader.batch_size, loader.drop_last))
@@ -337,12 +353,12 @@ def with_same_batches(loader: Any, stage: Stage, most: int | None = None) -> Any
 
 
 def are_several(raw: Any) -> bool:
-    """Whether what was given is several loaders, in a structure: a dict, or a list of torch's loaders."""
+    """Return True if the value is a dict or list of loaders, rather than one loader."""
     return isinstance(raw, Mapping) or (isinstance(raw, list | tuple) and bool(raw) and _are_loaders(raw))
 
 
 def _are_loaders(items: Iterable[Any]) -> bool:
-    """Whether a list holds loaders, or structures of them, rather than being itself a list of batches."""
+    """Return True if each item is a loader or a structure of loaders. False for a list of batches."""
     return all(
         isinstance(item, DataLoader | CombinedLoader)
         or (isinstance(item, list | tuple) and bool(item) and _are_loaders(item))
@@ -371,14 +387,14 @@ FOREVER = float("inf")
 
 
 def epoch_length(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> float:
-    """Batches of this process in an epoch; infinite where this is not known."""
+    """Return the number of training batches of this rank per epoch, or infinity if unknown."""
     limit = trainer.overfit_batches or trainer.limit_train_batches
     name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
     return batches_to_run(length_of(loader), limit, name)
 
 
 def estimate_steps(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> float:
-    """Optimizer steps that `fit` takes; infinite where this is not known."""
+    """Return the number of optimizer steps that `fit` will take, or infinity if unknown."""
     batches = epoch_length(trainer, loader)
     if trainer.max_epochs < 0 or batches == FOREVER:
         steps = FOREVER
@@ -388,7 +404,7 @@ def estimate_steps(trainer: Trainer, loader: PreparedLoader | CombinedLoader) ->
 
 
 def _window_sizes(trainer: Trainer) -> list[int]:
-    """Micro-batches of a step in each epoch of the run."""
+    """Return the number of micro-batches per optimizer step, for each epoch of the run."""
     schedules = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]
     if not schedules:
         return [trainer.accumulate_grad_batches] * trainer.max_epochs
@@ -396,15 +412,15 @@ def _window_sizes(trainer: Trainer) -> list[int]:
 
 
 class TrainingBatches:
-    """The training batches of one epoch after the other.
+    """Training batches of a run, grouped into accumulation windows, with the loader's position for checkpoints.
 
     Attributes:
         loader: The prepared training loader.
-        limit: Batches of this process in an epoch; infinite where this is not known.
-        finished: The last batch of the last window that was finished in this pass over the data.
-        origin: The loader's position where this pass began.
-        marked: Its position where the open step began, if it is of a kind that cannot look back.
-        snapshot: What this process's state was when the last step or validation was finished.
+        limit: Number of batches of this rank per epoch, or infinity if unknown.
+        finished: Info of the last batch of the last finished window in this epoch, or None.
+        origin: Position of the loader at the start of this pass.
+        marked: Position of a `CombinedLoader` at the start of the current step. None for other loaders.
+        snapshot: State of this process after the last finished step or validation.
     """
 
     def __init__(self, trainer: Trainer, source: LoaderSource) -> None:
@@ -415,26 +431,28 @@ class TrainingBatches:
         self.marked: dict[str, Any] | None = None
         self._saves_within_steps = saves_within_steps(trainer)
         self.snapshot = StepSnapshot(cast("Task", trainer.task), trainer.logged, trainer.progress)
-        self._feed: Iterator[PendingBatch] = iter(())  # the batches of the epoch under way
+        self._feed: Iterator[PendingBatch] = iter(())  # shared by `windows` and `following`
         self.limit: float = FOREVER
         self.loader: PreparedLoader | CombinedLoader
         self._take(source.prepare_training())
 
     @property
     def is_stale(self) -> bool:
-        """Whether what makes the loader now makes another one."""
         return self._source.is_stale
 
     @property
     def shards(self) -> int:
-        """Over how many processes the rows of a step are spread; 1 where each reads a loader as it is."""
+        """Number of ranks among which each global batch is split, or 1 if each rank reads its own loader."""
         trainer = self._trainer
         loaders = self.loader.loaders if isinstance(self.loader, CombinedLoader) else [self.loader]
         reads_own = any(trainer.shard_of(each) is not None for each in loaders)
         return 1 if reads_own else trainer.strategy.topology.data_shard.count
 
     def reload(self) -> bool:
-        """Make the loader again, where it is to be in this epoch. Returns whether it was."""
+        """Make the training loader again if this epoch requires it. Returns True if it was made again.
+
+        Within an epoch the loader is kept.
+        """
         every, progress = self._trainer.reload_dataloaders_every_n_epochs, self._progress
         is_due = every and progress.epoch and progress.epoch % every == 0
         if progress.batches_in_epoch or not (is_due or self.is_stale):
@@ -444,7 +462,7 @@ class TrainingBatches:
         return True
 
     def begin_epoch(self, saved: SavedRun | None) -> None:
-        """Go to the epoch's first batch, or to the one that comes next after a checkpoint."""
+        """Move the loader to the first batch of the epoch, or to the position in the checkpoint `saved`."""
         self.finished = None
         if saved is None:
             self.loader.set_epoch(self._progress.epoch)
@@ -454,20 +472,20 @@ class TrainingBatches:
             self.origin = self.loader.state_dict()
 
     def end_epoch(self) -> None:
-        """Leave the epoch: the next one begins with what the loader then draws its order from."""
+        """Clear the positions of the epoch. The next epoch starts from the loader's present state."""
         self.finished = self.origin = None
 
     def mark(self) -> None:
-        """Remember where this process stands before a step or a validation."""
+        """Store the state of this process, before a step or a validation changes it."""
         self.snapshot.mark()
-        # A combination has only its present position.
+        # A combined loader can report only its present position, not one before a batch that was read ahead.
         self.marked = self.loader.state_dict() if isinstance(self.loader, CombinedLoader) else None
 
     def windows(self) -> Generator[list[PendingBatch], None, None]:
-        """The epoch's micro-batches, as many as make one optimizer step at a time.
+        """Yield the micro-batches of the epoch, in lists of one optimizer step each.
 
-        All of a window are read before its first is computed on, which shows how many there are; each is brought to the
-        device when its turn comes.
+        A list is complete before its first micro-batch is processed, so its size is known. Each batch moves to the
+        device only when its turn comes.
         """
         limit, progress = self.limit, self._progress
         if progress.batches_in_epoch >= limit or progress.batches_are_done:
@@ -479,7 +497,7 @@ class TrainingBatches:
         try:
             yield from self._windows()
         finally:
-            self._feed = iter(())  # ends the workers of a loader that was not read to its end
+            self._feed = iter(())  # ends the workers if the loader was not read to its end
 
     def _windows(self) -> Iterator[list[PendingBatch]]:
         limit, size, progress = self.limit, self._trainer.accumulate_grad_batches, self._progress
@@ -499,12 +517,12 @@ class TrainingBatches:
             window.append(batch)
             index += 1
             is_full = len(window) == size or batch.info.last or index == limit
-            del batch  # the window alone holds it, and is cleared with its step
+            del batch  # a second reference would keep its tensors during the step
             if is_full:
                 if timing.on:
                     timing.enter(IDLE)
                 yield window
-                index = max(index, progress.batches_in_epoch)  # a step may have taken more
+                index = max(index, progress.batches_in_epoch)  # a step may have read more through `following`
                 window = []
                 if index >= limit:
                     return
@@ -516,7 +534,7 @@ class TrainingBatches:
             yield window
 
     def following(self, index: int) -> PendingBatch | None:
-        """Take the batch after one out of the epoch, for a step that asks for more than its own; None at the end."""
+        """Return the training batch after `index` and remove it from the epoch, or return None at the end."""
         if index + 1 >= self.limit:
             return None
         for batch in self._feed:
@@ -526,7 +544,7 @@ class TrainingBatches:
 
     @property
     def are_done(self) -> bool:
-        """Whether the epoch ends with the window that was finished last."""
+        """True if the last finished window was the last of the epoch."""
         return (self.finished is not None and self.finished.last) or self._progress.batches_in_epoch >= self.limit
 
     def _take(self, loader: PreparedLoader | CombinedLoader) -> None:

@@ -1,4 +1,4 @@
-"""Validation and test: every sample once, over all processes."""
+"""Validation, test and prediction loops."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _SCOPES: dict[Stage, tuple[LogScope, LogScope]] = {
 
 
 class EvaluationLoop:
-    """Runs the task's validation or test step over its loaders."""
+    """Loop that runs `validation_step` or `test_step` of a task over its loaders."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class EvaluationLoop:
         self._hooks = trainer.hooks
         self._source, self._limit, self._limit_name = source, limit, limit_name
         self._loaders: list[Prepared] | None = None
-        self._loaded_in: float = -FOREVER  # the epoch that they were made in
+        self._loaded_in: float = -FOREVER  # epoch in which the loaders were made
         self._limits: list[float] = []
         self._drawn_from = drawn_from
         self._strategy, self._model = trainer.strategy, model
@@ -83,12 +83,12 @@ class EvaluationLoop:
         self._watch: Callable[[], EvaluationWatch] | None = None
 
     def load(self) -> list[Prepared]:
-        """Prepare the loaders, the first time they are needed or when they are to be made again."""
+        """Return the prepared loaders. They are made on first use, and again if stale or due for a reload."""
         trainer = self._trainer
         every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.current_epoch
         stale = every and epoch - self._loaded_in >= every and self._stage is Stage.VALIDATE
         if self._loaders is None or stale or self._source.is_stale:
-            # those of a sanity check serve the first epoch, where it validates
+            # Loaders of the sanity check also serve the first epoch if that epoch validates.
             if not trainer.sanity_checking or (epoch + 1) % (trainer.check_val_every_n_epoch or 1) == 0:
                 self._loaded_in = epoch
             self.forget()
@@ -101,7 +101,10 @@ class EvaluationLoop:
 
     @contextmanager
     def _drawing_apart(self) -> Iterator[None]:
-        """Let what the first making of loaders draws depend on nothing but the start of the run, and change nothing."""
+        """Make the loaders of a run from the random state at its start, then restore the generators.
+
+        Training therefore draws equal random numbers with and without validation.
+        """
         state, self._drawn_from = self._drawn_from, None
         if state is None:
             yield
@@ -112,10 +115,10 @@ class EvaluationLoop:
 
     @contextmanager
     def preserve_random_state(self) -> Iterator[None]:
-        """Undo in the end what the body draws, as the sanity check does: training then draws what it does without.
+        """Restore all random generators after the `with` block, so that a sanity check does not change training.
 
-        The global generators are put back, those of devices too, and those that the task and the data module hold; a
-        `run` that keeps nothing puts back those of its loaders and their datasets.
+        Covers the global generators, those of devices, and those of the task and the data module. The loaders restore
+        their own generators in `run(keep=False)`.
         """
         with isolated_random_state(devices=True), kept_generators(self._task, self._trainer.datamodule):
             yield
@@ -127,7 +130,11 @@ class EvaluationLoop:
         on_results: Callable[[], None] | None = None,
         watch: Callable[[], EvaluationWatch] | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate once."""
+        """Run one evaluation over all loaders. Returns a dict of logged values for each loader.
+
+        `at_most` limits the batches per loader. With `keep=False`, results and loader positions are discarded.
+        `on_results` is called once the results are logged.
+        """
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         self._watch = watch
         loaders = self.load()
@@ -139,22 +146,22 @@ class EvaluationLoop:
             for loader in () if keep else loaders:
                 stack.enter_context(loader.preserve_state())
             trainer.logged.enter(self._in_epoch)
-            # A task may keep a tensor of a validation within fit and train with it.
+            # Within `fit`, inference tensors that a task keeps would fail in a later backward.
             inference = trainer.inference_mode and trainer.task_run.stage is not Stage.TRAIN
             with evaluation_context(self._strategy, inference):
                 hooks.call(stage.hook_name("start"))
                 hooks.call(stage.hook_name("epoch_start"))
-                if self._source.is_stale:  # a hook has changed what they are made of
+                if self._source.is_stale:  # a hook changed a setting of the loaders
                     loaders = self.load()
                 limits = [min(limit, FOREVER if at_most is None else at_most) for limit in self._limits]
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
                     self._run_loader(loader, limit, index if len(loaders) > 1 else None, keep)
-            with torch.no_grad():  # and no inference mode: training uses what these hooks make, such as pruning masks
+            with torch.no_grad():  # not inference mode: training uses tensors of these hooks, such as masks
                 results = self._finish(keep, on_results)
         return _by_loader(results, len(loaders), trainer.tracker_log.name_of)
 
     def _finish(self, keep: bool, on_results: Callable[[], None] | None) -> list[EpochValue]:
-        """Reduce what was logged, and call the hooks of the end; see `run`. Returns the results."""
+        """Reduce the logged values over ranks and call the hooks of the end. Returns the reduced values."""
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         trainer.logged.enter(self._in_epoch)
         results = trainer.tracker_log.finish_epoch(stage, keep)
@@ -175,7 +182,7 @@ class EvaluationLoop:
         return results
 
     def run_alone(self) -> list[dict[str, float]]:
-        """Evaluate once, and forget the loaders; a limit of 0 leaves all of it out."""
+        """Run one evaluation outside `fit`, then release the loaders. Returns [] if the limit is 0."""
         if self._limit == 0:
             self._trainer.current.evaluation_batches.pop(self._stage, None)
             return []
@@ -185,7 +192,7 @@ class EvaluationLoop:
             self.forget()
 
     def forget(self) -> None:
-        """Let the engine forget the loaders."""
+        """Release the loaders in the engine."""
         for loader in self._loaders or []:
             self._trainer.accelerator.forget_loader(loader)
 
@@ -221,7 +228,7 @@ class EvaluationLoop:
             watch.finish()
 
     def _run_padding(self, batch: Any, index: int, extra: tuple[int, ...]) -> None:
-        """Run a batch made of padding, so that peers' collectives have their partner; nothing of it counts."""
+        """Run a batch of padding, for the collectives of other ranks. Its logged values are discarded."""
         with muted_logging(self._trainer.logged, self._task):
             self._step(batch, index, *extra)
 
@@ -231,7 +238,7 @@ FOREVER = float("inf")
 
 @contextmanager
 def evaluating(task: Task, stage: Stage, model: nn.Module) -> Iterator[None]:
-    """Evaluation mode in the body; afterwards every module is in the mode it was in."""
+    """Set the modules to evaluation mode for the `with` block, then restore the previous mode of each module."""
     modes = [(module, module.training) for module in task.modules()]
     _call_if_any(task, stage.hook_name("model_eval"))
     if isinstance(model, StepModule):
@@ -241,6 +248,7 @@ def evaluating(task: Task, stage: Stage, model: nn.Module) -> Iterator[None]:
         yield
     finally:
         _call_if_any(task, stage.hook_name("model_train"))
+        # One by one: `task.train()` would also set frozen modules that the user keeps in evaluation mode.
         for module, mode in modes:
             module.training = mode
 
@@ -252,7 +260,7 @@ def _call_if_any(task: Task, name: str) -> None:
 
 
 def loader_argument(step: Callable[..., Any], dataloader_idx: int | None) -> tuple[int, ...]:
-    """The third argument of a step: the loader's number, where the step takes it."""
+    """Return the loader index as extra arguments of a step: one item if the step takes it, else none."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(step).parameters.values()
     third = [p for p in parameters if p.kind in positional][2:3]
@@ -264,7 +272,7 @@ def loader_argument(step: Callable[..., Any], dataloader_idx: int | None) -> tup
 
 
 def _by_loader(results: list[EpochValue], count: int, name_of: Callable[[EpochValue], str]) -> list[dict[str, float]]:
-    """Sort results by loader; what was logged for the whole epoch is among each one's."""
+    """Group the results by loader. Values that belong to the whole epoch appear in every group."""
     numbers = to_numbers({name_of(result): result.value for result in results})
     if not count:
         return [numbers] if numbers else []
@@ -274,7 +282,7 @@ def _by_loader(results: list[EpochValue], count: int, name_of: Callable[[EpochVa
     ]
 
 
-# `validate`, `test` and `predict`, and the validation that `fit` runs within
+# Entry points of `validate`, `test` and `predict`, and the validation within `fit`
 
 
 R = TypeVar("R")
@@ -289,7 +297,10 @@ def evaluate(
     ckpt_path: str | os.PathLike[str] | None,
     run: Callable[[Task, nn.Module, LoaderSource], list[R]],
 ) -> list[R]:
-    """Set up and place a task, run a loop over its data, and tear down."""
+    """Set up the task, call `run` with the task, its model and its loaders, and tear the task down.
+
+    Returns the result of `run`. Weights come from `ckpt_path` if given.
+    """
     if isinstance(dataloaders, DataModule):
         dataloaders, datamodule = None, dataloaders
     task = task_checks.check_evaluation(trainer.task if model is None else uncompiled(model), stage)
@@ -324,7 +335,7 @@ def evaluate(
 
 
 def _best_of_last_fit(trainer: Trainer, stage: Stage) -> str | None:
-    """The checkpoint that a verb without a model takes: the best of the last `fit`, if it has saved one."""
+    """Return the best checkpoint of the last `fit`, with a warning, or None if there is none."""
     callback = trainer.checkpoint_callback
     if callback is None or not callback.best_model_path or trainer.control.reason is None:
         return None
@@ -346,7 +357,7 @@ def evaluate_logged(
     ckpt_path: str | os.PathLike[str] | None,
     verbose: bool,
 ) -> list[dict[str, float]]:
-    """Validate or test; returns for each loader what was logged."""
+    """Run `validate` or `test`. Returns a dict of logged values for each loader."""
 
     def run(task: Task, placed: nn.Module, source: LoaderSource) -> list[dict[str, float]]:
         trainer.logged.start((stage,))
@@ -360,7 +371,7 @@ def evaluate_logged(
 
 
 def make_validation(trainer: Trainer, task: Task, model: nn.Module, source: LoaderSource) -> EvaluationLoop | None:
-    """The validation within `fit`, or None where there is nothing to validate."""
+    """Return the validation loop that runs within `fit`, or None if there is nothing to validate."""
     if trainer.limit_val_batches == 0:
         return None
     if not trainer.barebones:
@@ -373,9 +384,9 @@ def make_validation(trainer: Trainer, task: Task, model: nn.Module, source: Load
 
 
 def run_sanity_check(trainer: Trainer, validation: EvaluationLoop | None) -> None:
-    """Try a few batches of the validation before training; nothing of it counts.
+    """Run a few validation batches before training, and discard their results.
 
-    A signal ends it after the batch under way. The training loop then saves before its first step.
+    A signal ends the check after the current batch. The training loop then saves before its first step.
     """
     steps = trainer.num_sanity_val_steps
     if validation is None or steps == 0:
@@ -396,14 +407,14 @@ def run_sanity_check(trainer: Trainer, validation: EvaluationLoop | None) -> Non
         trainer.hooks.call("on_sanity_check_end")
 
 
-# Prediction: what `predict_step` returns, for every sample once, in the order of the data
+# Prediction
 
 
 logger = get_logger(__name__)
 
 
 class PredictionLoop:
-    """Runs the task's `predict_step` over its loaders."""
+    """Loop that runs `predict_step` of a task over its loaders."""
 
     def __init__(
         self,
@@ -423,7 +434,10 @@ class PredictionLoop:
         self._feed: Feed
 
     def run(self) -> list[Any]:
-        """Predict."""
+        """Run the prediction. Returns the outputs in the order of the data.
+
+        With one loader that is a list, with several a list per loader.
+        """
         trainer, hooks = self._trainer, self._trainer.hooks
         if self._limit == 0:
             trainer.current.evaluation_batches.pop(Stage.PREDICT, None)
@@ -438,7 +452,7 @@ class PredictionLoop:
             with evaluation_context(self._strategy, trainer.inference_mode):
                 hooks.call("on_predict_start")
                 hooks.call("on_predict_epoch_start")
-                if self._source.is_stale:  # a hook has changed what they are made of
+                if self._source.is_stale:  # a hook changed a setting of the loaders
                     self._forget(loaders)
                     loaders, limits = self._load()
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
@@ -450,7 +464,6 @@ class PredictionLoop:
         return results[0] if len(results) == 1 else results
 
     def _load(self) -> tuple[list[Prepared], list[float]]:
-        """Prepare the loaders; returns them, and how many batches of each are run."""
         loaders = self._source.prepare_evaluation()
         limits = limits_of(loaders, self._limit, "limit_predict_batches", self._strategy.needs_even_batches)
         self._trainer.current.evaluation_batches[Stage.PREDICT] = own_batches(loaders, limits)
@@ -501,7 +514,6 @@ class PredictionLoop:
         ]
 
     def _gathered(self, outputs: list[Any]) -> list[list[Any]]:
-        """The outputs of each process."""
         try:
             return gather_object([outputs])
         except DataError as error:
@@ -513,7 +525,7 @@ class PredictionLoop:
 
 
 def _real_rows(info: BatchInfo | None, output: Any) -> Any:
-    """An output without the rows that pad its batch; None where all do."""
+    """Remove the padding rows from an output. Returns None if all rows are padding."""
     if info is None or not info.padding:
         return output
     if info.real_rows == 0:

@@ -1,4 +1,4 @@
-"""The training loop: epochs of optimizer steps, with validation in between."""
+"""Training loop: epochs of optimizer steps, with validation in between."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOREVER = float("inf")
 
 
 class FitLoop:
-    """Runs epochs until `RunControl` ends the run."""
+    """Loop that runs training epochs until `RunControl` ends the run."""
 
     def __init__(
         self,
@@ -56,40 +56,37 @@ class FitLoop:
         self._next_due: float = 0
         self._restored: SavedRun | None = None
         self._has_trained = self._is_saved = False
-        self._lacks_validation = False  # a signal came before or within the one that is due
+        self._lacks_validation = False  # True if a signal skipped or ended the validation that was due
 
     @property
     def loader(self) -> PreparedLoader | CombinedLoader:
-        """The prepared training loader."""
         return self.batches.loader
 
     @property
     def is_resuming(self) -> bool:
-        """Whether the next epoch is one that a checkpoint was written in, and has not begun yet."""
+        """True if the next epoch starts from a checkpoint and has not begun yet."""
         return self._restored is not None
 
     @property
     def validates(self) -> bool:
-        """Whether there is anything to validate on."""
         return self._run_validation is not None
 
     @property
     def validation_follows(self) -> bool:
-        """Whether a validation follows the step that is being ended."""
+        """True if a validation follows the step that is about to end."""
         return self._schedule.follows_this_step
 
     def forget_loaders(self) -> None:
-        """Let the engine forget the loaders of training and validation, which ends their workers."""
+        """Release the training and validation loaders in the engine, which ends their workers."""
         self._trainer.accelerator.forget_loader(self.loader)
         if self._validation is not None:
             self._validation.forget()
 
     def resume_from(self, saved: SavedRun) -> None:
-        """Let the first epoch begin where a checkpoint left it."""
         self._restored = saved
 
     def run(self) -> None:
-        """Run epochs until done."""
+        """Run epochs until a limit, a request or a signal ends the run."""
         trainer, control = self._trainer, self._control
         control.start_clock()
         self._schedule.restart_clock()
@@ -113,14 +110,14 @@ class FitLoop:
             self._hooks.call("on_train_end")
 
     def run_epoch(self) -> None:
-        """One pass over the training data, or what a resumed run has left of it."""
+        """Run one pass over the training data, or the rest of an epoch that a checkpoint interrupted."""
         trainer, progress, control, batches = self._trainer, self._progress, self._control, self.batches
         is_again = self.is_resuming
         if not self._begin_epoch():
             return
         self._has_trained = True
         windows = batches.windows()
-        # A validation that a resumed run has run again may have ended it.
+        # After a resume, a validation that was still due may have requested a stop.
         is_stopped = is_again and control.stop_requested and control.may_stop(batches.limit)
         finished = skipped = False
         window: list[PendingBatch] = []
@@ -129,9 +126,9 @@ class FitLoop:
             for window in () if is_stopped else windows:
                 self._run_step(window)
                 batches.finished = window[-1].info
-                window.clear()  # what follows must not hold the tensors of its batches
+                window.clear()  # otherwise validation would run with the last batch still in memory
                 if trainer.saves is not None and trainer.world_size == 1 and not control.preempted:
-                    trainer.saves.check()  # several processes agree on it first
+                    trainer.saves.check()  # several ranks must agree first, or only one of them would raise
                 if control.rollback_path is not None:
                     return
                 if progress.total_batches >= self._next_due:
@@ -146,7 +143,7 @@ class FitLoop:
             batches.snapshot.release()
             trainer.accelerator.optimizer_step.close()
         finally:
-            windows.close()
+            windows.close()  # ends the loader's workers now, not when the generator is collected
             window.clear()
             self._timing.end_steps()
             trainer.current.leave_epoch(progress.batches_in_epoch)
@@ -156,7 +153,7 @@ class FitLoop:
         self._end_epoch(finished)
 
     def _begin_epoch(self) -> bool:
-        """Get ready for an epoch's first batch, or for the one at which a checkpoint left it. False: it is over."""
+        """Prepare an epoch before its first batch. Returns False if a restored epoch has no batches left."""
         trainer, progress = self._trainer, self._progress
         saved, self._restored = self._restored, None
         if self.batches.reload():
@@ -170,7 +167,7 @@ class FitLoop:
                 self.batches.begin_epoch(None)
         trainer.logged.enter(TRAIN_STEP)
         if saved is not None:
-            # Last of all: what hooks drew and logged on the way here must not count.
+            # Last, since the hooks above have drawn random numbers and logged values.
             saved.restore_process()
             trainer.tracker_log.record_written()
             if self._schedule.is_pending:  # the checkpoint was written between a batch and its validation
@@ -188,7 +185,6 @@ class FitLoop:
         return True
 
     def _roll_back(self, path: str) -> None:
-        """Return to a checkpoint during the run."""
         saved = SavedRun(self._trainer, path)
         saved.restore_early()
         saved.restore_weights()
@@ -197,10 +193,10 @@ class FitLoop:
         self.batches.snapshot.release()
         self._restored = saved
 
-    # between two steps
+    # Between two steps
 
     def _run_due(self) -> None:
-        """Do what is due after a step: measure, write, agree with the other processes, validate."""
+        """Run the actions that are due after a step: timing, logging, the exchange between ranks and validation."""
         progress = self._progress
         if progress.total_batches >= self._next_turn:
             self._next_turn = self._timing.turn(progress.total_batches)
@@ -213,30 +209,30 @@ class FitLoop:
         self._plan_due()
 
     def _plan(self) -> None:
-        """Find the next step, and the next number of batches, at which there is anything to do beside training."""
+        """Compute the next optimizer step and the next batch after which work beside training is due."""
         trainer, control = self._trainer, self._control
         trainer.tracker_log.plan()
         most = trainer.max_steps
         self._next_poll = min(trainer.tracker_log.next_step, most if most >= 0 else FOREVER)
         if trainer.max_duration is not None or not self._states_are_checked:
-            self._next_poll = 0  # a step may have any number of samples and tokens
-        # Not counted in steps, of which there may be none: all may overflow, or be left out.
+            self._next_poll = 0  # samples and tokens per step vary, so the next step cannot be computed
+        # Counted in batches: optimizer steps may never come if all of them overflow or are skipped.
         watches = control.watches_peers_or_clock or self._schedule.follows_a_clock
         self._next_exchange = control.next_exchange if watches else FOREVER
         self._plan_due()
 
     def _plan_due(self) -> None:
-        """Find the number of batches after which anything is due, by the steps and batches of each."""
+        """Compute the number of batches after which the next action of any kind is due."""
         progress = self._progress
         until_validation = self._next_validation - progress.batches_in_epoch
-        # A task that optimizes by hand may take any number of steps with a batch.
+        # With manual optimization, one batch may take any number of optimizer steps.
         is_counted = self._trainer.task is not None and self._trainer.task.automatic_optimization
         until_poll = self._next_poll - progress.global_step if is_counted else 0
         ahead = progress.total_batches + min(until_validation, until_poll)
         self._next_due = min(self._next_turn, self._next_exchange, ahead)
 
     def _poll(self) -> None:
-        """Write what is due, and see whether to stop or validate."""
+        """Write the logged values that are due, and check if the run must stop or validate."""
         trainer, control = self._trainer, self._control
         if not self._states_are_checked and self._progress.global_step:
             self._states_are_checked = True
@@ -263,10 +259,11 @@ class FitLoop:
         assert trainer.task is not None
         if at_end:
             end_epoch_of_schedulers(trainer)
+        # A checkpoint saved within the validation must hold the state before it.
         self.batches.mark()
         with self._timing.span(EVALUATION):
             trainer.task.on_validation_model_zero_grad()
-            trainer.current.batch = None  # nor is a validation to hold the last one's
+            trainer.current.batch = None  # frees the last training batch during validation
             with trainer.current.within(Stage.VALIDATE):
                 try:
                     watch = self._control.watch_evaluation
@@ -281,17 +278,17 @@ class FitLoop:
             self._agree()
 
     def validate_within_epoch(self) -> None:
-        """Validate between two steps, unless the last batch has been validated or this epoch is without validation."""
+        """Validate between two steps. Skipped if the last batch is already validated or the epoch has no validation."""
         if self._schedule.is_this_epoch and self._progress.validated_at != self._progress.total_batches:
             self._validate()
 
     def _agree(self) -> None:
-        """Let what a callback asked for hold for all processes, where all are at the same place anyway."""
+        """Exchange stop requests between the ranks, which all call this at one point of the run."""
         with self._timing.span(SYNC):
             self._control.agree(self._trainer.saves)
         self._plan()
 
-    # the end of an epoch
+    # End of an epoch
 
     def _end_epoch(self, finished: bool) -> None:
         trainer, progress, control = self._trainer, self._progress, self._control
@@ -303,10 +300,11 @@ class FitLoop:
         if control.ends_to_be_resumed and not self._is_saved:
             self._save_for_resume()
         if control.preempted or self._lacks_validation:
-            return  # what follows reads the validation's values
+            return  # the hooks below read the validation's values
         trainer.logged.enter(TRAIN_EPOCH)
         trainer.tracker_log.finish_epoch(Stage.TRAIN)
         self._call(self._hooks.find_early("on_train_epoch_end"))
+        # Once more, for values that these hooks logged.
         trainer.tracker_log.finish_epoch(Stage.TRAIN)
         trainer.logged.reset_finished()
         self._health.end_epoch()
@@ -321,14 +319,14 @@ class FitLoop:
             self._agree()
 
     def stop_epoch(self) -> bool:
-        """Leave an epoch in which the run is to stop. Returns whether its last batch is done."""
+        """Return True if the last batch of the epoch is done. Called if the run stops within an epoch."""
         return self.batches.are_done
 
     def call_epoch_start(self, is_again: bool) -> None:
-        """Call `on_train_epoch_start` of all.
+        """Call the `on_train_epoch_start` hooks of the task and the callbacks.
 
         Args:
-            is_again: Whether it was called for this epoch before: a checkpoint was written within the epoch.
+            is_again: True if a resumed run already called the hooks for this epoch before its checkpoint.
         """
         self._call(self._hooks.find("on_train_epoch_start"))
 
@@ -342,7 +340,6 @@ class FitLoop:
         save_for_resume(self._trainer)
 
     def _close_epoch(self) -> None:
-        """Turn to the next epoch."""
         self._progress.begin_epoch(self._progress.epoch + 1)
         self.batches.end_epoch()
         self._agree()

@@ -1,4 +1,4 @@
-"""How far a run has come."""
+"""Counters and current position of a run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class Phase(IntEnum):
-    """How far an epoch has come; an epoch goes through all of them in this order.
+    """Progress within an epoch. An epoch passes through the members in the order of their values.
 
     Attributes:
         BATCHES: Batches are left to train on.
-        SCHEDULED: The last batch is trained on, and the schedulers that follow epochs have stepped.
-        DRAINED: The loader is at its end; what is left are a validation and the hooks of the epoch's end.
-        CLOSING: Nothing is left but the hooks that run last, such as that of `ModelCheckpoint`.
+        SCHEDULED: All batches are done, and the learning rate schedulers with an epoch interval have stepped.
+        DRAINED: The loader is exhausted. A last validation and the hooks of the epoch's end may follow.
+        CLOSING: Only the hooks that run last are left, such as the one of `ModelCheckpoint`.
     """
 
     BATCHES = 0
@@ -44,21 +44,21 @@ class Phase(IntEnum):
 
 @dataclass
 class Progress:
-    """The counters of a run; all of them are part of its state.
+    """Counters of a run, saved in its checkpoints.
 
     Attributes:
-        global_step: Optimizer steps taken.
-        epoch: Epochs finished.
-        batches_in_epoch: Batches of this process consumed in the epoch under way.
-        total_batches: Batches of this process consumed in all.
-        validations: Validation runs finished.
-        validated_at: `total_batches` at the last of them.
-        due_at: `total_batches` at the last one that was due by a clock, which cannot be derived when resuming.
-        parts: In how many parts each batch is computed, since memory lacks for it as a whole.
-        validated_count: What `val_check_interval` counts, at the last validation that it led to.
-        samples: Samples trained on, over all processes; counted where anything of the run is measured in samples.
-        tokens: The same of tokens.
-        phase: How far the epoch under way has come.
+        global_step: Number of optimizer steps taken.
+        epoch: Number of finished epochs.
+        batches_in_epoch: Number of batches that this rank has consumed in the current epoch.
+        total_batches: Number of batches that this rank has consumed in the whole run.
+        validations: Number of finished validations.
+        validated_at: `total_batches` at the last finished validation.
+        due_at: `total_batches` at the last validation that was due by a time interval.
+        parts: Number of parts in which each micro-batch is processed, because it does not fit into memory as a whole.
+        validated_count: Steps, samples or tokens at the last validation, in the unit of `val_check_interval`.
+        samples: Number of training samples over all ranks. Counted only if a setting of the run is in samples.
+        tokens: Number of training tokens over all ranks. Counted only if a setting of the run is in tokens.
+        phase: Progress within the current epoch.
     """
 
     global_step: int = 0
@@ -76,31 +76,27 @@ class Progress:
 
     @property
     def batches_are_done(self) -> bool:
-        """Whether the epoch has no batch left."""
         return self.phase >= Phase.DRAINED
 
     def count(self, unit: Unit) -> int:
-        """How many steps, epochs, samples or tokens the run has come."""
+        """Return the number of optimizer steps, epochs, samples or tokens of the run so far."""
         value: int = getattr(self, _COUNTED[unit])
         return value
 
     def forget(self, unit: Unit) -> None:
-        """Count a unit from 0 again."""
         setattr(self, _COUNTED[unit], 0)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Stand before an epoch's first batch."""
+        """Reset the counters of the epoch, before its first batch."""
         self.epoch = epoch
         self.batches_in_epoch = 0
         self.phase = Phase.BATCHES
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters."""
         return {name: getattr(self, name) for name in _COUNTERS} | {"phase": self.phase.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the counters back."""
-        start = Progress()
+        start = Progress()  # checkpoints of older versions lack some counters
         for name in _COUNTERS:
             setattr(self, name, int(state.get(name, getattr(start, name))))
         self.phase = Phase[state["phase"]] if "phase" in state else _phase_of_booleans(state)
@@ -111,7 +107,7 @@ _COUNTERS = tuple(each.name for each in fields(Progress) if each.name != "phase"
 
 
 def _phase_of_booleans(state: Mapping[str, Any]) -> Phase:
-    """The phase that a checkpoint of an earlier version has spelled in three booleans."""
+    """Return the phase for a checkpoint of an older version, which stored three booleans."""
     if state.get("epoch_is_ending"):
         return Phase.CLOSING
     if state.get("batches_are_done"):
@@ -119,26 +115,24 @@ def _phase_of_booleans(state: Mapping[str, Any]) -> Phase:
     return Phase.SCHEDULED if state.get("epoch_over") else Phase.BATCHES
 
 
-# What a run is at: its stage, its batch, and how many batches there are
+# The current position of a run
 
 
 @dataclass(slots=True, eq=False)
 class CurrentRun:
-    """What a run is at. The loops write it; everything else reads it, through the Trainer's properties.
+    """Position of a run: the current stage, its batch and the lengths of its loaders. Only the loops write it.
 
     Attributes:
-        stage: What runs now; None between two runs.
-        sanity_checking: Whether this is the validation before training, whose results are dropped.
-        batch: The batch under way.
-        batch_info: What its loader recorded about it.
-        training_batches: Batches of this process in an epoch; infinite where this is not known.
-        evaluation_batches: For each stage, the batches of this process in each of its loaders.
-        loaders: For each stage, the user's loader or loaders.
-        last_epoch: Batches of this process that the last training epoch has begun and finished; both 0 before it.
-        ahead: Samples and tokens of the step under way, where anything is measured in them: as far as they are known,
-            else those of the step before.
-        closes_epoch: Whether the step under way, or the last one, is the last of its epoch; known where anything is
-            measured in epochs.
+        stage: The current stage, or None between two runs.
+        sanity_checking: True during the short validation before training, which discards its results.
+        batch: The current batch, or None between two batches.
+        batch_info: The index and row counts of the current batch, as recorded by its loader.
+        training_batches: Number of training batches of this rank per epoch, or infinity if unknown.
+        evaluation_batches: Number of batches of this rank in each loader, per stage.
+        loaders: The user's loader or loaders, per stage.
+        last_epoch: Numbers of batches that the last training epoch started and finished. Both are 0 before it.
+        ahead: Estimated samples and tokens of the current step. Only units that a setting of the run uses are present.
+        closes_epoch: True if the current step is the last of its epoch. Set only if a setting is in epochs.
     """
 
     stage: Stage | None = None
@@ -153,30 +147,28 @@ class CurrentRun:
     closes_epoch: bool = False
 
     def lengths(self) -> tuple[float, dict[Stage, list[float]], tuple[int, int]]:
-        """How many batches there are, and were in the last epoch, for another process to adopt."""
+        """Return the numbers of batches per epoch, per evaluation loader and of the last epoch."""
         return self.training_batches, self.evaluation_batches, self.last_epoch
 
     def adopt_lengths(self, lengths: tuple[float, dict[Stage, list[float]], tuple[int, int]]) -> None:
-        """Take over how many batches there are where a verb has run in other processes."""
         self.training_batches, self.evaluation_batches, self.last_epoch = lengths
 
     def leave_batch(self) -> None:
-        """Record that no batch is under way."""
         self.batch = self.batch_info = None
 
     def leave_epoch(self, finished: int) -> None:
-        """Record that no batch of training is under way, and how many there were."""
+        """Clear the current training batch, and store how many batches the epoch started and finished."""
         self.last_epoch = finished if self.batch_info is None else self.batch_info.index + 1, finished
         self.leave_batch()
 
     def leave_stage(self) -> None:
-        """Record that nothing runs."""
+        """Clear the stage and its batch at the end of a run."""
         self.leave_batch()
         self.stage, self.sanity_checking = None, False
 
     @contextmanager
     def within(self, stage: Stage, sanity_checking: bool = False) -> Iterator[None]:
-        """Be in another stage in the body; then in the one before, at the same batch."""
+        """Set another stage for the `with` block, then restore the previous stage and batch."""
         before = self.stage, self.sanity_checking, self.batch, self.batch_info
         self.stage, self.sanity_checking = stage, sanity_checking
         yield
@@ -184,7 +176,7 @@ class CurrentRun:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Be at the same place in the end as now; what the user's loaders are stays known."""
+        """Restore every attribute except `loaders` after the `with` block."""
         before = {name: getattr(self, name) for name in self.__slots__ if name != "loaders"}
         before["evaluation_batches"] = dict(self.evaluation_batches)
         try:
@@ -194,21 +186,24 @@ class CurrentRun:
                 setattr(self, name, value)
 
     def find_batch_size(self) -> int:
-        """Real rows of the current batch, from its loader, or else from its tensors."""
+        """Return the number of rows in the current batch, without padding."""
         info = self.batch_info
         if info is not None and info.rows is not None:
             return info.rows - info.padding
         return find_batch_size(self.batch)
 
 
-# How many samples and tokens a run has trained on, over all processes; and what parts of a run come to
+# Counting samples and tokens
 
 
 FOREVER = float("inf")
 
 
 def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration:
-    """A duration in steps, samples, tokens or seconds, where it is a part of the run."""
+    """Convert a duration that is a fraction of the run to steps, samples, tokens or seconds.
+
+    Other durations are returned unchanged. Raises `ConfigurationError` if the run has no known end.
+    """
     if duration.unit is not Unit.RUN:
         return duration
     if trainer.max_duration is not None:
@@ -225,7 +220,7 @@ def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration
 
 
 def validation_interval(trainer: Trainer) -> int | float | timedelta | Duration | None:
-    """How often a run is validated; a part of the run in steps, samples, tokens or a time."""
+    """Return the Trainer's `val_check_interval`, with fractions of the run converted to a count or a time."""
     interval = trainer.val_check_interval
     if not isinstance(interval, Duration):
         return interval
@@ -234,7 +229,7 @@ def validation_interval(trainer: Trainer) -> int | float | timedelta | Duration 
 
 
 def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
-    """What counts the samples and tokens of each window, where anything of the run is measured in them."""
+    """Return a counter of samples or tokens for each of these units that a setting of the run uses."""
     units = _units_in_use(trainer)
     progress = trainer.progress
     found: list[_Samples | _Tokens] = []
@@ -253,12 +248,12 @@ def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
 
 
 def _units_in_use(trainer: Trainer) -> set[Unit]:
-    """What anything of the run is measured in, beside numbers of steps."""
+    """Return the units of all durations among the settings of the Trainer, its schedulers and callbacks."""
     given: list[Any] = [trainer.max_duration, trainer.val_check_interval, trainer.log_every_n_steps]
     given += [config.frequency for config in trainer.lr_scheduler_configs]
     for callback in trainer.callbacks:
         schedule: Any = callback.schedule
-        if type(callback).rhythm is not Callback.rhythm:  # a class that sets it by its old name
+        if type(callback).rhythm is not Callback.rhythm:  # the class overrides the deprecated name
             message = f"{type(callback).__name__}.rhythm is deprecated since drivetrain 0.1.0. Use schedule."
             warnings.warn(message, DrivetrainDeprecationWarning, stacklevel=2)
             schedule = callback.rhythm
@@ -267,7 +262,7 @@ def _units_in_use(trainer: Trainer) -> set[Unit]:
 
 
 class Foresight:
-    """What is known of a step before it is taken, where anything is measured in epochs, samples or tokens."""
+    """Estimator of the samples and tokens of a step before it runs. Also detects the last step of an epoch."""
 
     def __init__(self, trainer: Trainer, units: Sequence[Unit]) -> None:
         self._current, self._progress = trainer.current, trainer.progress
@@ -278,13 +273,13 @@ class Foresight:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Foresight | None:
-        """The foresight that a run needs; None where nothing is measured so."""
+        """Return an estimator, or None if no setting of the run is in epochs, samples, tokens or a share of the run."""
         units = _units_in_use(trainer)
         counted = [unit for unit in (Unit.SAMPLES, Unit.TOKENS) if unit in units]
         return cls(trainer, counted) if counted or units & {Unit.EPOCHS, Unit.RUN} else None
 
     def begin(self, window: Sequence[PendingBatch]) -> None:
-        """Record what is known of a step."""
+        """Estimate the samples and tokens of the step that is about to run on the micro-batches in `window`."""
         current, last = self._current, window[-1]
         current.closes_epoch = last.info.last or last.batch_idx + 1 >= current.training_batches
         for unit in self._units:
@@ -298,20 +293,21 @@ class Foresight:
 
 
 class _Samples:
-    """Counts the samples of each window: real rows, not what fills up the last batch.
+    """Counter of training samples, without the padding rows of the last batch.
 
     Attributes:
-        note: None: nothing is counted in a batch itself.
+        note: None, since this counter does not read the batches themselves.
     """
 
     note: None = None
 
     def __init__(self, trainer: Trainer, task: Task) -> None:
         self._progress = trainer.progress
+        # Ranks that share a data shard read equal rows, so the sum over all ranks counts these several times.
         self._copies = trainer.world_size // trainer.strategy.topology.data_shard.count
 
     def count(self, window: Sequence[PendingBatch]) -> None:
-        """Count a window; all processes together, where some rows are known to their own process only."""
+        """Add the samples of an accumulation window. Runs an all-reduce if a rank knows only its own rows."""
         known = sum(micro_batch.info.global_rows or 0 for micro_batch in window)
         unknown = [micro_batch.info for micro_batch in window if micro_batch.info.global_rows is None]
         self._progress.samples += known + (self._exchanged(unknown) if unknown else 0)
@@ -329,17 +325,17 @@ class _Samples:
 
 
 class _Tokens:
-    """Counts the tokens of each window: what `num_tokens` of the task returns, else what the losses weigh."""
+    """Counter of training tokens, from the task's `num_tokens(batch)` or from the weights of the losses."""
 
     def __init__(self, trainer: Trainer, task: Task) -> None:
         self._task, self._progress = task, trainer.progress
         self._topology, self._weights = trainer.strategy.topology, trainer.accelerator.optimizer_step.weights
-        given = getattr(task, "num_tokens", None)  # in many a task the size of its vocabulary
+        given = getattr(task, "num_tokens", None)  # some tasks use this name for the size of a vocabulary
         self._num_tokens: Callable[[Any], int | Tensor] | None = given if callable(given) else None
         self._weights.total = None
 
     def count(self, window: Sequence[PendingBatch]) -> None:
-        """Count a window; all processes together."""
+        """Add the tokens of an accumulation window over all ranks."""
         if self._num_tokens is None:
             self._progress.tokens += self._weighed()
             return
@@ -351,7 +347,7 @@ class _Tokens:
         self._progress.tokens += int(self._topology.sum(total))
 
     def note(self, micro_batch: PendingBatch) -> None:
-        """Count the tokens of a micro-batch, whose batch may be released then."""
+        """Store the number of tokens of a micro-batch, before its batch is released."""
         if self._num_tokens is not None:
             info = micro_batch.info
             is_real = not info.is_padding
@@ -369,7 +365,6 @@ class _Tokens:
 
 
 def _real_rows(batch: Any, info: BatchInfo) -> Any:
-    """A batch without the rows that only fill it up."""
     rows, real = info.rows, info.real_rows
     if not info.padding or rows is None or real is None:
         return batch

@@ -1,4 +1,4 @@
-"""Why and when a run ends, pauses or goes back: decided in one place, at the same step on every process."""
+"""Control of a run: signals, limits, requests to stop, rollbacks and the schedule of validation."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# Signals during a run: Ctrl-C, and those by which a scheduler preempts a job
+# Signals
 
 
 GRACE_SECONDS = 2.0
-"""How long a second Ctrl-C leaves the main thread to raise `KeyboardInterrupt`, before the process ends as it is."""
+"""Seconds that the main thread has to raise `KeyboardInterrupt` after a second Ctrl-C, before the process ends."""
 
 EXCHANGE_SECONDS = 1.0
-"""How often processes exchange whether a signal ends the evaluation under way."""
+"""Seconds between two exchanges of signals during an evaluation."""
 
 _END = b"\0"
 _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -52,15 +52,15 @@ _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if 
 
 @dataclass(eq=False)
 class Interruption:
-    """Signals during a run: Ctrl-C once ends it after a step, twice at once; SIGTERM and SIGUSR1 preempt it.
+    """Handler of signals during a run. Ctrl-C ends the run after the current step, a second Ctrl-C ends it at once.
 
-    A preempted run saves a checkpoint after the step under way and exits with a code that asks to be started again:
-    SIGTERM is what a scheduler sends before it kills, SIGUSR1 what SLURM's `--signal` sends on request.
+    SIGTERM and SIGUSR1 preempt the run. It saves a checkpoint after the current step and exits with a code that
+    requests a restart. Schedulers send SIGTERM before they kill a job, SLURM sends SIGUSR1 with `--signal`.
 
     Attributes:
-        on_request: Called at the first signal.
-        requested: Whether Ctrl-C was pressed.
-        preempted: Whether a scheduler ends the run.
+        on_request: Function that is called at each signal, except at a second Ctrl-C.
+        requested: True once Ctrl-C was pressed.
+        preempted: True once SIGTERM or SIGUSR1 has arrived.
     """
 
     on_request: Callable[[], None]
@@ -70,7 +70,11 @@ class Interruption:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Take the signals over in the body; only in the main thread, and only those without a handler."""
+        """Install the signal handlers for the `with` block, then restore the previous ones.
+
+        Does nothing outside the main thread. Signals for which the user installed a handler keep it.
+        """
+        # `signal.signal` raises ValueError outside the main thread.
         before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number, handler in ((signal.SIGINT, self._interrupt), *((n, self._preempt) for n in _PREEMPTING)):
@@ -88,7 +92,7 @@ class Interruption:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            self._raised.set()
+            self._raised.set()  # the thread of `_read_signals` would otherwise end the process
             raise KeyboardInterrupt
         self.requested = True
         self.on_request()
@@ -99,15 +103,15 @@ class Interruption:
 
     @contextmanager
     def _native_code_watched(self) -> Iterator[None]:
-        """End the process at a second Ctrl-C although its main thread is in native code, where no handler runs.
+        """End the process at a second Ctrl-C even if the main thread is stuck in native code.
 
-        Python runs a handler only between two bytecodes, and once for several signals. The operating system's handler
-        writes each signal's number to a pipe at once; a thread reads it there.
+        Python runs a signal handler only between two bytecodes, and may merge several signals into one call. The
+        C-level handler writes each signal's number to a pipe at once, and a thread reads the pipe.
         """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        if previous != -1:  # an event loop reads there
+        if previous != -1:  # an event loop, such as asyncio's, already uses it
             signal.set_wakeup_fd(previous)
             os.close(reader)
             os.close(writer)
@@ -122,7 +126,7 @@ class Interruption:
         finally:
             _pipes.discard(writer)
             signal.set_wakeup_fd(-1)
-            os.write(writer, _END)  # a process that was forked may still have the pipe open, so closing it ends nothing
+            os.write(writer, _END)  # closing would not end the thread: a forked child may hold the pipe
             thread.join()
             os.close(writer)
             os.close(reader)
@@ -137,13 +141,14 @@ class Interruption:
 
 
 class EvaluationEnded(Exception):
-    """A signal has ended an evaluation within `fit` before its last batch."""
+    """Error that ends an evaluation within `fit` early, after a signal."""
 
 
 class EvaluationWatch:
-    """Ends a pass over an evaluation loader once a signal has come, after the same batch on all processes.
+    """Watcher that ends an evaluation within `fit` after a signal, after an equal number of batches on all ranks.
 
-    Processes exchange about once a second. One that has fewer batches than others takes part until all are done.
+    Ranks exchange their signals about once per second. A rank that has finished its batches takes part until all ranks
+    have finished.
     """
 
     def __init__(self, signals: Interruption, world_size: int, on_signals: Callable[[bool, bool], None]) -> None:
@@ -152,18 +157,18 @@ class EvaluationWatch:
         self._batches, self._next = 0, 1
 
     def count_batch(self) -> None:
-        """Count a batch, and raise `EvaluationEnded` if it is the last one."""
+        """Count an evaluated batch. Raises `EvaluationEnded` if the evaluation ends after it."""
         self._batches += 1
         if self._world_size == 1 or self._batches >= self._next:
             self._exchange(ended=False)
 
     def finish(self) -> None:
-        """Take part in what other processes exchange until all have run their last batch."""
+        """Take part in the exchanges of the other ranks until all have evaluated their last batch."""
         while not self._exchange(ended=True):
             pass
 
     def _exchange(self, ended: bool) -> bool:
-        """Exchange signals. Returns whether all processes have run their last batch."""
+        """Exchange signals between ranks. Returns True if all ranks have evaluated their last batch."""
         signals = self._signals
         everyone: list[tuple[bool, int, bool, bool]]
         per_batch = (time.monotonic() - self._began) / max(1, self._batches)
@@ -175,22 +180,23 @@ class EvaluationWatch:
         if requested or preempted:
             self._on_signals(requested, preempted)
             raise EvaluationEnded
+        # All ranks follow the first running rank's estimate. Different ones would exchange at different batches.
         running = [ahead for has_ended, ahead, *_ in everyone if not has_ended]
         self._next += running[0] if running else 0
         return not running
 
 
-_pipes: set[int] = set()  # those that the signals of this process's runs are written to
+_pipes: set[int] = set()  # write ends of the signal pipes of this process's runs
 
 
 @cache
 def _watch_forks() -> None:
-    """Let forks leave the pipes of their parent. It is done once, in the first run: Python has no way to end it."""
+    """Register a hook that detaches forked children from the signal pipes. Python cannot unregister it."""
     os.register_at_fork(after_in_child=_leave_pipes)
 
 
 def _leave_pipes() -> None:
-    """Let a worker of a loader, which gets the terminal's signals too, not write them to its parent's pipe."""
+    """Detach a forked child from its parent's signal pipe. Data loader workers receive Ctrl-C too."""
     if _pipes:
         signal.set_wakeup_fd(-1)
         _pipes.clear()
@@ -199,26 +205,26 @@ def _leave_pipes() -> None:
 logger = get_logger(__name__)
 
 EXCHANGE_SECONDS = 1.0
-"""How often processes exchange whether they want to stop."""
+"""Seconds between two exchanges of stop requests."""
 
 CLOCK_SECONDS = 0.05
-"""How often a process alone reads its clock."""
+"""Seconds between two reads of the clock in a single-process run."""
 
 _RESUMED = "the run that it resumes had been stopped by a callback"
 
 
 class StopReason(str, Enum):
-    """Why a run ended.
+    """Reason why a run ended.
 
     Attributes:
-        MAX_EPOCHS: It trained `max_epochs`.
-        MAX_STEPS: It took `max_steps` optimizer steps.
-        MAX_TIME: `max_time` is over.
-        MAX_DURATION: It trained on as many samples or tokens as `max_duration` asks for.
-        REQUESTED: A callback or the task asked for it, as `EarlyStopping` does.
-        INTERRUPTED: Ctrl-C.
-        PREEMPTED: SIGTERM or SIGUSR1, by which a scheduler announces that it takes the machine away.
-        FAILED: An exception.
+        MAX_EPOCHS: The run trained for `max_epochs`.
+        MAX_STEPS: The run took `max_steps` optimizer steps.
+        MAX_TIME: `max_time` has passed.
+        MAX_DURATION: The run trained on the samples or tokens of `max_duration`.
+        REQUESTED: A callback, such as `EarlyStopping`, or the task requested a stop.
+        INTERRUPTED: Ctrl-C was pressed.
+        PREEMPTED: SIGTERM or SIGUSR1 announced that the scheduler ends the job.
+        FAILED: An exception was raised.
         NO_BATCHES: An epoch has no batches, as with `limit_train_batches=0`.
         NOTHING_TO_DO: A limit was reached before the first step.
     """
@@ -239,13 +245,13 @@ class StopReason(str, Enum):
 
 
 class Ending(NamedTuple):
-    """Why a run ended.
+    """Result of a run, for a Trainer in another process.
 
     Attributes:
-        reason: Why; None where none has ended.
-        details: The same in words.
-        forced: What ended it whatever the least is that was asked for.
-        identity: Which Trainer's run it is.
+        reason: Reason why the run ended, or None if none has ended.
+        details: The reason in words.
+        forced: Reasons that ended the run even if `min_epochs` or `min_steps` was not reached.
+        identity: Identifier of the Trainer that drove the run.
     """
 
     reason: StopReason | None
@@ -255,17 +261,17 @@ class Ending(NamedTuple):
 
 
 class RunControl:
-    """Decides why and when a run ends, and which checkpoint it goes back to; nothing else writes any of this.
+    """Control of when a run stops and which checkpoint it rolls back to.
 
     Attributes:
-        options: The limits of the run.
-        stop_requested: Whether this process wants the run to stop; read in each step.
-        stop_agreed: Whether all processes have agreed to stop.
-        rollback_path: The checkpoint that the run goes back to after this step.
-        batches_to_skip: (epoch, batch index) of this process's batches that are left out.
-        reason: Why the last run ended; None while it runs.
-        details: The same in words.
-        identity: Distinguishes the runs of this Trainer from those of others, for callbacks that several share.
+        options: Options of the Trainer, with the limits of the run.
+        stop_requested: True if this rank requests a stop. Read after each step.
+        stop_agreed: True if all ranks have agreed to stop.
+        rollback_path: Checkpoint that the run returns to after the current step, or None.
+        batches_to_skip: Pairs of epoch and batch index that this rank skips.
+        reason: Reason why the last run ended, or None while a run is active.
+        details: The reason in words.
+        identity: Identifier of this Trainer's runs, for callbacks that are shared between Trainers.
     """
 
     def __init__(self, progress: Progress, options: TrainerOptions, world_size: int) -> None:
@@ -278,16 +284,16 @@ class RunControl:
         self.batches_to_skip: set[tuple[int, int]] = set()
         self.reason: StopReason | None = None
         self.details = ""
-        self._forced: set[StopReason] = set()  # what ends a run whatever the least is that was asked for
+        self._forced: set[StopReason] = set()  # these end a run regardless of `min_epochs` and `min_steps`
         self._requested_by = ""
-        self._requests: dict[str, str] = {}  # who asks this process for a stop, and why
+        self._requests: dict[str, str] = {}  # asker to reason
         self._stops_for_good = False
         self._signals = Interruption(self._on_signal)
         self._started = 0.0
         self._has_declined = False
 
     def begin(self) -> None:
-        """Forget the run before."""
+        """Reset all requests, signals and reasons before a run."""
         self.stop_requested = self.stop_agreed = False
         self.rollback_path = None
         self.batches_to_skip.clear()
@@ -301,13 +307,15 @@ class RunControl:
 
     @contextmanager
     def signals_watched(self) -> Iterator[None]:
-        """Let signals end the run in the body."""
         with self._signals.watched():
             yield
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Forget in the end who has asked for what in the body; signals still end the run."""
+        """Restore the requests to stop or roll back after the `with` block.
+
+        A signal during the block still ends the run.
+        """
         before = self.stop_requested, self.stop_agreed, self.rollback_path, set(self.batches_to_skip)
         by, requests, for_good = self._requested_by, dict(self._requests), self._stops_for_good
         self.withdraw_stop()
@@ -319,73 +327,75 @@ class RunControl:
             self.stop_requested = self.stop_requested or bool(self._forced)
 
     def start_clock(self) -> None:
-        """Measure `max_time` from now on."""
         self._started = time.monotonic()
 
-    # why
+    # Reasons
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ends the run, or has ended it."""
         return StopReason.INTERRUPTED in self._forced
 
     @property
     def preempted(self) -> bool:
-        """Whether a scheduler ends the run, or has ended it."""
         return StopReason.PREEMPTED in self._forced
 
     @property
     def out_of_time(self) -> bool:
-        """Whether `max_time` is over."""
         return StopReason.MAX_TIME in self._forced
 
     @property
     def ends_to_be_resumed(self) -> bool:
-        """Whether a signal ends the run, which is saved at once for another one to resume it."""
+        """True if a signal ends the run, which then saves a checkpoint to be resumed."""
         return self.interrupted or self.preempted
 
     @property
     def signal(self) -> StopReason:
-        """Which of the two; a preemption counts for more."""
+        """Kind of signal that ended the run. A preemption takes precedence over Ctrl-C."""
         return StopReason.PREEMPTED if self.preempted else StopReason.INTERRUPTED
 
     @property
     def stops_for_good(self) -> bool:
-        """Whether a run that resumes this one is over too: a callback ended it, not a limit or a signal."""
+        """True if a callback stopped the run, so that a resumed run stays stopped too."""
         return self.stop_requested and self._stops_for_good and not self.ends_to_be_resumed
 
     @property
     def stops_by_request(self) -> bool:
-        """Whether a callback or `max_time` ends the run, rather than a count or a signal."""
+        """True if a callback or `max_time` stops the run, rather than a count or a signal."""
         return (bool(self._requested_by) or self.out_of_time) and not self.ends_to_be_resumed
 
     def request_stop(self, by: str, asker: str = "", for_good: bool = True) -> None:
-        """Ask for the end of the run after this step, for all processes; the least that was asked for comes first."""
+        """Request that all ranks stop after this step, but not before `min_epochs` and `min_steps`.
+
+        `by` is the reason in words and `asker` a key for `withdraw_request`. With `for_good`, a resumed run stays
+        stopped.
+        """
         self.stop_requested = True
         self._requested_by = self._requests[asker] = by
         self._stops_for_good = self._stops_for_good or for_good
 
     def withdraw_request(self, asker: str) -> None:
-        """Take back what one asker has requested, on all processes at the same moment; other requests hold."""
+        """Withdraw the stop request with the key `asker`. Other requests and limits remain.
+
+        All ranks must call this at one point of the run.
+        """
         if self._requests.pop(asker, None) is None:
             return
         holds = bool(self._forced) or self._has_max_steps or self._has_max_duration
         self._requested_by = next(iter(self._requests.values()), "")
         self.stop_requested = holds or bool(self._requests)
-        self.stop_agreed = holds  # a request of another process is agreed on again
+        self.stop_agreed = holds  # requests of other ranks are agreed on at the next exchange
         self._has_declined = False
         self._stops_for_good = self._stops_for_good and bool(self._requests)
 
     def withdraw_stop(self) -> None:
-        """Take the request back."""
         self.stop_requested = self.stop_agreed = self._stops_for_good = False
         self._requested_by = ""
         self._requests.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run that resumes this one takes over; call it on all processes.
+        """Return the stop requests for a checkpoint. Runs a collective.
 
-        A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
+        A run that ended by a signal or a limit may continue after a resume, so these are left out.
         """
         is_over = [self.stops_for_good]
         if self._world_size > 1:
@@ -393,7 +403,7 @@ class RunControl:
         return {"should_stop": any(is_over), "stop_askers": list(self._requests)}
 
     def resume_stop(self, stopped: bool, askers: Collection[str]) -> None:
-        """Take over whether the run that is resumed was stopped by a callback."""
+        """Restore the stop requests of a checkpoint."""
         self.withdraw_stop()
         if stopped:
             for asker in askers or [""]:
@@ -401,7 +411,6 @@ class RunControl:
             self.stop_agreed = True
 
     def record_exception(self, error: BaseException) -> None:
-        """Record what ended the run: `KeyboardInterrupt`, or a failure."""
         if isinstance(error, KeyboardInterrupt):
             self._forced.add(StopReason.INTERRUPTED)
             self._conclude(StopReason.INTERRUPTED, "Ctrl-C, within a step, so nothing was saved")
@@ -410,17 +419,15 @@ class RunControl:
             self._conclude(StopReason.FAILED, f"{type(error).__name__} was raised")
 
     def ending(self) -> Ending:
-        """Why the last run ended, for a Trainer in another process to adopt."""
         return Ending(self.reason, self.details, frozenset(self._forced), self.identity)
 
     def adopt(self, ending: Ending) -> None:
-        """Take over why a run has ended that was driven by a Trainer in another process."""
         self.reason, self.details = ending.reason, ending.details
         self._forced = set(ending.forced)
         self.identity = ending.identity
 
     def take_over(self, callback: Callback) -> None:
-        """Let a callback forget the runs of other Trainers, before a `fit` of this one."""
+        """Reset a callback that was last used by another Trainer, before `fit`."""
         if type(callback).forget_run is Callback.forget_run or self.options.fast_dev_run:
             return
         if callback.run_identity not in (None, self.identity):
@@ -430,40 +437,43 @@ class RunControl:
     def _conclude(self, reason: StopReason, details: str) -> None:
         self.reason, self.details = reason, details
 
-    # going back
+    # Rollback
 
     def request_rollback(self, path: str, skip_batches: Collection[tuple[int, int]]) -> None:
-        """Go back to a checkpoint after this step."""
+        """Request a return to the checkpoint at `path` after this step, and skip the given batches then."""
         self.rollback_path = path
         self.skip_batches(skip_batches)
 
     def skip_batches(self, batches: Collection[tuple[int, int]]) -> None:
-        """Leave some of this process's batches out."""
         self.batches_to_skip.update(batches)
 
     def record_rollback(self) -> None:
-        """Record that the run is back at the checkpoint."""
+        """Clear the rollback request and all stop requests, once the checkpoint is restored."""
         self.rollback_path = None
         self.withdraw_stop()
 
-    # when
+    # Time of the stop
 
     @property
     def watches_peers_or_clock(self) -> bool:
-        """Whether processes or the clock may end the run between two validations."""
+        """True if another rank or the clock can stop the run between two validations."""
         return self._world_size > 1 or self.options.max_time is not None
 
     @property
     def next_exchange(self) -> float:
-        """The number of batches after which processes agree next."""
+        """Number of batches after which the ranks exchange stop requests again."""
         return self._stops.next_batch
 
     def start_epoch(self) -> None:
-        """Begin to count the batches between two exchanges."""
+        """Schedule the first exchange of the epoch after its first batch."""
         self._stops.start(self._progress.total_batches)
 
     def agree(self, saves: SaveQueue | None, *wishes: bool) -> tuple[bool, ...]:
-        """Exchange with all processes who wants to stop; call it on all of them after the same batch."""
+        """Exchange stop requests with all ranks. All ranks must call this after an equal number of batches.
+
+        Each flag in `wishes` is combined over ranks by "or". Returns the combined flags.
+        """
+        # A failed save is exchanged too: if one rank raised alone, the others would hang in their next collective.
         lost = saves is not None and saves.has_lost
         signals = self._signals
         flags = (self.stop_requested, signals.requested, signals.preempted, lost, self._is_late(), *wishes)
@@ -485,7 +495,7 @@ class RunControl:
         return tuple(others)
 
     def watch_evaluation(self) -> EvaluationWatch:
-        """Return what ends a pass over an evaluation loader within `fit` when a signal has come."""
+        """Return a watcher that ends an evaluation within `fit` after a signal."""
         return EvaluationWatch(self._signals, self._world_size, self._end_by_signal)
 
     def _end_by_signal(self, interrupted: bool, preempted: bool) -> None:
@@ -494,12 +504,12 @@ class RunControl:
         self.stop_requested = self.stop_agreed = True
 
     def check_counts(self) -> None:
-        """Stop where `max_steps` or `max_duration` is reached; all processes count the same."""
+        """Stop the run if `max_steps` or `max_duration` is reached. Needs no exchange, since all ranks count alike."""
         if self._has_max_steps or self._has_max_duration:
             self.stop_requested = self.stop_agreed = True
 
     def may_stop(self, epoch_length: float) -> bool:
-        """Whether a request to stop holds now: all processes agree, and the least asked for is done."""
+        """Return True if all ranks agreed to stop, and `min_epochs` and `min_steps` are reached."""
         if self._world_size > 1 and not self.stop_agreed:
             return False
         limited = self._has_max_steps or self._has_max_duration
@@ -507,7 +517,7 @@ class RunControl:
 
     @property
     def share_of_duration(self) -> float:
-        """The share that is over of `max_time`, or of a `max_duration` in samples or tokens; 0 where there is none."""
+        """Fraction of `max_time` or `max_duration` that has passed, from 0 to 1. 0 without such a limit."""
         options = self.options
         shares = [0.0]
         if options.max_time is not None and options.max_time:
@@ -517,12 +527,12 @@ class RunControl:
         return min(1.0, max(shares))
 
     def is_done(self, epoch_length: float, is_resuming: bool) -> bool:
-        """Whether no epoch is left to run; records why."""
+        """Return True if no epoch is left to run, and record the reason. `epoch_length` is in batches."""
         options, progress = self.options, self._progress
         if self._forced:
-            return True  # why is recorded at the end, when all of it is known
+            return True  # `finish` records the reason, once all signals are known
         if is_resuming and progress.phase is Phase.CLOSING:
-            return False  # a checkpoint from an epoch's last hook: the epoch is still to be closed
+            return False  # saved by the epoch's last hooks, so the epoch must still be closed
         if 0 <= options.max_epochs <= progress.epoch:
             self._conclude(StopReason.MAX_EPOCHS, f"max_epochs={options.max_epochs} is reached")
         elif self._has_max_steps:
@@ -542,7 +552,7 @@ class RunControl:
         return self.reason is not None
 
     def finish(self, trained: bool) -> None:
-        """Record why the run ended, where the loop is over."""
+        """Record the reason why the run ended, after its last epoch."""
         if self.preempted:
             self._conclude(StopReason.PREEMPTED, "SIGTERM or SIGUSR1")
         elif self.interrupted:
@@ -571,28 +581,27 @@ class RunControl:
         return limit is not None and time.monotonic() - self._started >= limit.total_seconds()
 
     def _on_signal(self) -> None:
-        """Stop after this step; several processes first agree on which."""
+        """Stop after this step in a single-process run. Several ranks stop at their next exchange."""
         if self._world_size == 1:
             self._end_by_signal(self._signals.requested, self._signals.preempted)
 
 
 def calling_function() -> str:
-    """The name of the function that wrote the attribute whose setter calls this."""
+    """Return the name of the function that assigned an attribute. To be called from the attribute's setter."""
     code = sys._getframe(2).f_code
     return str(getattr(code, "co_qualname", code.co_name)).rsplit("<locals>.", 1)[-1]
 
 
 @dataclass(eq=False)
 class StopExchange:
-    """Lets every process stop at the same step.
+    """Exchange of stop requests, so that all ranks stop after the same optimizer step.
 
-    In a world of one a request to stop holds at once, and only the clock is read now and then. Among several
-    processes a request of any of them holds for all, but they exchange it only about once a second: each time, they
-    also agree after which batch to do it next, from the main process's speed, so that a step itself exchanges nothing
-    and no clock decides on one process alone.
+    With one rank, a request holds at once and only the clock is read from time to time. With several ranks, an
+    exchange takes place about once per second. Rank 0 computes after how many batches the next one follows, so a step
+    itself needs no collective.
 
     Attributes:
-        world_size: Number of processes.
+        world_size: Number of ranks.
     """
 
     world_size: int
@@ -601,15 +610,19 @@ class StopExchange:
     _last_batch: int = 0
 
     def start(self, batches: int) -> None:
-        """Begin after so many batches."""
+        """Schedule the next exchange for the batch after `batches`."""
         self._last, self._last_batch = time.monotonic(), batches
         self.next_batch = batches + 1
 
     def exchange(self, batches: int, wishes: tuple[bool, ...], by: str) -> tuple[tuple[bool, ...], str]:
-        """Exchange wishes; call it on all processes after the same batch."""
+        """Combine the flags `wishes` over all ranks by "or". All ranks must call this at an equal `batches`.
+
+        Returns the combined flags and the first reason that any rank gave.
+        """
         now = time.monotonic()
         per_batch = max((now - self._last) / max(1, batches - self._last_batch), 1e-6)
         pause = CLOCK_SECONDS if self.world_size == 1 else EXCHANGE_SECONDS
+        # At most 1000 batches ahead, in case the first ones were unusually fast.
         ahead = max(1, min(1000, int(pause / per_batch)))
         self._last, self._last_batch = now, batches
         if self.world_size == 1:
@@ -622,16 +635,16 @@ class StopExchange:
 
 
 def raise_lost_save(saves: SaveQueue | None) -> NoReturn:
-    """Raise the error of a save in the background on all processes, once they have agreed that one of them has it."""
+    """Raise the error of a failed background save. All ranks call this once one of them has reported the failure."""
     if saves is not None:
-        saves.finish()  # a save that fails on one process fails on all: this raises its error
+        saves.finish()  # raises the error if this rank has it
     raise CheckpointError(
         "A checkpoint could not be written in the background. Another process has raised why; this one has raised it "
         "before, or did not take part."
     )
 
 
-# The line with which a run begins, what it runs on; and that with which it ends: why, where, and how to resume it
+# First and last line of a run's output
 
 
 _DONE = "Done: the run ended after {taken}"
@@ -645,13 +658,12 @@ _FIRST_WORDS = {
 
 
 def print_first_line(trainer: Trainer, task: Task) -> None:
-    """Print what a `fit` trains and on what, on the main process, unless the run is to be bare."""
     if trainer.is_global_zero and not trainer.barebones:
         trainer.print(first_line(trainer, task))
 
 
 def first_line(trainer: Trainer, task: Task) -> str:
-    """Describe in one line what a `fit` trains and on what."""
+    """Return a line with the task, the processes, the strategy, the precision and the number of parameters."""
     count = trainer.world_size
     device = trainer.strategy.topology.device.type
     processes = f"{count} process{'es' * (count != 1)} on {device}"
@@ -665,7 +677,7 @@ def first_line(trainer: Trainer, task: Task) -> str:
 
 
 def last_line(trainer: Trainer) -> str:
-    """Describe in one line how a `fit` ended; on the main process."""
+    """Return a line that states how a `fit` ended, its checkpoint and how to resume it. For rank 0."""
     control = trainer.control
     steps, epochs = trainer.global_step, trainer.current_epoch
     taken = f"{steps} step{'s' * (steps != 1)} ({epochs} epoch{'s' * (epochs != 1)})"
@@ -686,25 +698,25 @@ def last_line(trainer: Trainer) -> str:
 
 
 def newest_checkpoint(trainer: Trainer) -> str:
-    """The path of the newest checkpoint that the run has written through its callbacks, or an empty text."""
+    """Return the path of the newest checkpoint that the callbacks of this run wrote, or "" if there is none."""
     return next((each.newest_model_path for each in trainer.checkpoint_callbacks if each.newest_model_path), "")
 
 
-# When validation is due, also after a resume
+# Schedule of validations
 
 
 FOREVER = float("inf")
 
 
 class ValidationSchedule:
-    """When validation is due: after so many batches, steps, samples or tokens, after a time, or at the end of an epoch.
+    """Schedule of the validations within `fit`: by batches, steps, samples, tokens, time or epochs.
 
     Args:
-        progress: The counters of the run.
-        interval: `val_check_interval`: a number of batches, a fraction of an epoch, a time, a number of steps, samples
-            or tokens, or None for the end of an epoch.
-        epochs: `check_val_every_n_epoch`: every how many epochs; None counts `interval` across epochs.
-        exists: Whether there is anything to validate on.
+        progress: Counters of the run.
+        interval: Value of `val_check_interval`. A number of batches, a fraction of an epoch, a time, a `Duration`, or
+            None for the end of an epoch.
+        epochs: Value of `check_val_every_n_epoch`. None counts `interval` across epochs.
+        exists: True if there is anything to validate.
     """
 
     def __init__(
@@ -724,11 +736,11 @@ class ValidationSchedule:
 
     @property
     def follows_a_clock(self) -> bool:
-        """Whether validation is due after a time."""
+        """True if the interval between validations is a time."""
         return self._after is not None
 
     def set_epoch_length(self, batches: float) -> None:
-        """Work out the interval in batches."""
+        """Convert the interval to batches, for an epoch of `batches` batches."""
         self._limit = batches
         self._every, self._after = FOREVER, None
         if not self._exists:
@@ -752,47 +764,48 @@ class ValidationSchedule:
             self._every = interval
 
     def restart_clock(self) -> None:
-        """Measure the time to the next validation from now on."""
         self._validated_at = time.monotonic()
 
     def record_due(self) -> None:
-        """Remember that a validation by the clock begins, for a run that resumes from a save within it."""
+        """Record that a validation by time begins, so that a run resumed within it repeats it."""
         self._progress.due_at = self._progress.total_batches
 
     def record_validation(self) -> None:
-        """Count a validation once its results are there: a checkpoint that its last hooks write includes it."""
+        """Count a validation, before its last hooks run. Checkpoints that they save include it."""
         self._progress.validations += 1
         self._progress.validated_at = self._progress.total_batches
         if self._counted is not None:
             self._progress.validated_count = self._progress.count(self._counted.unit)
 
-    # when it is due
+    # Due times
 
     @property
     def is_this_epoch(self) -> bool:
-        """Whether the epoch under way is one of those with a validation."""
         return self._exists and (self._epochs is None or (self._progress.epoch + 1) % self._epochs == 0)
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the time since the last validation is over, by this process's clock."""
+        """True if the time since the last validation exceeds the interval, by the clock of this rank."""
         return self._after is not None and time.monotonic() - self._validated_at >= self._after.total_seconds()
 
     @property
     def is_due(self) -> bool:
-        """Whether it is due now, after the batch that `next_batch` has named."""
+        """True if a validation is due after the batch that `next_batch` returned."""
         return self._counted is None or self.is_pending
 
     @property
     def is_at_epoch_end(self) -> bool:
-        """Whether it comes at the end of the epoch under way, where no interval was asked for."""
+        """True if a validation is due at the end of the current epoch and none is due within the epoch."""
         if not self.is_this_epoch or self._progress.validated_at == self._progress.total_batches:
             return False
         return self._after is None and self._every == FOREVER and self._epochs is not None
 
     @property
     def is_pending(self) -> bool:
-        """Whether it comes before the next batch; after a resume, the checkpoint was written between the two."""
+        """True if a validation is due before the next batch.
+
+        After a resume that means that the checkpoint was saved between a batch and its validation.
+        """
         progress, every = self._progress, self._every
         if not self.is_this_epoch:
             return False
@@ -811,13 +824,16 @@ class ValidationSchedule:
 
     @property
     def follows_this_step(self) -> bool:
-        """Whether it follows the step that is being ended."""
+        """True if a validation follows the step that is about to end."""
         if self.is_at_epoch_end and self._progress.batches_in_epoch >= self._limit:
             return True
         return self.is_pending
 
     def next_batch(self) -> float:
-        """The number of batches in this epoch after which to validate next; infinite where it is not its turn."""
+        """Return the number of batches in this epoch after which to validate next.
+
+        Infinity if no validation by batches is due in this epoch.
+        """
         every, done = self._every, self._progress.batches_in_epoch
         if self._counted is not None and self._exists:
             return done + 1
@@ -828,31 +844,33 @@ class ValidationSchedule:
         return (done // every + 1) * every
 
 
-# What warns of a run that trains nothing, or trains towards nothing; none of it costs a step anything
+# Warnings about runs without steps or with NaN
 
 
 @dataclass(eq=False)
 class Finiteness:
-    """Whether a run's logged values and weights are finite, as far as they were read anyway or at the end of epochs.
+    """Check of the logged values and the weights for NaN and infinity.
+
+    Reads only values that are transferred to the CPU anyway, and the weights at the end of an epoch.
 
     Attributes:
-        is_watched: Whether to warn; not where a callback guards the values.
-        is_finite: Whether all that was read so far is.
+        is_watched: True if the check is active. False if a callback already guards the values.
+        is_finite: True if all values so far are finite.
     """
 
     is_watched: bool
     is_finite: bool = True
-    _weights_are_finite: bool = True  # the same on all processes
+    _weights_are_finite: bool = True  # equal on all ranks, since it decides who calls the collective
 
     def check_values(self, values: Iterable[tuple[str, float]], when: str) -> None:
-        """Take numbers into account that are being written."""
+        """Warn once if a value that is about to be written is NaN or infinite."""
         if self.is_watched and self.is_finite:
             found = next(((name, value) for name, value in values if not math.isfinite(value)), None)
             if found is not None:
                 self._record(f"The logged value {found[0]!r} is {found[1]} {when}.")
 
     def check_weights(self, task: Task, when: str) -> None:
-        """Take the weights into account; call it on all processes, at the end of an epoch."""
+        """Warn once if a weight on any rank is NaN or infinite. Runs a collective."""
         if not (self.is_watched and self._weights_are_finite):
             return
         found = next((name for name in gather_object([_first_not_finite(task)]) if name is not None), None)
@@ -871,7 +889,7 @@ class Finiteness:
 
 
 class EpochHealth:
-    """Looks after each epoch whether it has trained anything."""
+    """Check after each epoch for missing optimizer steps and for weights that are not finite."""
 
     def __init__(self, trainer: Trainer, task: Task) -> None:
         self._trainer, self._task = trainer, task
@@ -879,11 +897,10 @@ class EpochHealth:
         self._has_warned = False
 
     def begin_epoch(self) -> None:
-        """Record where an epoch begins."""
         self._steps, self._batches = self._trainer.global_step, self._trainer.progress.total_batches
 
     def end_epoch(self) -> None:
-        """Warn of an epoch without an optimizer step, and of weights that are not finite; call it on all processes."""
+        """Warn if the epoch took no optimizer step, or if a weight is not finite. Runs a collective."""
         trainer = self._trainer
         if trainer.barebones:
             return
@@ -904,12 +921,13 @@ class EpochHealth:
 
 
 def _first_not_finite(task: Task) -> str | None:
-    """The name of a parameter that is not finite in what this process holds of it, if there is one."""
+    """Return the name of the first parameter with NaN or infinity in this rank's part of it, or None."""
     names: list[str] = []
     found: list[torch.Tensor] = []
     for name, parameter in task.named_parameters():
         local = parameter.detach()
         local = local.to_local() if hasattr(local, "to_local") else local
+        # `isfinite` is not implemented for float8, and meta tensors have no values.
         if local.is_floating_point() and local.element_size() > 1 and local.device.type != "meta":
             names.append(name)
             found.append(torch.isfinite(local).all())

@@ -1,4 +1,4 @@
-"""Which kind of step a task takes, chosen once before the loop."""
+"""Optimizer steps with closures, named losses, a pipeline schedule or split batches, and the choice among them."""
 
 from __future__ import annotations
 
@@ -41,26 +41,29 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# The step of a task whose optimizer computes the gradients, by a closure
+# Steps with a closure
 
 
 class StepVetoed(Exception):
-    """The step is left out, although an optimizer has begun it."""
+    """Signal from an optimizer's closure that this step must be skipped."""
 
 
 class StepWithoutLoss(StepVetoed):
-    """The same, where all batches were left out."""
+    """Signal from an optimizer's closure that every rank left out all batches of the step."""
 
 
 class ClosureStep(PlainStep):
-    """Lets the task's own `optimizer_step`, or an optimizer such as L-BFGS, decide when gradients are computed."""
+    """Optimizer step that computes the gradients in a closure, for L-BFGS or an overridden `optimizer_step`."""
 
     _keeps_window = True
     _announced: PendingBatch | None = None
-    _repeats = False  # whether the closure runs the window's micro-batches once more
+    _repeats = False  # True from the closure's second call on, whose batch hooks are skipped
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one step; the closure may run the micro-batches several times, their batch hooks once."""
+        """Run one optimizer step. Returns True if an optimizer stepped.
+
+        The closure may process the micro-batches several times. The batch hooks run only once.
+        """
         self._begin(window)
         self._current.batch, self._current.batch_info = window[0].batch, window[0].info
         self._announced, self._repeats = None, False
@@ -117,7 +120,7 @@ class ClosureStep(PlainStep):
             super()._end_batch(output, micro_batch)
 
     def _loss_of_window(self, outputs: list[Any], window: Sequence[PendingBatch]) -> Tensor:
-        """The loss that the gradients of a window are those of; this process's part of it where there are several."""
+        """Return the mean loss over the micro-batches, weighted by this rank's share of each."""
         total = torch.zeros((), device=self._trainer.strategy.topology.device)
         for output, micro_batch in zip(outputs, window, strict=True):
             loss = self._output.loss_of(output)
@@ -127,13 +130,14 @@ class ClosureStep(PlainStep):
         return total
 
 
-# The step of a task that returns a loss for each of its optimizers, by name
+# Steps with one loss per optimizer
 
 
 class NamedLossesStep(PlainStep):
-    """Gives the gradients of each loss to the parameters of the optimizer of its name, and to no others.
+    """Optimizer step for a task that returns one loss per optimizer, in a dict with the optimizers' names.
 
-    All losses are those of one forward, before any optimizer steps; then all step.
+    Each loss gives gradients only to the parameters of its optimizer. All losses come from one forward, and all
+    backwards run before the first optimizer steps.
     """
 
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
@@ -163,7 +167,7 @@ class NamedLossesStep(PlainStep):
 
     def _run_backward(self, loss: Any, output: Any, share: float, is_dummy: bool) -> None:
         if isinstance(output, Tensor):
-            self._loss_of(output)  # refuses it
+            self._loss_of(output)  # raises: a single tensor has no names
         losses = []
         for number, (name, optimizer) in enumerate(zip(self._names, self._optimizers, strict=True)):
             trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
@@ -176,7 +180,7 @@ class NamedLossesStep(PlainStep):
 
 
 def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
-    """Refuse what cannot give each loss to its own optimizer."""
+    """Raise `ConfigurationError` if the strategy or a closure cannot handle one loss per optimizer."""
     names = ", ".join(map(repr, trainer.task_run.optimizer_names))
     reason = ""
     if trainer.strategy.schedules_microbatches:
@@ -191,13 +195,14 @@ def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
         )
 
 
-# The step of a task whose micro-batches the strategy interleaves, as a pipeline does
+# Steps under a pipeline schedule
 
 
 class ScheduledStep(PlainStep):
-    """Runs all micro-batches at once, with the hooks of batches around them.
+    """Optimizer step for a strategy that schedules all micro-batches itself, such as pipeline parallelism.
 
-    Only some processes run the task's step; all see what it returned and logged.
+    Only the ranks of the last pipeline stage finish `training_step`. All other ranks receive its outputs and logged
+    values.
     """
 
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
@@ -212,7 +217,6 @@ class ScheduledStep(PlainStep):
         return None
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one step."""
         self._begin(window)
         strategy, logged = self._strategy, self._logged
         for micro_batch in window:
@@ -249,7 +253,10 @@ class ScheduledStep(PlainStep):
                 self._end_batch(output, micro_batch)
 
     def run_micro_batch(self, micro_batch: PendingBatch, probe: bool = False) -> Any:
-        """Forward and backward of one micro-batch."""
+        """Run the forward and backward of one micro-batch. Returns the output of the task's step.
+
+        With `probe=True` only the forward runs, and nothing that it logs counts.
+        """
         self._enter(micro_batch)
         batch, index, info = micro_batch.batch, micro_batch.batch_idx, micro_batch.info
         if probe:
@@ -267,13 +274,13 @@ class ScheduledStep(PlainStep):
         return output
 
     def _decide_weighted(self, output: Any) -> bool:
-        weighted = self._output.has_weight(output)  # the processes without the last stage see it in the outputs
+        weighted = self._output.has_weight(output)  # other ranks read it from the shared outputs
         self._engine.weights.in_use = weighted
         return weighted
 
 
 def refuse_unscheduled(task: Task, strategy: object, by_closure: bool) -> None:
-    """Refuse what has to run forward and backward by itself."""
+    """Raise `ConfigurationError` if a task needs a closure or manual optimization under a pipeline strategy."""
     if task.automatic_optimization and not by_closure:
         return
     what = "an optimizer that needs a closure, or optimizer_step" if by_closure else "manual optimization"
@@ -283,23 +290,23 @@ def refuse_unscheduled(task: Task, strategy: object, by_closure: bool) -> None:
     )
 
 
-# A step that is run again in smaller parts where memory lacks, with the same numbers
+# Steps that are split after running out of memory
 
 
 PATIENCE = 60.0
-"""Seconds that a process without memory waits for the others to end the same gradients."""
+"""Seconds that a rank out of memory waits for the other ranks to finish their gradients."""
 
 WHAT = "the gradients of a step"
 
 
 class _Part(NamedTuple):
-    """Some rows of a micro-batch.
+    """Range of rows of one micro-batch.
 
     Attributes:
-        place: Which micro-batch of the window it is a part of.
-        first: Its first row.
-        end: The row that follows its last one.
-        of: The rows of the micro-batch; 0 where it has none that can be found, and is whole.
+        place: Index of the micro-batch in the accumulation window.
+        first: Index of the first row.
+        end: Index after the last row.
+        of: Number of rows of the micro-batch, or 0 if unknown. Such a micro-batch is not split.
     """
 
     place: int
@@ -309,18 +316,16 @@ class _Part(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Its share of the micro-batch."""
         return (self.end - self.first) / self.of if self.of else 1.0
 
 
 class SplitStep(PlainStep):
-    """The step of a Trainer with `auto_micro_batch`.
+    """Optimizer step of `Trainer(auto_micro_batch=True)`, which splits batches that do not fit into memory.
 
-    All of its gradients are computed before anything is exchanged. Where memory lacks for that on any process, all of
-    them put back what has changed, cut each micro-batch in twice as many parts along its rows, and compute again. Then
-    the gradients are averaged over processes, and what was logged is taken, once for each micro-batch.
+    If any rank runs out of memory, all ranks restore their state, double the number of parts and start the step again.
+    Gradients are averaged over ranks only after all of them succeed. Logged values then count once per micro-batch.
 
-    The hooks around batches are called once for each micro-batch: those before them all at the start.
+    `on_train_batch_start` runs for all micro-batches before the first forward.
     """
 
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
@@ -328,10 +333,13 @@ class SplitStep(PlainStep):
         self._metrics, self._kept_buffers = find_metrics(task), list(task.buffers())
         self._held_back = HeldBack(self._logged)
         self._own_weight: Tensor | float | None = None
-        self._tried = 0  # in how many parts a step was computed last
+        self._tried = 0  # number of parts in the last attempt
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one step, in as many parts as memory has needed so far, or in more."""
+        """Run one optimizer step, in as many parts as earlier steps needed, or more.
+
+        Returns True if an optimizer stepped.
+        """
         for micro_batch in window:
             self._show(micro_batch)
             self._announce(micro_batch)
@@ -354,17 +362,17 @@ class SplitStep(PlainStep):
         return self._finish(window, outputs[-1], stepped)
 
     def _show(self, micro_batch: PendingBatch) -> None:
-        """Let hooks and logged values see a micro-batch as a whole."""
+        """Set the whole micro-batch as the current batch for hooks and logged values."""
         self._current.batch, self._current.batch_info = micro_batch.batch, micro_batch.info
         self._logged.skips = self._share(micro_batch) == 0.0
 
     def _share(self, micro_batch: PendingBatch) -> float:
         return 1.0 if self._shards == 1 else micro_batch.info.share(self._shards)
 
-    # gradients
+    # Gradients
 
     def _compute(self, window: Sequence[PendingBatch]) -> list[Any]:
-        """Compute gradients until memory is enough. Returns what the task returned for each micro-batch."""
+        """Compute the gradients, with more parts at each failure. Returns the task's output per micro-batch."""
         random, metrics = RandomState.capture(), metric_states(self._metrics)
         buffers = [buffer.detach().clone() for buffer in self._kept_buffers]
         failed: Attempt | None = None
@@ -376,6 +384,7 @@ class SplitStep(PlainStep):
                 return outputs
             failed = made
             clear_gradients(self._optimizers, presence_of(self._model))
+            # Dropout masks and batch norm statistics of the failed attempt must not affect the next one.
             random.restore()
             with torch.no_grad():
                 for buffer, kept in zip(self._kept_buffers, buffers, strict=True):
@@ -385,7 +394,7 @@ class SplitStep(PlainStep):
             self._report()
 
     def _gradients(self, window: Sequence[PendingBatch], failure: MemoryError | None) -> list[Any]:
-        """Compute the gradients of a step, part by part."""
+        """Compute the gradients of a step part by part. Returns the task's output per micro-batch."""
         parts = [part for place, each in enumerate(window) for part in self._cut(place, each)]
         if failure is not None and len(parts) == self._tried:
             raise ConfigurationError(_too_large(any(part.of for part in parts)), see="big-models.md") from failure
@@ -410,7 +419,10 @@ class SplitStep(PlainStep):
         return [_Part(place, first, end, rows) for first, end in pairwise(ends)]
 
     def _run_part(self, taken: PendingBatch, share: float, part: float) -> Any:
-        """Forward and backward of some rows; `part` of their micro-batch, which counts for `share`."""
+        """Run the forward and backward of some rows of a micro-batch. Returns the task's output.
+
+        `part` is the weight of these rows in the step, `share` the weight of the micro-batch among all ranks.
+        """
         self._current.batch, self._current.batch_info = taken.batch, taken.info
         self._logged.skips = share == 0.0
         if self._engine.window.size > 1:
@@ -421,14 +433,17 @@ class SplitStep(PlainStep):
             output = timing.call(FORWARD, step, *given) if timing.on else step(*given)
         loss = output if isinstance(output, Tensor) else self._output.loss_of(output)
         if loss is not None:
-            self._has_gradients = True  # they were cleared before
+            self._has_gradients = True  # `run` has cleared them; clearing here would drop the earlier parts
             self._differentiate(loss, output, share * part)
         return output
 
-    # weights
+    # Weights
 
     def _decide_weighted(self, output: Any) -> bool | None:
-        """Whether losses come with weights, as this process has it: none may wait for another one here."""
+        """Return True if this rank's losses have weights, or None if still unknown.
+
+        Runs no collective: a rank that is out of memory would not take part.
+        """
         if self._trainer.world_size == 1:
             return super()._decide_weighted(output)
         if self._dummy_loss is not None and self._dummy_loss.was_dummy:
@@ -438,7 +453,7 @@ class SplitStep(PlainStep):
         return self._engine.weights.in_use
 
     def _agree_on_weights(self) -> None:
-        """Find out, after the first gradients, whether any process has losses with weights."""
+        """Enable weighted losses on all ranks if any rank returned a weight. Runs an all-reduce."""
         topology, weights = self._trainer.strategy.topology, self._engine.weights
         flag = torch.tensor(float(self._own_weight is not None), device=topology.device)
         in_use = bool(topology.sum(flag) > 0)
@@ -446,10 +461,9 @@ class SplitStep(PlainStep):
             weights.expect()
         self._is_weighted = weights.in_use = in_use
 
-    # words
+    # Messages
 
     def _report(self) -> None:
-        """Print what has happened, on the main process."""
         normed = [name for name, module in self._task.named_modules() if isinstance(module, _BatchNorm)]
         statistics = ""
         if normed:
@@ -465,7 +479,6 @@ class SplitStep(PlainStep):
 
 
 def _taken(micro_batch: PendingBatch, part: _Part) -> PendingBatch:
-    """The rows of a part, as a micro-batch of its own."""
     if not part.of or part.share == 1.0:
         return micro_batch
     info, rows = micro_batch.info, part.end - part.first
@@ -478,7 +491,10 @@ def _taken(micro_batch: PendingBatch, part: _Part) -> PendingBatch:
 
 
 def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
-    """What a task would have returned for a whole micro-batch, from what it returned for its parts."""
+    """Combine the outputs for the parts into the output for the whole micro-batch, or None if all are None.
+
+    Losses are summed if `sums`, else averaged by share.
+    """
     if len(outputs) == 1:
         return outputs[0][1]
     given = [(share, output) for share, output in outputs if output is not None]
@@ -508,7 +524,7 @@ def _too_large(has_rows: bool) -> str:
 
 
 def choose_step(trainer: Trainer, task: Task, model: nn.Module, splits: bool = True) -> PlainStep:
-    """The step of a task under this trainer's strategy and with these optimizers."""
+    """Return the kind of step for this task, its optimizers and the Trainer's strategy."""
     by_closure = task.automatic_optimization and (
         is_overridden(task, Task, "optimizer_step") or any(o.needs_closure for o in trainer.task_optimizers)
     )

@@ -1,4 +1,4 @@
-"""One optimizer step of a task: its micro-batches and hooks around the engine's step."""
+"""One optimizer step of a task: the forward and backward of its micro-batches, and the hooks around them."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# What a task's `training_step` returned: its loss, what that weighs, and what is refused
+# The output of `training_step`
 
 
 class StepOutput:
-    """Reads what one task's `training_step` returns."""
+    """Reader of the values that a task's `training_step` returns: the loss and, if given, its weight."""
 
     def __init__(self, task_name: str) -> None:
         self._step = f"{task_name}.training_step"
 
     def loss_of(self, output: Any) -> Tensor | None:
-        """The loss; None where the batch is left out."""
+        """Return the loss in the output of `training_step`, or None if the task left the batch out."""
         if isinstance(output, Tensor):
             return output
         if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
@@ -63,7 +63,7 @@ class StepOutput:
         )
 
     def check_of_manual(self, output: Any) -> None:
-        """Check what a task that optimizes by hand returned."""
+        """Raise `ConfigurationError` if a step with manual optimization did not return a tensor, a dict or None."""
         if output is not None and not isinstance(output, Tensor | Mapping):
             raise ConfigurationError(
                 f"{self._step} returned {repr(output)[:80]}. With automatic_optimization = False it must return a "
@@ -71,11 +71,10 @@ class StepOutput:
             )
 
     def has_weight(self, output: Any) -> bool:
-        """Whether a loss came with a weight."""
         return isinstance(output, Mapping) and "weight" in output
 
     def weight_of(self, output: Any) -> Tensor | float:
-        """What a loss weighs."""
+        """Return the weight of the loss in the output of `training_step`. Raises an error if there is none."""
         if self.has_weight(output):
             weight: Tensor | float = output["weight"]
             return weight
@@ -85,14 +84,14 @@ class StepOutput:
         )
 
     def refuse_weight(self) -> None:
-        """Raise for a loss with a weight, after losses without."""
+        """Raise `ConfigurationError` for a loss with a weight if earlier losses had none."""
         raise ConfigurationError(
             f"{self._step} returned a loss with a weight, after one without. Return {{'loss': sum, 'weight': tokens}} "
             "for every batch, or for none.",
         )
 
     def explain(self, loss: Tensor, error: RuntimeError | None = None) -> None:
-        """Raise in our words what torch means where it cannot differentiate a loss; return where it can."""
+        """Raise a `ConfigurationError` with the reason if torch cannot differentiate the loss."""
         if error is not None and "static_graph set to True" in str(error):
             raise ConfigurationError(
                 f"{self._step} used other parameters than in the first step, for example since it left out a batch by "
@@ -112,7 +111,7 @@ class StepOutput:
 
 
 def detached(output: Any) -> Any:
-    """What hooks see of a step's output: a dict with the loss, nothing that holds the graph."""
+    """Return the step's output for the hooks: a dict with the loss and the other values, detached from the graph."""
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     if isinstance(output, Mapping):
@@ -120,17 +119,17 @@ def detached(output: Any) -> Any:
     return output
 
 
-# A batch that `training_step` leaves out, where the peers wait for its gradients
+# Batches that `training_step` leaves out
 
 
 class DummyLoss:
-    """Gives gradients of zero for what a task leaves out, and finds out whether every process left its batches out.
+    """Loss with gradients of zero for batches that a task leaves out, so that each rank joins the all-reduce.
 
-    A module that a strategy wrapped may have a parameter `presence`, a zero that every real loss is added to: its
-    gradient, reduced with the others, is above zero where any process had a real batch.
+    The strategy's wrapper may hold a parameter `presence` with the value zero, which is added to each real loss. Its
+    all-reduced gradient is above zero if any rank had a real batch.
 
     Attributes:
-        was_dummy: Whether the last step was left out.
+        was_dummy: True if the task left out the most recent batch.
     """
 
     def __init__(self, strategy: Strategy, task: nn.Module, model: nn.Module | None, names: Sequence[str] = ()) -> None:
@@ -141,9 +140,10 @@ class DummyLoss:
         self.was_dummy = False
 
     def replacing(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A step that never leaves a batch out.
+        """Wrap a training step so that it returns a zero loss instead of None.
 
-        What stands in must come from the output of the forward, by which DDP learns what takes part in the backward.
+        The zero loss is computed from the output of the forward. DDP searches that output for the parameters that take
+        part in the backward.
         """
         presence = self._presence
 
@@ -161,18 +161,21 @@ class DummyLoss:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What receives a gradient beside the parameters of the task."""
+        """Leaf tensors that receive a gradient although they are not parameters of the task."""
         return [] if self._presence is None else [self._presence]
 
     def anyone_took_part(self) -> bool:
-        """Whether another process had a real batch in this window; call it where this one had none."""
+        """Return True if another rank had a real batch in this accumulation window.
+
+        Valid only on a rank that left out all of its own batches.
+        """
         if self._presence is not None:
             return self._presence.grad is not None and float(self._presence.grad) != 0.0
         return not self._shares_batches
 
 
 def presence_of(model: nn.Module | None) -> nn.Parameter | None:
-    """The parameter by which processes learn that one of them had a real batch, where the strategy made one."""
+    """Return the parameter whose gradient shows that some rank had a real batch, or None if the model has none."""
     if model is None:
         return None
     return next((module.presence for module in model.modules() if isinstance(module, StepModule)), None)
@@ -187,25 +190,25 @@ def _attached(output: Any, presence: nn.Parameter, name: str = "loss") -> Any:
 
 
 def _added(loss: Tensor, presence: nn.Parameter) -> Tensor:
-    # What cannot be differentiated is refused later, in words that a sum with a parameter would hide.
+    # A loss without a graph is refused later by `explain`. The sum would have a graph and hide the mistake.
     return loss + presence.to(loss.dtype) if loss.requires_grad and loss.numel() == 1 else loss
 
 
-# The steps of a task as the loops call them: through the strategy's wrapper and under the precision
+# Adapters between the loops and the task's steps
 
 
 class DataEnded(Exception):
-    """A step that takes its batches from an iterator found no more, and did not handle that."""
+    """Error for a step that takes its batches from `dataloader_iter` and did not handle the end of the data."""
 
 
 Following = Callable[[], tuple[Any, int, int] | None]
 
 
 def as_taken(task: Task, name: str, following: Following = lambda: None) -> Callable[..., Any]:
-    """A step of the task that is called with a batch, its number and more: it may take the batch alone.
+    """Adapt a step of the task to the arguments that the loops pass: batch, batch index and loader index.
 
-    A step whose argument is named `dataloader_iter` gets an iterator instead, which gives the batch, its number and
-    that of its loader, and then those that follow.
+    A step with a single argument receives the batch alone. A step with an argument `dataloader_iter` receives an
+    iterator over tuples of batch, batch index and loader index, starting at the current batch.
     """
     step: Callable[..., Any] = getattr(task, name)
     parameters = list(inspect.signature(step).parameters.values())
@@ -216,7 +219,7 @@ def as_taken(task: Task, name: str, following: Following = lambda: None) -> Call
 
 
 def _leave_out(*_: Any) -> None:
-    """Take the place of a training step for a batch that is None, of which a `collate_fn` found nothing."""
+    """Warn that a batch is None and is skipped. Called instead of `training_step`."""
     words = "train_dataloader yielded None. If this was on purpose, ignore this warning: the batch is left out."
     warnings.warn(words, stacklevel=2)
 
@@ -241,11 +244,11 @@ def _and_following(given: tuple[Any, int, int], following: Following) -> Iterato
 
 
 class Feed:
-    """The batches of one loader as an evaluation runs over them; a step may take some by itself.
+    """Iterator over the batches of one evaluation loader. A step may take further batches from it.
 
     Attributes:
-        batch: The batch that was taken last.
-        index: Its number.
+        batch: The most recent batch.
+        index: The index of the most recent batch.
     """
 
     def __init__(self, batches: Iterable[Any], loader: Any, current: CurrentRun, dataloader_idx: int) -> None:
@@ -264,7 +267,7 @@ class Feed:
         return self.batch
 
     def following(self) -> tuple[Any, int, int] | None:
-        """The next batch, its number and the loader's; None at the end."""
+        """Return the next batch, its index and the index of its loader, or None at the end of the loader."""
         for batch in self:
             return batch, self.index, self._position
         return None
@@ -273,7 +276,7 @@ class Feed:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Let the last batch go, record that none is under way, and end the workers of a pass that is left early."""
+        """Release the last batch. If the loop stopped early, also end the workers of the loader."""
         self.batch = None
         self._batches = iter(())
         self._current.leave_batch()
@@ -281,7 +284,7 @@ class Feed:
 
 @contextmanager
 def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
-    """Let nothing of what the body logs and feeds to metrics count."""
+    """Discard the values that the `with` block logs, and restore the states of the metrics that it updates."""
     before = logged.skips
     logged.skips = True
     try:
@@ -292,7 +295,7 @@ def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
 
 
 def bind_step(model: nn.Module, step: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
-    """A step of the task as the loop calls it: through the strategy's wrapper, if any, and under the precision."""
+    """Return a function that runs a step of the task under the precision, and through the wrapper of the strategy."""
     bare = isinstance(model, StepModule) and not (model._forward_hooks or model._forward_pre_hooks)
     return under_precision(step if bare else partial(model, step), precision)
 
@@ -300,9 +303,10 @@ def bind_step(model: nn.Module, step: Callable[..., Any], precision: Precision) 
 def bind_evaluation_step(
     trainer: Trainer, task: Task, model: nn.Module, step: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A step of the task as evaluation calls it.
+    """Return a function that runs a validation, test or predict step of the task.
 
-    Where processes hold parts of the model, only some run the step to its end; all get what it returned and logged.
+    If the model is split into pipeline stages, only the last stage finishes the step. Its output and logged values are
+    then sent to all other ranks.
     """
     strategy, logged = trainer.strategy, trainer.logged
     called = strategy.view(model, "evaluate")
@@ -334,13 +338,13 @@ SKIP_EPOCH = -1
 
 
 class EpochSkipped(Exception):
-    """`on_train_batch_start` asked to leave out the rest of the epoch."""
+    """Signal that `on_train_batch_start` returned -1, which skips the rest of the epoch."""
 
 
 class PlainStep:
-    """The step of a task whose loss the Trainer differentiates; what can be decided before the loop is decided here."""
+    """Optimizer step of a task with automatic optimization. The constructor makes all choices between variants."""
 
-    _keeps_window = False  # whether micro-batches and their outputs last as long as the window, to be used again
+    _keeps_window = False  # True keeps micro-batches and outputs until the step ends, since a closure reads them again
 
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
         accelerator, actions = trainer.accelerator, trainer.actions
@@ -353,7 +357,7 @@ class PlainStep:
         self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
         self._forward_backward = strategy.forward_backward
         self._dummy_loss = self._choose_dummy_loss()
-        self._taken: list[PendingBatch] = []  # by the step itself, out of an iterator
+        self._taken: list[PendingBatch] = []  # batches that the step took from `dataloader_iter`
         step = as_taken(task, "training_step", self._take_following)
         bound, self._no_step = map(self._bind, (step, _leave_out))
         self._training_step = actions.watch(actions.of_strategy("training_step"), bound)
@@ -394,19 +398,20 @@ class PlainStep:
         return DummyLoss(trainer.strategy, self._task, trainer.task_run.model) if trainer.world_size > 1 else None
 
     def spread_over(self, shards: int) -> None:
-        """Take into account over how many processes the rows of a step are spread."""
+        """Set the number of ranks among which the rows of one global batch are split."""
         self._shards = shards
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run one step."""
+        """Run one optimizer step over the micro-batches in `window`. Returns True if an optimizer stepped."""
         self._begin(window)
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
+        # `_has_loss` waits for the device, so it runs only if this rank left out all of its batches.
         has_loss = self._took_part or self._has_loss()
         stepped = self._engine.step_all() if has_loss else self._trainer.steps_without_loss(window)
         return self._finish(window, outputs[-1], stepped)
 
     def try_gradients(self, window: Sequence[PendingBatch]) -> None:
-        """Run the forwards and backwards of a step, without exchanging their gradients and without stepping."""
+        """Run the forwards and backwards of a step without an all-reduce and without an optimizer step."""
         self._begin(window)
         with self._engine.without_sync(self._trainer.task_run.model):
             for micro_batch in window:
@@ -427,24 +432,26 @@ class PlainStep:
             self._engine.weights.expect()
 
     def run_micro_batch(self, micro_batch: PendingBatch) -> Any:
-        """Forward and backward of one micro-batch, with the hooks around them."""
+        """Run the forward and backward of one micro-batch, with their hooks. Returns the output of the last one."""
         timing, current = self._timing, self._current
-        current.batch = None  # before another one is on the device
+        current.batch = None  # frees the old batch before the next one is copied to the device
         batch = timing.call(DATA, micro_batch.take) if timing.on else micro_batch.take()
         current.batch, current.batch_info = batch, micro_batch.info
         share = 1.0
         if self._shards > 1:
             share = micro_batch.info.share(self._shards)
-            self._logged.skips = share == 0.0  # also in the hooks around a batch that only stands in
+            self._logged.skips = share == 0.0  # set before the hooks: they must not log for a dummy batch
         if self._on_batch_start:
             self._announce(micro_batch)
         if self._engine.window.size > 1:
             self._engine.window.advance_planned()
-        outer = timing.enter(FORWARD) if timing.on else None  # not by `call`: tracebacks of the step pass here
+        # Not `timing.call`, which would add a frame to tracebacks of the task.
+        outer = timing.enter(FORWARD) if timing.on else None
         step = self._no_step if batch is None else self._training_step
         if share:
             output = step(batch, micro_batch.batch_idx)
         else:
+            # Padding rows must not update the task's metrics.
             with untouched_metrics(self._task):
                 output = step(batch, micro_batch.batch_idx)
         if outer is not None:
@@ -467,7 +474,7 @@ class PlainStep:
         micro_batch.release()
 
     def _take_following(self) -> tuple[Any, int, int] | None:
-        """Take the epoch's next batch into the step under way."""
+        """Take the next batch of the epoch for a step that reads `dataloader_iter`. Returns None at the end."""
         loop, info, timing = self._trainer.loop, self._current.batch_info, self._timing
         if loop is None or info is None:
             return None
@@ -486,7 +493,7 @@ class PlainStep:
                 raise EpochSkipped
 
     def _differentiate(self, loss: Tensor, output: Any, share: float) -> None:
-        """Compute the gradients of a batch, once those of the step before are cleared."""
+        """Compute the gradients of a micro-batch. The first one of a step clears the old gradients before."""
         is_dummy = self._dummy_loss is not None and self._dummy_loss.was_dummy
         if not self._has_gradients:
             self._has_gradients = True
@@ -498,11 +505,10 @@ class PlainStep:
         self._run_backward(loss, output, share, is_dummy)
 
     def _loss_of(self, output: Any) -> Any:
-        """What is differentiated of a step's output; None where the batch is left out."""
         return self._output.loss_of(output)
 
     def _run_backward(self, loss: Any, output: Any, share: float, is_dummy: bool) -> None:
-        """Give a loss, its weight and what it counts for to the engine."""
+        """Pass a loss, its weight and the batch's share of the global batch to the engine's backward."""
         if self._is_weighted is None:
             self._is_weighted = self._decide_weighted(output)
         weight: Tensor | float | None = None
@@ -517,11 +523,11 @@ class PlainStep:
             raise
 
     def _decide_weighted(self, output: Any) -> bool | None:
-        """Whether losses come with weights. All processes find out together, since a window ends with a collective."""
+        """Return True if losses have weights. Runs a collective, so all ranks must call this together."""
         return self._engine.weights.decide(output["weight"] if self._output.has_weight(output) else None)
 
     def _has_loss(self) -> bool:
-        """Whether any process had a batch that was not left out."""
+        """Return True if any rank had a batch that the task did not leave out."""
         if not self._has_gradients:
             return False
         if self._took_part or self._dummy_loss is None:
@@ -530,10 +536,11 @@ class PlainStep:
         return timing.call(SYNC, anyone) if timing.on else anyone()
 
     def _finish(self, window: list[PendingBatch], output: Any, steps: int) -> bool:
-        """Count the step, schedule, and end its last batch. Returns whether there was a step."""
+        """Count the step, step the schedulers and call `on_train_batch_end`. Returns True if an optimizer stepped."""
         progress, last = self._progress, window[-1]
         self._engine.close()
         if self._taken:
+            # The progress must count these batches too, or a resumed run would train on them again.
             window.extend(self._taken)
             self._taken.clear()
             last = window[-1]
@@ -559,8 +566,9 @@ class PlainStep:
             timing.call(CALLBACKS, hook, outputs, batch, index) if timing.on else hook(outputs, batch, index)
 
     def _clipping(self) -> Callable[[Optimizer], None]:
-        """The task's clipping with the Trainer's arguments, by their names where an override has them."""
+        """Return the task's `configure_gradient_clipping`, bound to the arguments of the Trainer."""
         trainer, clip = self._trainer, self._task.configure_gradient_clipping
+        # An override may name its arguments differently. They are then passed by position.
         try:
             inspect.signature(clip).bind(None, gradient_clip_val=None, gradient_clip_algorithm=None)
         except TypeError:
@@ -573,7 +581,7 @@ class PlainStep:
 
 
 class ManualStep(PlainStep):
-    """The step of a task that runs backwards and steps its optimizers itself, in `training_step`."""
+    """Step of a task with manual optimization, which runs backward and steps its optimizers in `training_step`."""
 
     def _step_hooks(self, hooks: Hooks) -> StepHooks:
         task, model = self._task, self._trainer.task_run.model
@@ -587,7 +595,7 @@ class ManualStep(PlainStep):
         )
 
     def _share_of_batch(self) -> float:
-        """Return what the batch under way counts for beside those of the other processes."""
+        """Return the weight of the current batch in the mean over all ranks."""
         info = self._current.batch_info
         return 1.0 if self._shards == 1 or info is None else info.share(self._shards)
 
@@ -595,27 +603,30 @@ class ManualStep(PlainStep):
         return None
 
     def try_gradients(self, window: Sequence[PendingBatch]) -> None:
-        """Nothing: the task exchanges gradients and steps in its own step."""
+        """Do nothing: with manual optimization, a step cannot be run without the optimizers."""
 
     def run(self, window: list[PendingBatch]) -> bool:
-        """Run the task's step, and count each optimizer's step in it."""
+        """Run `training_step` once and count the optimizer steps that the task takes in it."""
         self._begin(window)
         self._engine.steps_taken = 0
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
         return self._finish(window, outputs[-1], self._engine.steps_taken)
 
     def _loss_of(self, output: Any) -> Any:
-        """Nothing: the task has computed its gradients; whatever it returns is for the hooks."""
+        """Return None, since the task has run its own backward. Raises if the output has a wrong type."""
         self._output.check_of_manual(output)
 
-    def _differentiate(self, loss: Tensor, output: Any, share: float) -> None:
-        """Nothing: the task did it."""
+    def _differentiate(self, loss: Tensor, output: Any, share: float) -> None: ...
 
 
 def choose_zero_grad(
     trainer: Trainer, task: Task, optimizers: list[Optimizer], hooks: Hooks
 ) -> tuple[Callable[[], None], bool]:
-    """Choose how gradients are cleared, so that hooks and methods of the task that see it are called."""
+    """Choose the function that clears the gradients before a backward.
+
+    Returns the function, and True if the gradients can be cleared before the forward. That is False if hooks or an
+    override of the task observe the call.
+    """
     if not optimizers and task.automatic_optimization:
         return task.zero_grad, type(task).zero_grad is nn.Module.zero_grad
     before = hooks.find("on_before_zero_grad")
@@ -638,7 +649,7 @@ def choose_zero_grad(
 
 
 def clear_gradients(optimizers: Iterable[Optimizer], beside: nn.Parameter | None) -> None:
-    """Clear the gradients of optimizers, and of one parameter that no optimizer has."""
+    """Clear the gradients of the optimizers, and of one more parameter that belongs to no optimizer."""
     for optimizer in optimizers:
         optimizer.zero_grad()
     if beside is not None:

@@ -1,1 +1,1 @@
-"""What tasks log: kept, reduced over an epoch and over processes."""
+"""Values that tasks log: storage, and reduction over an epoch and over ranks."""

@@ -1,4 +1,4 @@
-"""What `self.log` keeps: detached tensors, folded rarely, turned into numbers only where something is shown."""
+"""Values of `self.log`: storage as detached tensors, and reduction over batches and ranks."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.strategies.base import Topology
 from drivetrain.trainer.metrics.metric_sync import compute_over_processes
 
-# From where in the loop values may be logged, and what that means for them
+# Scopes of logging
 
 
 @dataclass(frozen=True)
 class LogScope:
-    """From where in the loop values are logged now, and what that means for them.
+    """Place in the run from which values are logged, with the defaults of `self.log` there.
 
     Attributes:
-        stage: `"train"`, `"validate"`, `"test"`; or the hook's name where logging is not allowed.
-        on_step: Default of `on_step`; None where logging is not allowed.
+        stage: `"train"`, `"validate"` or `"test"`, or the hook's name if logging is not allowed there.
+        on_step: Default of `on_step`, or None if logging is not allowed.
         on_epoch: Default of `on_epoch`.
-        has_batch: Whether there is a batch whose rows weigh a value.
+        has_batch: True if there is a current batch, whose number of rows weighs a mean.
     """
 
     stage: str
@@ -57,11 +57,11 @@ PREDICT = LogScope("in predict", None)
 TRANSFER = LogScope("in a hook that moves a batch to the device", None)
 
 
-# One logged value: kept as detached tensors, added up rarely, and turned into a number only where it is shown
+# One logged value
 
 
 FOLD_AFTER = 64
-"""Values of one name that are kept before they are added up on the device."""
+"""Number of values of one name that are stored before they are reduced on the device."""
 
 REDUCTIONS = ("mean", "sum", "max", "min")
 
@@ -71,10 +71,10 @@ Arguments = tuple[Any, ...]
 
 
 class LoggedValue:
-    """All that was logged under one name in one stage.
+    """Values that were logged under one name in one stage, as detached tensors until they are reduced.
 
     Attributes:
-        stepped: Whether a step has logged it, and nothing has taken the step's value since.
+        stepped: True if a step logged a value that `end_evaluation_batch` has not returned yet.
     """
 
     __slots__ = (
@@ -132,40 +132,40 @@ class LoggedValue:
 
     @property
     def step_name(self) -> str:
-        """Its name among a step's values."""
+        """Name of the value of a single step, with the suffix `_step` if the epoch has one too."""
         return self._forked("_step") if self.on_epoch else self.name
 
     @property
     def epoch_name(self) -> str:
-        """Its name among an epoch's values."""
+        """Name of the value of an epoch, with the suffix `_epoch` if each step has one too."""
         return self._forked("_epoch") if self.on_step else self.name
 
     def _forked(self, ending: str) -> str:
         return self.name.removesuffix(self.suffix) + ending + self.suffix
 
     def reset(self) -> None:
-        """Forget all values."""
         self.fresh = self.stepped = False
         self.last: Value | None = None
-        self.synced: Value | None = None  # the last value, where it is that of all processes
+        self.synced: Value | None = None  # the last value once it is reduced over ranks
         self.total: Any = None
         self.weight: float = 0.0
         self._pending: list[Value] = []
         self._weights: list[float] = []
 
     def update(self, value: Value, weight: float) -> None:
-        """Keep one value; nothing is computed until enough have come together."""
+        """Store one value with its weight. Values are reduced on the device only once 64 are stored."""
         self.fresh = True
         if self.on_step:
             self.last, self.stepped = value, True
         if self.on_epoch:
             self._pending.append(value)
             self._weights.append(weight)
+            # A function of `reduce_fx` needs all values at once, so its values are not folded early.
             if len(self._pending) >= FOLD_AFTER and not callable(self.reduction):
                 self.fold()
 
     def fold(self) -> None:
-        """Bring the values kept so far into one total, on their device."""
+        """Reduce the stored values into the running total, on their device."""
         if not self._pending:
             return
         values, weights = _stack(self._pending), self._weights
@@ -185,11 +185,14 @@ class LoggedValue:
             self.total = part if self.total is None else pick(torch.stack([self.total, part]), 0)
 
     def mark(self) -> Mark:
-        """Where it stands now, for `state_dict` of a later moment; nothing is copied."""
+        """Return a mark of the present values, without copies, for a later `state_dict`."""
         return Mark(self.total, self.weight, self._pending, self._weights, len(self._pending), self.last, self.fresh)
 
     def state_dict(self, mark: Mark | None = None) -> dict[str, Any]:
-        """What was kept so far, not added up: adding later must give what it would have given without a checkpoint."""
+        """Return the values for a checkpoint, as of `mark` if given.
+
+        Stored values are not reduced first: another order of additions would change the result of the epoch.
+        """
         then = mark or self.mark()
         pending = then.pending[: then.kept]
         return {
@@ -205,7 +208,6 @@ class LoggedValue:
         }
 
     def take_over(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Resume from what `state_dict` returned."""
         pending, total = state["pending"], state["total"]
         self.total = None if total is None else total.to(device)
         self.weight = state["weight"]
@@ -215,12 +217,11 @@ class LoggedValue:
         self.fresh = state["fresh"]
 
     def adopt(self, restored: LoggedValue) -> None:
-        """Resume from an entry that came from a checkpoint, now that the name is logged again."""
         for slot in ("total", "weight", "_pending", "_weights", "last", "fresh"):
             setattr(self, slot, getattr(restored, slot))
 
     def portable(self, fold: bool = True) -> dict[str, Any]:
-        """The local result as plain values, for the exchange between processes."""
+        """Return the local total, its weight and its options as plain values, for the exchange between ranks."""
         if fold:
             self.fold()
         return {
@@ -239,9 +240,9 @@ class LoggedValue:
 
 
 class Mark(NamedTuple):
-    """What a logged value held at one moment.
+    """Contents of a logged value at one moment.
 
-    The lists are the value's own: they only grow until they are replaced, so their first `kept` items stay.
+    The lists are shared with the value. They only grow until they are replaced, so their first `kept` items are fixed.
     """
 
     total: Any
@@ -254,15 +255,15 @@ class Mark(NamedTuple):
 
 
 class EpochValue(NamedTuple):
-    """One value of an epoch.
+    """Value of one epoch, reduced over its batches and over ranks.
 
     Attributes:
-        name: The name it was logged under.
-        epoch_name: Its name where each step's value is kept too.
-        prog_bar: Whether the progress bar shows it.
-        logger: Whether trackers get it.
-        value: The value.
-        loader: The number of the loader that it belongs to, None if it belongs to all.
+        name: Name under which it was logged.
+        epoch_name: Name with the suffix `_epoch` if the value of each step is kept too.
+        prog_bar: True if the progress bar shows it.
+        logger: True if trackers receive it.
+        value: The reduced value.
+        loader: Index of the evaluation loader that it belongs to, or None if it belongs to all.
     """
 
     name: str
@@ -274,7 +275,7 @@ class EpochValue(NamedTuple):
 
 
 def to_numbers(values: Mapping[str, Value]) -> dict[str, float]:
-    """Turn values into Python numbers, with one transfer from the device for all of them."""
+    """Convert values to Python floats, with a single transfer from the device for all tensors."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
     if tensors:
@@ -284,7 +285,7 @@ def to_numbers(values: Mapping[str, Value]) -> dict[str, float]:
 
 
 def _stack(values: list[Value]) -> Tensor:
-    """Values as one wide vector, on the device of the first tensor among them."""
+    """Stack scalars into one float64 vector (float32 on MPS), on the device of the first tensor."""
     device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
     if all(isinstance(value, Tensor) for value in values):
         return torch.stack([_wide(value.reshape(())) for value in values])  # type: ignore[union-attr]
@@ -296,11 +297,11 @@ def _as_tensor(value: Value) -> Tensor:
 
 
 def _wide(value: Tensor) -> Tensor:
-    """In 64 bits, so that a mean over many steps stays exact; in 32 on the one device kind that has no 64."""
+    """Convert a tensor to float64, for exact means over many steps, or to float32 on MPS, which has no float64."""
     return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
 
 
-# When a value can be logged, and with which meaning: what `self.log` refuses
+# Checks of `self.log`
 
 
 ARGUMENTS = (
@@ -324,7 +325,10 @@ def moments_of(
     on_epoch: bool | None,
     known: LoggedValue | None,
 ) -> tuple[bool, bool]:
-    """Decide whether a value is kept for its step, and for its epoch."""
+    """Return if a logged value is kept for its step, and if it is kept for its epoch, as two booleans.
+
+    Raises `ConfigurationError` if logging is not allowed there, or if the name has other options already.
+    """
     if scope.on_step is None:
         raise ConfigurationError(
             f"You can't call self.log({name!r}, ...) here ({scope.stage}): there is no step or epoch that the "
@@ -353,31 +357,30 @@ def _readable(arguments: Arguments) -> str:
 
 
 def moment_of(scope: LogScope) -> str:
-    """Name a scope, such as "train step"."""
+    """Return a scope's name for messages, such as "train step"."""
     return f"{scope.stage} {'step' if scope.has_batch else 'epoch'}"
 
 
-# How many batches were evaluated
+# Counts of evaluated batches
 
 
 class EvaluationCounts(dict[str, int]):
-    """Batches of each loader, in all evaluations of a kind; those within `fit` and those of a verb are of two kinds.
+    """Numbers of evaluated batches per stage and loader. Evaluations within `fit` are counted apart.
 
     Attributes:
-        alone: Whether the verb under way only evaluates.
+        alone: True during `validate` and `test`, False during `fit`.
     """
 
     alone = False
 
     def count(self, stage: str, loader: int) -> int:
-        """Count a batch. Returns how many there were before."""
+        """Count an evaluated batch. Returns the number of earlier batches of this stage and loader."""
         key = f"{_kind(stage, self.alone)}/{loader}"
         before = self.get(key, 0)
         self[key] = before + 1
         return before
 
     def total(self, stage: str, alone: bool) -> int:
-        """Batches of a kind of evaluation so far, of all loaders."""
         return sum(count for key, count in self.items() if key.startswith(f"{_kind(stage, alone)}/"))
 
 
@@ -385,14 +388,17 @@ def _kind(stage: str, alone: bool) -> str:
     return f"{stage} alone" if alone else stage
 
 
-# One value out of what each process has kept of it
+# Reduction over ranks
 
 
 _COMBINE: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
 def reduced(entry: LoggedValue | None, local: dict[str, Any] | None, everyone: list[dict[str, Any]]) -> Value | None:
-    """One value from the totals of all processes, or from this one's own where it is not synchronised."""
+    """Reduce the totals of all ranks to one value, or this rank's alone with `sync_dist=False`.
+
+    Returns None if there is nothing to reduce.
+    """
     first = everyone[0]
     parts = everyone
     if first["sync"] is False:
@@ -405,7 +411,7 @@ def reduced(entry: LoggedValue | None, local: dict[str, Any] | None, everyone: l
     if first["reduction"] is None:
         if entry is None or not callable(entry.reduction):
             return None
-        # In turn, as the batches came: a function may ask for the last value.
+        # Interleaved in the order of the batches, since a function may return the last value.
         turns = zip_longest(*(part["total"] for part in parts))
         stacked = torch.tensor([value for turn in turns for value in turn if value is not None], dtype=torch.float64)
         return torch.as_tensor(entry.reduction(stacked))
@@ -417,7 +423,6 @@ def reduced(entry: LoggedValue | None, local: dict[str, Any] | None, everyone: l
 
 
 def combine_plain(reduction: Reduction, values: list[float]) -> float:
-    """One number from those of several processes."""
     if callable(reduction):
         return float(reduction(torch.tensor(values, dtype=torch.float64)))
     if reduction == "mean":
@@ -426,7 +431,7 @@ def combine_plain(reduction: Reduction, values: list[float]) -> float:
 
 
 def reduction_of(name: str, reduce_fx: Any) -> Reduction:
-    """What `self.log(reduce_fx=)` means."""
+    """Return the reduction for the argument `reduce_fx` of `self.log`. Raises an error if it is unknown."""
     if callable(reduce_fx):
         return reduce_fx  # type: ignore[no-any-return]
     word = str(reduce_fx).lower()
@@ -439,22 +444,22 @@ def reduction_of(name: str, reduce_fx: Any) -> Reduction:
     return word
 
 
-# The values of single steps that are reduced over processes
+# Step values that are reduced over ranks
 
 
 def entries_to_sync(entries: Iterable[LoggedValue]) -> list[LoggedValue]:
-    """Those logged with `on_step=True` and `sync_dist=True`."""
+    """Return the values that were logged with `on_step=True` and `sync_dist=True`."""
     return [entry for entry in entries if entry.on_step and entry.sync and entry.metric is None]
 
 
 def latest_of(entries: Iterable[LoggedValue]) -> dict[str, float]:
-    """This process's latest values to reduce, by the names of steps, but for those that have been."""
+    """Return this rank's latest step values that are not yet reduced over ranks, by name."""
     local = [each for each in entries_to_sync(entries) if each.last is not each.synced]
     return {each.step_name: float(each.last) for each in local if each.last is not None}
 
 
 def combined(entries: Iterable[LoggedValue], everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The values of all processes, each name's as one."""
+    """Reduce the step values of all ranks. Returns a dict from name to value."""
     values: dict[str, float] = {}
     for entry in entries_to_sync(entries):
         found = [each[entry.step_name] for each in everyone if entry.step_name in each]
@@ -463,13 +468,13 @@ def combined(entries: Iterable[LoggedValue], everyone: Sequence[Mapping[str, flo
     return values
 
 
-_REDUCE, _METRIC_PATH = 4, 7  # among the arguments
+_REDUCE, _METRIC_PATH = 4, 7  # indices in `ARGUMENTS`
 Call = tuple[str, Any, Arguments, "float | None"]
 _RESTORED: Arguments = ("restored from a checkpoint",)
 
 
 class LogMark(NamedTuple):
-    """What all values were at one moment."""
+    """Contents of all logged values at one moment."""
 
     entries: list[tuple[LoggedValue, Mark]]
     epoch: dict[str, Value]
@@ -478,13 +483,13 @@ class LogMark(NamedTuple):
 
 
 class LoggedValues:
-    """Everything that a run logs, by stage and name.
+    """Store of all values that a run logs, by stage and name.
 
     Attributes:
-        scope: From where values are logged now.
-        dataloader_idx: The number of the loader that is evaluated, where there are several.
-        skips: Whether values are left out, since they come from a batch that only stands in; until `enter`.
-        evaluated: How many batches were evaluated.
+        scope: Place in the run from which values are being logged.
+        dataloader_idx: Index of the evaluation loader, or None if there is only one.
+        skips: True if logged values are discarded because the current batch is only padding. Reset by `enter`.
+        evaluated: Numbers of evaluated batches.
     """
 
     def __init__(
@@ -503,20 +508,20 @@ class LoggedValues:
         self._current: dict[str, LoggedValue] = {}
         self._by_loader: dict[tuple[Any, ...], dict[str, LoggedValue]] = {}
         self._epoch: dict[str, Value] = {}
-        self._finished: list[Any] = []  # metrics whose epoch is over, to be reset after its hooks
+        self._finished: list[Any] = []  # metrics to reset after the hooks of the epoch's end
         self._bar: dict[str, Value] = {}
-        self._tried: dict[str, Value] = {}  # the sanity check's, until training begins
+        self._tried: dict[str, Value] = {}  # results of the sanity check, dropped when training begins
         self._tried_bar: dict[str, Value] = {}
         self.evaluated = EvaluationCounts()
 
-    # where we are
+    # Scope
 
     def group_of(self, scope: LogScope) -> tuple[Any, ...]:
-        """Return what calls of `log` have in common in which one name is one value: the stage and the loader."""
+        """Return the key under which one name stands for one value: the stage and the loader."""
         return (scope.stage, self.dataloader_idx)
 
     def enter(self, scope: LogScope, dataloader_idx: int | None = None) -> None:
-        """Set from where values are logged from now on; whatever was muted belongs to the scope before."""
+        """Set the scope and the loader of the values that are logged from now on."""
         self.scope = scope
         self.dataloader_idx = dataloader_idx
         self.skips = False
@@ -526,7 +531,7 @@ class LoggedValues:
 
     @contextmanager
     def forbidden(self, scope: LogScope) -> Iterator[None]:
-        """Let nothing be logged in the body; afterwards everything is as before."""
+        """Refuse calls of `self.log` in the `with` block, then restore the previous scope."""
         before, skips = (self.scope, self.dataloader_idx), self.skips
         self.enter(scope)
         try:
@@ -537,7 +542,7 @@ class LoggedValues:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Log in the body into tables that are empty, and gone in the end."""
+        """Use empty tables of logged values during the `with` block, then restore the previous tables."""
         before = dict(self.__dict__)
         self._tables = {stage: {} for stage in self._tables}
         self._by_loader, self._epoch, self._bar, self.evaluated = {}, {}, {}, EvaluationCounts()
@@ -550,7 +555,10 @@ class LoggedValues:
 
     @contextmanager
     def diverted(self) -> Iterator[list[tuple[str, Any, Arguments, float | None]]]:
-        """Collect the arguments of `log` in the body, rather than taking what it logs; none for values left out."""
+        """Collect the calls of `log` in the `with` block in a list instead of storing their values.
+
+        Calls during `skips` are dropped.
+        """
         calls: list[tuple[str, Any, Arguments, float | None]] = []
 
         def collect(name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
@@ -565,11 +573,11 @@ class LoggedValues:
             del self.__dict__["log"]
 
     def rows_of_batch(self) -> int:
-        """The rows that a mean of the batch under way is weighed with."""
+        """Return the number of rows of the current batch, which weighs a logged mean."""
         return self._find_batch_size()
 
     def log(self, name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
-        """Keep one value."""
+        """Store one value of `self.log`."""
         entry = self._current.get(name)
         if entry is None or entry.arguments != arguments or entry.scope is not self.scope:
             entry = self._with_new_function(entry, arguments) or self._register(name, value, arguments)
@@ -581,7 +589,7 @@ class LoggedValues:
                     f"log({name!r}, ...) takes a scalar, got a tensor of shape {tuple(value.shape)}. "
                     "Reduce it first, such as with .mean().",
                 )
-            # What requires gradients was computed in this step; anything else may be changed in place later.
+            # A tensor without a graph may be a buffer that a later step changes in place, so it is copied.
             value = value.detach() if value.requires_grad else value.clone()
         elif entry.metric is not None:
             entry.fresh = True
@@ -604,7 +612,7 @@ class LoggedValues:
 
     @contextmanager
     def recorded(self) -> Iterator[list[Call]]:
-        """Collect what the body logs, for processes that did not run it."""
+        """Store the values logged in the `with` block, and also collect their calls in a list for other ranks."""
         calls: list[Call] = []
         self._record = calls
         try:
@@ -613,7 +621,7 @@ class LoggedValues:
             self._record = None
 
     def replay(self, calls: Iterable[Call], task: nn.Module) -> None:
-        """Log what another process has logged."""
+        """Log the values that another rank collected with `recorded`."""
         for name, value, arguments, weight in calls:
             metric = _find_metric(task, arguments[_METRIC_PATH])
             if metric is not None:
@@ -621,7 +629,10 @@ class LoggedValues:
             self.log(name, value if metric is None else metric, arguments, weight)
 
     def _with_new_function(self, entry: LoggedValue | None, arguments: Arguments) -> LoggedValue | None:
-        """Return the entry if nothing but the object of its `reduce_fx` is new, as that of a lambda in a step is."""
+        """Return the entry if only the function object of `reduce_fx` differs, or None.
+
+        A lambda in a step is a new object at each call.
+        """
         if entry is None or entry.scope is not self.scope or not _is_same_function(entry.reduction, arguments[_REDUCE]):
             return None
         if (
@@ -667,10 +678,10 @@ class LoggedValues:
         return entry
 
     def key_beside(self, known: LoggedValue, entry: LoggedValue) -> str:
-        """Return the key of a value whose name another one of the stage has.
+        """Return the key of a value if its stage already has another value of this name.
 
         Raises:
-            ConfigurationError: One of two loaders has the name already.
+            ConfigurationError: If the name belongs to another loader.
         """
         raise ConfigurationError(f"{entry.name!r} is logged for two loaders; use add_dataloader_idx=True.")
 
@@ -679,15 +690,15 @@ class LoggedValues:
             words = f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured."
             warnings.warn(words, stacklevel=6)
 
-    # checkpoints
+    # Checkpoints
 
     def mark(self) -> LogMark:
-        """Where the values stand now, for `state_dict` of a later moment."""
+        """Return a mark of the present values of training, for a later `state_dict`."""
         entries = [(entry, entry.mark()) for entry in self._tables["train"].values()]
         return LogMark(entries, dict(self._epoch), dict(self._bar), dict(self.evaluated))
 
     def state_dict(self, mark: LogMark | None = None) -> dict[str, Any]:
-        """What the training epoch under way has kept on this process, and the values of the last epochs."""
+        """Return this rank's values of the current epoch and the results of the last epochs, for a checkpoint."""
         then = mark or self.mark()
         return {
             "train": [entry.state_dict(at) for entry, at in then.entries],
@@ -697,7 +708,6 @@ class LoggedValues:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Resume from what `state_dict` returned."""
         self.start(("train",))
         self.enter(self.scope, self.dataloader_idx)
         for saved in state["train"]:
@@ -719,10 +729,10 @@ class LoggedValues:
         self._epoch, self._bar = dict(state["epoch"]), dict(state["bar"])
         self.evaluated = EvaluationCounts(state.get("evaluated", {}))
 
-    # what is shown and written
+    # Values for trackers and callbacks
 
     def step_values(self, *, for_logger: bool = False, for_bar: bool = False) -> dict[str, Value]:
-        """The training step's latest values, not yet turned into numbers."""
+        """Return the latest values of the training step by name, as tensors."""
         return {
             entry.step_name: entry.last
             for entry in self._tables["train"].values()
@@ -730,7 +740,7 @@ class LoggedValues:
         }
 
     def synced_step_values(self) -> dict[str, Value]:
-        """The training step's values for trackers; those logged with `sync_dist=True` reduced over processes."""
+        """Return the training step's values for trackers. Runs a collective if `sync_dist=True` was used."""
         values, entries = self.step_values(for_logger=True), self._tables["train"].values()
         if entries_to_sync(entries):
             synced = combined(entries, self._that_count(gather_object(latest_of(entries))))
@@ -738,7 +748,11 @@ class LoggedValues:
         return values
 
     def unsynced_step_values(self, exchange: Callable[[str], list[str] | None]) -> tuple[dict[str, Value], list[str]]:
-        """The training step's values for trackers where peers may be gone, so that no collective can be used."""
+        """Return the training step's values for trackers after an error, without a collective.
+
+        `exchange` sends a text to all ranks and returns theirs, or None if some did not answer. Also returns the names
+        of the values that are then this rank's own.
+        """
         values, entries = self.step_values(for_logger=True), self._tables["train"].values()
         own = {name: value for name, value in latest_of(entries).items() if name in values}
         texts = exchange(json.dumps(latest_of(entries))) if own else None
@@ -748,7 +762,7 @@ class LoggedValues:
         return values | {name: value for name, value in synced.items() if name in values}, []
 
     def callback_values(self, with_evaluation_steps: bool = True, newest: bool = False) -> dict[str, Value]:
-        """All values by name: the latest of each step-wise one, the last epoch's of the others."""
+        """Return all values by name, as `trainer.callback_metrics` has them: the latest step or epoch of each."""
         values = {**self._epoch, **self._tried}
         for entry in self._tables["train"].values():
             if entry.last is not None:
@@ -762,7 +776,10 @@ class LoggedValues:
         return values
 
     def end_evaluation_batch(self) -> tuple[dict[str, Value], int]:
-        """Count a batch of the evaluation under way."""
+        """Count an evaluated batch.
+
+        Returns its values for trackers by name, and the number of earlier batches.
+        """
         number = self.evaluated.count(self.scope.stage, self.dataloader_idx or 0)
         values: dict[str, Value] = {}
         for entry in self._current.values():
@@ -773,12 +790,11 @@ class LoggedValues:
         return values, number
 
     def names(self, stage: str) -> set[str]:
-        """Every name under which this process has logged since the stage began, whether the values count or not."""
         entries = self._tables[stage].values()
         return {name for entry in entries for name in (entry.name, entry.step_name, entry.epoch_name)}
 
     def bar_values(self, with_evaluation_steps: bool = False) -> dict[str, Value]:
-        """What the progress bar shows, not yet turned into numbers."""
+        """Return the values for the progress bar by name, as tensors."""
         values = {**self._bar, **self._tried_bar, **self.step_values(for_bar=True)}
         entries: list[LoggedValue] = []
         if with_evaluation_steps:
@@ -788,16 +804,21 @@ class LoggedValues:
         values.update((each.step_name, each.last) for each in entries if each.prog_bar and each.last is not None)
         return values
 
-    # the end of an epoch
+    # End of an epoch
 
     def finish_epoch(self, stage: str, task: nn.Module, keep: bool = True) -> list[EpochValue]:
-        """Reduce what was logged since the last call over the epoch and all processes; call it on all of them."""
+        """Reduce the values of an epoch over its batches and over ranks. Runs a collective.
+
+        With `keep=False`, callbacks see the results only until training begins.
+        """
         fresh = {name: entry for name, entry in self._tables[stage].items() if entry.on_epoch and entry.fresh}
         local = {name: entry.portable() for name, entry in fresh.items()}
         entries = self._tables[stage].values()
+        # One collective for epoch and step values. Ranks may have logged different names.
         both = self._that_count(gather_object([{"epoch": local, "steps": latest_of(entries)}]))
         everyone, steps = [each["epoch"] for each in both], combined(entries, [each["steps"] for each in both])
         results: list[EpochValue] = []
+        # The order of names must be equal on all ranks, since a metric below runs a collective.
         for name in dict.fromkeys(name for each in everyone for name in each):
             parts = [each[name] for each in everyone if name in each]
             metric = _find_metric(task, parts[0]["metric"])
@@ -829,14 +850,13 @@ class LoggedValues:
         return results
 
     def values_of(self, stage: str) -> Iterator[LoggedValue]:
-        """Yield what this process has logged in a stage, by name."""
         yield from self._tables[stage].values()
 
     def value_of(self, name: str, metric: Any, computed: Any) -> Value | None:
-        """Return what a metric has computed as a value, or None if it is left out.
+        """Return the result of a metric's `compute()` as a scalar, or None if the result is None.
 
         Raises:
-            ConfigurationError: It is no number.
+            ConfigurationError: If the result is not a single number.
         """
         if computed is None:
             return None
@@ -851,33 +871,33 @@ class LoggedValues:
         )
 
     def finished_metrics(self, task: nn.Module) -> list[str]:
-        """Return the places in the task of the metrics whose epoch is over, and which are not reset yet."""
+        """Return the module paths of the metrics whose epoch has ended but which are not reset yet."""
         over = {id(metric) for metric in self._finished}
         return [path for path, module in task.named_modules() if id(module) in over]
 
     def resume_finished(self, task: nn.Module, paths: Iterable[str]) -> None:
-        """Let the metrics be reset that `finished_metrics` returned."""
+        """Mark the metrics at these module paths to be reset, after a resume."""
         self._finished = [task.get_submodule(path) for path in paths]
 
     def reset_finished(self) -> None:
-        """Reset the metrics whose epoch is over; until then the hooks of its end can compute them."""
-        for metric in self._finished:  # only now, since metrics of one collection may share their states
+        """Reset the metrics whose epoch has ended, after the hooks that may still compute them."""
+        for metric in self._finished:  # not earlier: metrics of one collection may share their states
             metric.reset()
         self._finished.clear()
 
     def _that_count(self, everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Of what all processes have, in the order of their ranks, the parts that together are the whole."""
+        """Select the ranks that together hold each sample once, in rank order."""
         return everyone if self._topology is None else self._topology.select(everyone)
 
     def start(self, stages: Iterable[str]) -> None:
-        """Forget the entries of some stages, before they run again."""
+        """Remove the values of the stages before they run again."""
         for stage in stages:
             self._tables[stage] = {}
             for key in [key for key in self._by_loader if key[0] == stage]:
                 del self._by_loader[key]
 
     def begin_verb(self, evaluates_alone: bool) -> None:
-        """Forget what was logged in earlier runs, and what their metrics have gathered."""
+        """Clear all values and reset their metrics before `fit`, `validate`, `test` or `predict`."""
         self.evaluated.alone = evaluates_alone
         for table in self._tables.values():
             for entry in table.values():
@@ -888,13 +908,13 @@ class LoggedValues:
             values.clear()
 
     def remember(self, values: Mapping[str, Value], bar: Mapping[str, Value] | None = None) -> None:
-        """Let callbacks see values that come from elsewhere."""
+        """Add values to those that callbacks and the progress bar receive."""
         self._epoch.update(values)
         self._bar.update(bar or {})
 
 
 def _forgotten(values: Tensor) -> Tensor:
-    """Stands for a reduction function, which no checkpoint can hold, until the name is logged again."""
+    """Raise an error: a checkpoint cannot store the function of `reduce_fx`, and the name was not logged since."""
     raise ConfigurationError(
         "A value that is reduced by a function was logged before the checkpoint and never since, so the function is "
         "not known any more. Log it in every epoch, or use one of " + ", ".join(REDUCTIONS) + ".",
@@ -902,7 +922,7 @@ def _forgotten(values: Tensor) -> Tensor:
 
 
 def _is_metric(value: Any) -> bool:
-    """Whether a value is a torchmetrics object; torchmetrics is not imported to find out."""
+    """Return True if the value is a torchmetrics object, without importing torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
@@ -921,7 +941,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _is_same_function(one: Any, other: Any) -> bool:
-    """Whether two functions have been made by the same place of the source; of `partial`, those inside."""
+    """Return True if two functions come from one definition in the source, also inside a `partial`."""
     if isinstance(one, partial) and isinstance(other, partial):
         return _is_same_function(one.func, other.func)
     if not (callable(one) and callable(other)) or type(one) is not type(other):
@@ -930,14 +950,14 @@ def _is_same_function(one: Any, other: Any) -> bool:
     return names[0] == names[1]
 
 
-# What the parts of a micro-batch log, taken once for the whole
+# Values logged in parts of a micro-batch
 
 
-_REDUCTION = 4  # among the arguments
+_REDUCTION = 4  # index in `ARGUMENTS`
 
 
 class _Call(NamedTuple):
-    """One call of `self.log`: its value, arguments and rows, and whether these were given with it."""
+    """Call of `self.log`. `rows_given` is True if the caller passed the number of rows."""
 
     value: Any
     arguments: tuple[Any, ...]
@@ -946,19 +966,18 @@ class _Call(NamedTuple):
 
 
 class HeldBack:
-    """Collects what is logged in the parts of micro-batches, and logs it as if each had been computed whole."""
+    """Buffer for the values that are logged in the parts of a split micro-batch, to log each value once."""
 
     def __init__(self, logged: LoggedValues) -> None:
         self._logged = logged
         self._parts: dict[int, list[dict[tuple[str, int], _Call]]] = {}
 
     def clear(self) -> None:
-        """Forget what was collected."""
         self._parts.clear()
 
     @contextmanager
     def collecting(self, place: int) -> Iterator[None]:
-        """Collect what the body logs, as that of a part."""
+        """Collect the calls of `log` in the `with` block, for a part of the micro-batch with index `place`."""
         calls: dict[tuple[str, int], _Call] = {}
         self._parts.setdefault(place, []).append(calls)
         with self._logged.diverted() as diverted:
@@ -969,7 +988,7 @@ class HeldBack:
             calls[name, number] = _Call(value, arguments, rows, given is not None)
 
     def log(self, place: int) -> None:
-        """Log what a micro-batch has logged, each value once."""
+        """Log the values of the micro-batch with index `place`, combined over its parts."""
         parts = self._parts.get(place, [])
         for key in dict.fromkeys(key for calls in parts for key in calls):
             found = [calls[key] for calls in parts if key in calls]
@@ -978,9 +997,9 @@ class HeldBack:
 
 
 def _combined(calls: Sequence[_Call]) -> Any:
-    """The value of a whole micro-batch, from those of its parts."""
+    """Combine the values of a micro-batch's parts, with the reduction of the call."""
     if len(calls) == 1 or not isinstance(calls[0].value, (Tensor, Number)):
-        return calls[-1].value  # a metric has gathered all parts itself
+        return calls[-1].value  # a metric accumulates all parts itself
     reduction = calls[0].arguments[_REDUCTION]
     stacked = torch.stack([torch.as_tensor(call.value).reshape(()) for call in calls])
     if reduction in ("sum", "max", "min"):

@@ -1,4 +1,4 @@
-"""Computing torchmetrics objects over all processes, also where some of them have seen nothing."""
+"""Computation of torchmetrics objects over all ranks, even if some ranks have seen no batch."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ Select = Callable[[list[Any]], list[Any]]
 
 
 def compute_over_processes(metric: Any, select: Select = list) -> Any:
-    """Compute a metric; call it on all processes, in the same order."""
+    """Return the result of a metric's `compute()` over all ranks. Runs a collective.
+
+    `select` picks the ranks whose states count.
+    """
     with _states_exchanged_whole(metric, select), warnings.catch_warnings():
-        # Of a process that had no batch; the others' states are computed on, so nothing is wrong.
+        # On a rank without batches this warning is wrong, since the states of the other ranks are used.
         warnings.filterwarnings("ignore", message=".*`compute` method of metric .* was called before the `update`")
         return metric.compute()
 
 
 def count_once(metrics: Iterable[Any], ranks: Sequence[int] | None) -> Callable[[], None]:
-    """Let metrics that a task computes itself take each sample once, where several processes see the same.
+    """Make metrics that a task computes itself gather only from the given ranks, or from all if None.
 
-    A metric with a `process_group` or a `dist_sync_fn` of its own keeps it.
+    Ranks with equal batches would otherwise count their samples several times. Metrics with their own `process_group`
+    or `dist_sync_fn` are left alone. Returns a function that restores the metrics.
     """
     changed = []
     if ranks is not None:
@@ -53,10 +57,10 @@ def _gather_from(ranks: Sequence[int], state: Tensor, group: Any = None) -> list
 
 @contextmanager
 def _states_exchanged_whole(metric: Any, select: Select) -> Iterator[None]:
-    """Let a metric and those inside it exchange all their states at once.
+    """Make a metric and its inner metrics exchange all their states in one collective during the `with` block.
 
-    torchmetrics (1.9) runs a collective for each tensor of a state. Where a process has seen no batch, or another
-    number of them, these do not match in number, shape or dtype: gloo then aborts the process, or it hangs.
+    torchmetrics (1.9) runs a collective for each tensor of a state. If a rank has seen no batch, or fewer than others,
+    the number, shape or dtype of these tensors differs between ranks. gloo then aborts the process or hangs.
     """
     from torchmetrics import Metric
 
@@ -66,6 +70,7 @@ def _states_exchanged_whole(metric: Any, select: Select) -> Iterator[None]:
         if isinstance(inner, Metric) and type(inner)._sync_dist is Metric._sync_dist and inner.process_group is None
     ]
     for inner in changed:
+        # On the instance, so that other metrics of the class stay as they are. There is no public hook for it.
         inner.__dict__["_sync_dist"] = partial(_exchange_states, inner, select)
     try:
         yield
@@ -75,7 +80,7 @@ def _states_exchanged_whole(metric: Any, select: Select) -> Iterator[None]:
 
 
 def _exchange_states(metric: Any, select: Select, *_: Any, **__: Any) -> None:
-    """Give a metric the states of all processes; torchmetrics keeps its own and brings them back."""
+    """Set the metric's states to those merged over ranks. torchmetrics restores the local ones afterwards."""
     own = {name: _on_cpu(getattr(metric, name)) for name in metric._reductions}
     everyone: list[dict[str, Any]] = select(gather_object([own]))
     for name, reduction in metric._reductions.items():
@@ -94,7 +99,7 @@ def _on_cpu(state: Any) -> Any:
     return state.cpu() if isinstance(state, Tensor) else [item.cpu() for item in state]
 
 
-# The states of the torchmetrics objects inside a task: kept as they are while padding runs, saved and restored
+# States of metrics inside a task
 
 
 _BOOKKEEPING = ("_update_count", "_update_called", "_computed", "_forward_cache")
@@ -102,7 +107,7 @@ _BOOKKEEPING = ("_update_count", "_update_called", "_computed", "_forward_cache"
 
 @contextmanager
 def untouched_metrics(task: nn.Module) -> Iterator[None]:
-    """Undo in the end whatever the body did to the torchmetrics objects inside a task."""
+    """Restore the states of all torchmetrics objects in the task after the `with` block."""
     metrics = list(find_metrics(task).values())
     kept: list[dict[str, Any]] = [
         {
@@ -112,6 +117,7 @@ def untouched_metrics(task: nn.Module) -> Iterator[None]:
         }
         for metric in metrics
     ]
+    # The body updates copies: metrics may change their tensors in place.
     for metric in metrics:
         for name in metric._defaults:
             state = getattr(metric, name)
@@ -124,7 +130,7 @@ def untouched_metrics(task: nn.Module) -> Iterator[None]:
 
 
 def metric_states(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What this process's metrics have seen since they were last reset, by their place in the task."""
+    """Return the states of this rank's metrics that were updated since their last reset, by module path."""
     return {
         path: {
             "updates": metric._update_count,
@@ -140,7 +146,7 @@ def metric_states(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def merged_metric_states(task: nn.Module, states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """The metric states of several processes as those of one, combined as each metric combines them over processes."""
+    """Merge the metric states of several ranks, with the reduction of each state."""
     metrics = find_metrics(task)
     merged: dict[str, Any] = {}
     for path in dict.fromkeys(path for each in states for path in each):
@@ -165,7 +171,7 @@ def _combined(values: list[Any], reduction: Any) -> Any:
 
 
 def restore_metric_states(task: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give metrics back what `metric_states` returned; those without a state are reset."""
+    """Load states from `metric_states` into the metrics of the task. Metrics without a state are reset."""
     for path, metric in find_metrics(task).items():
         metric.reset()
         saved = states.get(path)
@@ -178,7 +184,7 @@ def restore_metric_states(task: nn.Module, states: Mapping[str, Mapping[str, Any
 
 
 def find_metrics(task: nn.Module) -> dict[str, Any]:
-    """The torchmetrics objects inside a task, by their place; torchmetrics is not imported to find out."""
+    """Return the torchmetrics objects in the task by module path, without importing torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return {}

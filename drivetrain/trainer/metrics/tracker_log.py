@@ -1,4 +1,4 @@
-"""Logged values on their way to the trackers."""
+"""Writing of logged values to the trackers."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _RUNS = count()
-"""Numbers the runs of this process, as its peers number theirs."""
+"""Counter of the runs in this process. It is equal on all ranks, so it can be part of an exchange's key."""
 
 FOREVER = float("inf")
 PATIENCE = timedelta(seconds=1)
-"""How long a process that raised waits for all others, to reduce its last values with theirs."""
+"""Time that a rank waits after an exception for the other ranks, to reduce their last values together."""
 
 
 @dataclass(eq=False)
 class TrackerLog:
-    """Gives logged values to the trackers: a step's every so many steps, an epoch's at its end.
+    """Writer of logged values to the trackers. Step values are written at intervals, epoch values at the epoch's end.
 
     Attributes:
-        trainer: The trainer, whose trackers they are.
-        written: The latest number of each name.
-        next_step: The optimizer step whose values are written next.
-        evaluated_step: The step at which the weights were saved that are evaluated; None where they are the run's own.
-        step_interval: Which steps' values are written, where `log_every_n_steps` is a duration.
+        trainer: Trainer whose trackers receive the values.
+        written: Latest value of each name.
+        next_step: Optimizer step whose values are written next.
+        step_interval: Interval of `log_every_n_steps` if that is a duration, else None.
+        evaluated_step: Optimizer step of the checkpoint that is being evaluated, or None without a checkpoint.
     """
 
     trainer: Trainer
@@ -55,30 +55,29 @@ class TrackerLog:
     _written_at: int = -1
     _run: int = 0
 
-    # a step's
+    # Step values
 
     def begin_training(self) -> None:
-        """Count from here on what `log_every_n_steps` counts, where that is a duration."""
+        """Start the interval of `log_every_n_steps` if that is a duration."""
         every = self.trainer.log_every_n_steps
         is_counted = isinstance(every, Duration)
         self.step_interval = StepInterval(self.trainer, every, "log_every_n_steps") if is_counted else None
 
     def plan(self) -> None:
-        """Find the next step whose values are written."""
+        """Compute the next optimizer step whose values are written."""
         trainer = self.trainer
         every: Any = trainer.log_every_n_steps
         if self.step_interval is not None:
-            every = self.step_interval.steps or 1  # else each step is asked
+            every = self.step_interval.steps or 1  # an interval not in steps is checked after each step
         self.next_step = (
             (trainer.global_step // every + 1) * every if every and trainer.tracker_group.keeps_values else FOREVER
         )
 
     def record_written(self) -> None:
-        """Record that the values of this step are with the trackers."""
         self._written_at = self.trainer.global_step
 
     def write_due_values(self) -> None:
-        """Write the step's values if they are due and were not written yet, so that no checkpoint loses them."""
+        """Write the values of the current step if they are due and not yet written."""
         trainer, step = self.trainer, self.trainer.global_step
         if step < self.next_step or self._written_at == step:
             return
@@ -89,7 +88,7 @@ class TrackerLog:
             try:
                 values = trainer.logged.synced_step_values()
             except BaseException:
-                self._written_at = -1  # a peer is gone; see `write_last_step`
+                self._written_at = -1  # a rank has failed; `write_last_step` then writes the values
                 raise
             if values and trainer.tracker_group.writes_here:
                 numbers = to_numbers(values)
@@ -97,15 +96,15 @@ class TrackerLog:
                 self.write(numbers, step)
 
     def write_evaluation_step(self) -> None:
-        """Write what an evaluation step logged with `on_step`, against the number of batches evaluated before."""
+        """Write the values that an evaluation step logged with `on_step`, over the number of earlier batches."""
         values, number = self.trainer.logged.end_evaluation_batch()
         if values and self.trainer.tracker_group.writes_here:
             self.write(to_numbers(values), number)
 
-    # an epoch's
+    # Epoch values
 
     def finish_epoch(self, stage: Stage, keep: bool = True) -> list[EpochValue]:
-        """Reduce a stage's values over the epoch; those of training are written at once."""
+        """Reduce the values of a stage over the epoch and return them. Those of training are also written."""
         trainer = self.trainer
         assert trainer.task is not None
         with trainer.timing.span(LOGGING):
@@ -117,34 +116,32 @@ class TrackerLog:
         return results
 
     def write_epoch_values(self, results: list[EpochValue]) -> None:
-        """Write an epoch's values."""
         trainer = self.trainer
         step = trainer.global_step if self.evaluated_step is None else self.evaluated_step
         values = {result.epoch_name: result.value for result in results if result.logger}
         if values and trainer.tracker_group.writes_here:
             self.write(to_numbers(values), step)
 
-    # all
+    # All values
 
     @staticmethod
     def name_of(result: EpochValue) -> str:
-        """Under which name `validate` and `test` return an epoch's value."""
+        """Return the name of an epoch's value in the results of `validate` and `test`."""
         return result.name
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Give numbers to the trackers, on the processes where one is called; none of them is waited for."""
+        """Pass numbers to the trackers of this rank, without waiting until they are written."""
         trainer = self.trainer
         if trainer.tracker_group.writes_here:
             self.written.update(values)
             trainer.tracker_group.log({"epoch": trainer.current_epoch, **values}, step)
 
-    # after an exception
+    # After an exception
 
     def write_last_step(self, though_not_due: bool = False) -> None:
-        """Write the values of the last step that was taken before an exception.
+        """Write the logged values of the last optimizer step before an exception.
 
-        Of several processes the others may not be here to reduce values with: where not all of them come here within a
-        second, trackers get this process's own.
+        If not all ranks arrive here within a second, trackers receive the values of this rank alone.
         """
         is_alone = self.trainer.world_size == 1
         if is_alone and not though_not_due:
@@ -179,18 +176,17 @@ class TrackerLog:
 
     @staticmethod
     def write_in_spite_of_error(write: Callable[[], None]) -> None:
-        """Write values while an exception is under way, which counts for more than one of its own."""
+        """Call `write` and suppress its exceptions, which would hide the one that is being handled."""
         with suppress(Exception):
             write()
 
-    # before and after
+    # Start and end of a run
 
     def hyper_parameters_of(self, owner: Any) -> Mapping[str, Any]:
-        """The hyper-parameters of a task or a data module that the trackers get."""
         return owner.hparams  # type: ignore[no-any-return]
 
     def begin_run(self, task: Task) -> None:
-        """Let the trackers open their runs, and give them a task's hyper-parameters, where it wants that."""
+        """Open the runs of the trackers, and pass the hyper-parameters and the graph of the task to them."""
         self._run = next(_RUNS)
         group = self.trainer.tracker_group
         if self.trainer.world_size > 1:
@@ -204,7 +200,7 @@ class TrackerLog:
         group.log_graph(task)
 
     def end_run(self, error: BaseException | None, is_training: bool) -> None:
-        """Record how a run ended, and close it."""
+        """Close the runs of the trackers with the status of the run, and log the best model if it completed."""
         trainer, control = self.trainer, self.trainer.control
         group = trainer.tracker_group
         status, message = outcome_of(error)
@@ -217,11 +213,10 @@ class TrackerLog:
         group.finalize(status, message)
 
 
-# The table that `validate` and `test` print
+# Table of results
 
 
 def print_results(title: str, results: list[dict[str, float]]) -> None:
-    """Print each loader's values, a line a name."""
     for index, values in enumerate(results):
         if not values:
             continue

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: one profiler a file, over `base.py`."""
+"""Profilers that measure the time of a run, by action, function or operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a run is measured, and under which names: bound before the loop, so that without a profiler nothing is."""
+"""Actions of a run that are reported to its profiler, and their names."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ NAMES = ("simple", "advanced", "pytorch", "xla")
 
 
 class Actions:
-    """Gives the parts of a run to its profiler.
+    """Connection between the parts of a run and its profiler.
 
-    Each part asks for the function to call, once, before the loop: without a profiler it gets the function itself.
+    Each part of the run asks once, before the loop, for the function to call. Without a profiler it gets its own
+    function back, so that profiling costs nothing.
     """
 
     def __init__(self, trainer: Trainer, profiler: Profiler | str | None, barebones: bool) -> None:
@@ -47,32 +48,32 @@ class Actions:
         self._workers: int | None = None
 
     def use_words(self, words: Mapping[str, str]) -> None:
-        """Let actions have another framework's words."""
+        """Replace words in the names of actions, so that they equal those of another framework."""
         self._words = words
 
-    # names
+    # Names
 
     def of_callback(self, callback: Callback, name: str) -> str:
-        """The action of a callback's hook; callbacks of one class differ in their `state_key`."""
+        """Return the action's name for a callback's hook. Two callbacks of one class differ by their `state_key`."""
         twins = sum(type(each) is type(callback) for each in self._trainer.callbacks)
         return f"[Callback]{callback.state_key if twins > 1 else type(callback).__name__}.{name}"
 
     def of_strategy(self, name: str) -> str:
-        """The action of what the strategy runs."""
+        """Return the action's name for an operation of the strategy."""
         return f"[Strategy]{self._word(self._trainer.strategy.__class__.__name__)}.{name}"
 
     def of_owner(self, owner: Task | DataModule, name: str) -> str:
-        """The action of a method of the task, or of the data module."""
+        """Return the action's name for a method of the task or the data module."""
         kind = "DataModule" if isinstance(owner, DataModule) else "Task"
         return f"[{self._word(kind)}]{type(owner).__name__}.{name}"
 
     def _word(self, word: str) -> str:
         return self._words.get(word, word)
 
-    # what is measured
+    # Measured functions
 
     def watch(self, action: str, function: C) -> C:
-        """The function to call for another: itself without a profiler."""
+        """Return a function that reports each call to the profiler, or `function` itself without a profiler."""
         if not self.measures:
             return function
         profile = self.profiler.profile
@@ -85,11 +86,11 @@ class Actions:
         return measured  # type: ignore[return-value]
 
     def iterate(self, action: str, values: Iterable[T]) -> Iterable[T]:
-        """What to iterate over in place of an iterable, so that waiting for each value is measured."""
+        """Return an iterable that reports the wait for each value to the profiler as `action`."""
         return self._iterate(action, iter(values)) if self.measures else values
 
     def iterate_training(self, values: Iterable[T], loader: PreparedLoader | CombinedLoader) -> Iterable[T]:
-        """The same for training batches, whose samples are counted."""
+        """Return an iterable over training batches that reports the waits to the profiler and counts the samples."""
         return self._count_samples(self._iterate(TRAIN_DATA, iter(values)), loader) if self.measures else values
 
     def _count_samples(self, values: Iterator[T], loader: PreparedLoader | CombinedLoader) -> Iterator[T]:
@@ -104,7 +105,7 @@ class Actions:
 
     def _iterate(self, action: str, values: Iterator[T]) -> Iterator[T]:
         profile = self.profiler.profile
-        held: list[T] = []  # nothing while this waits to be asked for the next
+        held: list[T] = []  # emptied before the yield: a local variable would keep the batch in memory
         while True:
             with profile(action):
                 held.extend(islice(values, 1))
@@ -113,7 +114,7 @@ class Actions:
             yield held.pop()
 
     def watch_step(self, hooks: StepHooks) -> StepHooks:
-        """What the engine runs in a step, measured."""
+        """Return `hooks` with the backward and the optimizer step reported as actions to the profiler."""
         if not self.measures:
             return hooks
         strategy = self._trainer.strategy
@@ -123,10 +124,9 @@ class Actions:
             optimizer_step=self.watch(self.of_strategy("optimizer_step"), strategy.optimizer_step),
         )
 
-    # before and after
+    # Start and end of a run
 
     def begin(self, task: Task, stage: Stage) -> None:
-        """Let the profiler begin with a run."""
         if self.measures:
             trainer = self._trainer
             local_rank = trainer.local_rank if trainer.world_size > 1 else None
@@ -135,7 +135,6 @@ class Actions:
             self._is_open, self._samples = True, 0
 
     def finish(self, stage: Stage) -> None:
-        """Let the profiler report on the run that is over."""
         if self._is_open:
             self._is_open = False
             self.profiler.describe()
@@ -160,7 +159,7 @@ class Actions:
 
 
 def make_profiler(given: Profiler | str) -> Profiler:
-    """The profiler that an argument means."""
+    """Return the profiler for the Trainer's argument. Raises `ConfigurationError` for an unknown name."""
     if isinstance(given, Profiler):
         return given
     name = given.lower() if isinstance(given, str) else ""

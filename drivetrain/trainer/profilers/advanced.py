@@ -1,4 +1,4 @@
-"""Which Python functions each action spends its time in."""
+"""Profiler of the Python functions in each action."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from drivetrain.trainer.profilers.base import Profiler
 
 
 class AdvancedProfiler(Profiler):
-    """Runs Python's `cProfile` over each action, and reports the functions that took most of the time.
+    """Profiler that runs Python's `cProfile` on each action and reports the slowest functions.
 
-    Python has one such profiler at a time: while an action runs in another one, only the inner one is measured. It
-    costs several times the run's time, so compare shares rather than seconds.
+    Only one `cProfile` can run at a time. During a nested action, only the inner action is measured. The profiler
+    slows a run down several times, so compare shares rather than seconds.
 
     Args:
-        dirpath: The directory of the report; `trainer.log_dir` if None.
-        filename: The name of the report's file; printed if None.
-        line_count_restriction: How much of each action's table is reported: a number of lines, or a fraction of them.
-        dump_stats: Whether each action's statistics are written to `<action>.prof` as well, for viewers such as
+        dirpath: Directory of the report. None uses `trainer.log_dir`.
+        filename: Name of the report's file. None prints the report.
+        line_count_restriction: Length of each action's table, as a number of lines or a fraction of them.
+        dump_stats: If True, also write the statistics of each action to `<action>.prof`, for viewers such as
             snakeviz.
 
     Attributes:
-        profiled_actions: The profile of each action.
+        profiled_actions: `cProfile.Profile` of each action.
 
     Example:
         ```python
@@ -86,4 +86,4 @@ class AdvancedProfiler(Profiler):
 
     def teardown(self, stage: str | None) -> None:
         super().teardown(stage)
-        self.profiled_actions.clear()  # a profile can be neither copied nor pickled
+        self.profiled_actions.clear()  # a `cProfile.Profile` can be neither copied nor pickled

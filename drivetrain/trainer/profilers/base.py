@@ -1,4 +1,4 @@
-"""The base of all profilers, and the one that measures nothing."""
+"""Base class of all profilers, and the profiler that measures nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drivetrain.runtime.terminal import print_text
 
 logger = get_logger(__name__)
 
-# Actions that are not named after what owns them.
+# Names of actions without an owner
 TRAIN_DATA = "train_dataloader_next"
 EPOCH, BATCH, VALIDATION, SAVE = "run_training_epoch", "run_training_batch", "run_validation", "save_checkpoint"
 
@@ -25,20 +25,19 @@ _UNSAFE = re.compile(r'[\\/:*?"<>|\s]')
 
 
 class Profiler(ABC):
-    """Measures actions: parts of a run, each with a name.
+    """Base class of profilers, which measure the named actions of a run.
 
-    The Trainer gives it the hooks of callbacks and the task, the steps, what the strategy runs, and the waiting for
-    data; `trainer.profiler.profile("mine")` adds an action of your own. Where the Trainer has no profiler nothing
-    calls one.
+    The Trainer reports hooks of the task and the callbacks, steps, operations of the strategy and the wait for data.
+    `trainer.profiler.profile("mine")` measures an action of your own. A Trainer without a profiler reports nothing.
 
     Args:
-        dirpath: The directory of its files; `trainer.log_dir` if None.
-        filename: The report is written to `<stage>-<filename>.txt` there, of several processes by each to
-            `<stage>-<filename>-<local rank>.txt`; printed on the main process if None.
+        dirpath: Directory of the profiler's files. None uses `trainer.log_dir`.
+        filename: Name of the report, written to `<stage>-<filename>.txt`. With several processes each writes
+            `<stage>-<filename>-<local rank>.txt`. None prints the report on the main process.
 
     Attributes:
-        dirpath: The directory of its files.
-        filename: The name that they share.
+        dirpath: Directory of the profiler's files.
+        filename: Name that all files of the profiler share.
 
     Example:
         ```python
@@ -65,10 +64,10 @@ class Profiler(ABC):
     """
 
     measures: bool = True
-    """Whether the Trainer calls it at all."""
+    """True if the Trainer reports actions to this profiler."""
 
     gives_verdict: bool = False
-    """Whether the end of `fit` shows in a sentence what takes the time, out of what it has measured."""
+    """True if `fit` prints a sentence at its end about the parts that took most of the time."""
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None) -> None:
         self.dirpath, self.filename = dirpath, filename
@@ -77,26 +76,26 @@ class Profiler(ABC):
 
     @abstractmethod
     def start(self, action_name: str) -> None:
-        """Begin to measure an action.
+        """Start measuring an action.
 
         Args:
-            action_name: Its name.
+            action_name: Name of the action.
         """
 
     @abstractmethod
     def stop(self, action_name: str) -> None:
-        """End what `start` began.
+        """Stop measuring an action that `start` began.
 
         Args:
-            action_name: The action's name.
+            action_name: Name of the action.
         """
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """Measure the body as an action.
+        """Measure the body of a `with` statement as an action.
 
         Args:
-            action_name: Its name.
+            action_name: Name of the action.
         """
         self.start(action_name)
         try:
@@ -105,44 +104,44 @@ class Profiler(ABC):
             self.stop(action_name)
 
     def summary(self) -> str:
-        """Return the report; empty where there is none."""
+        """Return the report as text, or an empty string if there is none."""
         return ""
 
     def describe(self) -> None:
-        """Print the report, or write it to its file."""
+        """Print the report, or write it to its file if the profiler has a `filename`."""
         report = self.summary()
         if not report:
             return
         if self.filename:
             try:
                 self.output_path(".txt").write_text(report, encoding="utf-8")
-            except OSError as error:  # the run is over, and has not failed
+            except OSError as error:  # a full disk must not make a finished run fail
                 logger.warning(f"The profiler's report could not be written: {error}.")
         elif self.local_rank == 0:
             print_text(report)
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Called when fit, validate, test or predict begins.
+        """Prepare the profiler when fit, validate, test or predict begins.
 
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
-            local_rank: This process's number on its machine; None where it is the only one.
-            log_dir: The directory to write to where the profiler was given none.
+            local_rank: Rank of this process on its machine, or None if it is the only process.
+            log_dir: Directory for the files if the profiler has no `dirpath`.
         """
         self._stage, self._local_rank = stage, local_rank
         self.dirpath = self.dirpath or log_dir
 
     def attach(self, model: nn.Module, count_steps: Callable[[str], float]) -> None:
-        """Called after `setup`, with what will run.
+        """Receive the task and its numbers of steps, after `setup`.
 
         Args:
-            model: The task.
-            count_steps: Returns how many steps of a kind, such as `"training_step"`, an epoch has; infinite where this
-                is not known. The loaders are known once the first step begins.
+            model: Task that will run.
+            count_steps: Function that returns the number of steps per epoch for a name such as `"training_step"`. It
+                returns infinity if the number is unknown. Valid from the first step on.
         """
 
     def teardown(self, stage: str | None) -> None:
-        """Called when fit, validate, test or predict is over, after `describe`.
+        """Release the profiler's resources when fit, validate, test or predict ends, after `describe`.
 
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
@@ -150,15 +149,15 @@ class Profiler(ABC):
 
     @property
     def local_rank(self) -> int:
-        """This process's number on its machine."""
+        """Rank of this process on its machine, 0 if it is the only process."""
         return self._local_rank or 0
 
     def output_path(self, extension: str, action_name: str | None = None) -> Path:
-        """Return where a file is written; its directory is made.
+        """Return the path for a file of the profiler, and create its directory.
 
         Args:
-            extension: Such as `".txt"`.
-            action_name: The action that the file is about, if it is about one.
+            extension: File extension, such as `".txt"`.
+            action_name: Action that the file describes, or None.
         """
         folder = Path(self.dirpath or ".")
         folder.mkdir(parents=True, exist_ok=True)
@@ -168,11 +167,11 @@ class Profiler(ABC):
 
 
 class PassThroughProfiler(Profiler):
-    """Measures nothing: what a Trainer has that was given no profiler.
+    """Profiler that measures nothing. Used by a Trainer without a profiler.
 
     Args:
-        dirpath: Not used.
-        filename: Not used.
+        dirpath: Ignored.
+        filename: Ignored.
     """
 
     measures = False
@@ -185,7 +184,7 @@ class PassThroughProfiler(Profiler):
 
 
 class TaskProfiler:
-    """The profiler of the Trainer that runs a task, as its attribute; a task may set one of its own in its place."""
+    """Descriptor for `task.profiler`, which returns the profiler of the task's Trainer. A task may assign its own."""
 
     def __get__(self, task: Any, owner: type) -> Any:
         if task is None:

@@ -1,4 +1,4 @@
-"""Which operations run, on which device and how long, as torch's profiler sees them."""
+"""Profiler of operations, kernels and memory with `torch.profiler`."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ _SYNCHRONISING = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero", "a
 
 
 class PyTorchProfiler(Profiler):
-    """Records operations, kernels and memory with `torch.profiler`, and writes traces for Perfetto and TensorBoard.
+    """Profiler that records operations, kernels and memory with `torch.profiler`, and writes traces.
 
-    Training, validation, testing and prediction are recorded apart. By default one step of each warms up after a
-    first one that is left out, and the three after it are recorded, up to the start of the step that follows; where an
-    epoch has fewer steps than that, all of them are recorded. Traces are `*.pt.trace.json` files in `dirpath`: open
-    them in https://ui.perfetto.dev, or with TensorBoard's profiler plugin. The report is a table of the operations, and
-    a line for each place that waited for a value of the device, such as `.item()`.
+    Training, validation, test and prediction are recorded separately. By default, the first step is skipped, the second
+    warms up, and the next three are recorded. If an epoch has too few steps, all of them are recorded.
+
+    Traces are files `*.pt.trace.json` in `dirpath`. Open them in https://ui.perfetto.dev or with TensorBoard's profiler
+    plugin. The report is a table of operations, with a line for each action that waited for a value from the device,
+    for example by `.item()`.
 
     Args:
-        dirpath: The directory of traces and report; `trainer.log_dir` if None.
-        filename: The name of the report's file; printed if None.
-        group_by_input_shapes: Whether operations on other shapes have a row of their own; records shapes.
-        emit_nvtx: Give actions and operations to NVIDIA's tools (`nsys profile python script.py`), and record nothing.
-        export_to_chrome: Whether traces are written.
-        row_limit: Rows of the table; -1 for all.
-        sort_by_key: The column that orders it, such as `"self_cpu_time_total"`; the total time on the device if None.
-        record_module_names: Whether the forward of each module is a block of the trace, with the module's name.
-        table_kwargs: More arguments of `torch.autograd.profiler_util.EventList.table`.
-        **profiler_kwargs: Arguments of `torch.profiler.profile`; `schedule=None` records everything.
+        dirpath: Directory of traces and report. None uses `trainer.log_dir`.
+        filename: Name of the report's file. None prints the report.
+        group_by_input_shapes: If True, record shapes and give each shape of an operation its own row.
+        emit_nvtx: If True, only emit NVTX ranges for NVIDIA's tools (`nsys profile python script.py`).
+        export_to_chrome: If True, write traces.
+        row_limit: Number of rows of the table, or -1 for all.
+        sort_by_key: Column to sort by, such as `"self_cpu_time_total"`. None sorts by total time on the device.
+        record_module_names: If True, show the forward of each module in the trace, under the module's name.
+        table_kwargs: Further arguments of `torch.autograd.profiler_util.EventList.table`.
+        **profiler_kwargs: Arguments of `torch.profiler.profile`. `schedule=None` records everything.
 
     Attributes:
-        function_events: What was recorded, None before.
+        function_events: Recorded events, or None before the first recording.
 
     Raises:
-        ConfigurationError: If an argument is unknown, or there is no GPU for `emit_nvtx`.
+        ConfigurationError: If an argument is unknown, or `emit_nvtx` is used without a GPU.
 
     Example:
         ```python
@@ -102,13 +103,13 @@ class PyTorchProfiler(Profiler):
     def _reset(self) -> None:
         self._blocks: dict[str, Any] = {}
         self._recording: Any = None
-        self._kind = ""  # of the steps that are being recorded
+        self._kind = ""  # kind of the recorded steps, such as "training_step"
         self._finished: set[str] = set()
         self._traces = 0
         self._contexts = ExitStack()
         self._events: list[EventList] = []
 
-    # what the Trainer calls
+    # Calls of the Trainer
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         super().setup(stage, local_rank, log_dir)
@@ -149,11 +150,11 @@ class PyTorchProfiler(Profiler):
         self._model = self._count_steps = None
         super().teardown(stage)
 
-    # what was recorded
+    # Results
 
     @property
     def function_events(self) -> EventList | None:
-        """What was recorded, of all traces; None before."""
+        """Recorded events of all traces, or None before the first recording."""
         if not self._events:
             return None
         first = self._events[0]
@@ -164,12 +165,12 @@ class PyTorchProfiler(Profiler):
             profile_memory=first._profile_memory,
             with_flops=first._with_flops,
         )
-        together._tree_built = True  # each list's was
+        together._tree_built = True  # each list has its tree already, and `key_averages` asserts this flag
         joined: EventList = together
         return joined
 
     def _synchronisations(self, events: Any) -> Iterator[str]:
-        """A line for each action in which the host waited for a value of the device."""
+        """Yield a line of the report for each action in which the CPU waited for a value from the device."""
         found: dict[str, list[Any]] = {}
         for event in events:
             outer = event.cpu_parent
@@ -177,7 +178,7 @@ class PyTorchProfiler(Profiler):
                 continue
             while outer is not None and "][profile]" not in outer.name:
                 outer = outer.cpu_parent
-            # An optimizer keeps its count of steps on the host, and reads it from there.
+            # An optimizer's step counter is a CPU tensor, so reading it does not wait for the device.
             if outer is not None and not outer.name.endswith("optimizer_step"):
                 found.setdefault(outer.name.partition("][profile]")[2], []).append(event)
         for action, waits in sorted(found.items(), key=lambda item: -len(item[1])):
@@ -191,10 +192,10 @@ class PyTorchProfiler(Profiler):
                 ".item(), print and float() to where values are shown."
             )
 
-    # recording
+    # Recording
 
     def _begin_step(self, kind: str) -> None:
-        """End the step of this kind before, if there was one, and begin the next."""
+        """Advance the recording at the start of a step, such as "training_step"."""
         if self._schedule is None:
             if self._recording is None:
                 self._begin_recording(kind="", plan=None)
@@ -210,7 +211,7 @@ class PyTorchProfiler(Profiler):
         self._begin_recording(kind, self._plan(kind))
 
     def _plan(self, kind: str) -> Callable[[int], Any]:
-        """The schedule; where an epoch has fewer steps than it needs, one that records each of them."""
+        """Return the schedule, or one that records every step if an epoch has fewer steps than it needs."""
         assert self._schedule is not None
         steps = float("inf") if self._count_steps is None else self._count_steps(kind)
         if steps >= self._steps_needed:
@@ -242,7 +243,6 @@ class PyTorchProfiler(Profiler):
             self._contexts.enter_context(RegisterRecordFunction(self._model, f"{self.prefix[:-1]}][module]"))
 
     def _take_trace(self, kind: str, plan: Callable[[int], Any] | None, recording: Any) -> None:
-        """Keep what was recorded, and write its trace."""
         self._events.append(recording.events())
         if plan is None or _is_over(plan, recording.step_num):
             self._finished.add(kind)
@@ -267,7 +267,7 @@ class PyTorchProfiler(Profiler):
 
 @contextmanager
 def RegisterRecordFunction(model: nn.Module, prefix: str = "[drivetrain][module]") -> Iterator[None]:
-    """Make the forward of each module a block of what torch's profiler records in the body."""
+    """Show the forward of each module as a block in the traces of torch's profiler, during the `with` block."""
     handles = []
     for name, module in model.named_modules():
         if name and not isinstance(module, torch.jit.ScriptModule):
@@ -275,6 +275,7 @@ def RegisterRecordFunction(model: nn.Module, prefix: str = "[drivetrain][module]
             block = f"{prefix}{kind.__module__}.{kind.__name__}: {name}"
             opened: list[Any] = []
             handles.append(module.register_forward_pre_hook(partial(_open_block, block, opened)))
+            # `always_call` ends the block even if the forward raises.
             handles.append(module.register_forward_hook(partial(_close_block, opened), always_call=True))
     try:
         yield
@@ -294,13 +295,13 @@ def _close_block(opened: list[Any], *_: Any) -> None:
 
 
 def _steps_to_record(plan: Callable[[int], Any]) -> int:
-    """Steps that a schedule takes until its first trace is complete; 0 where it has none in sight."""
+    """Return the number of steps until the schedule completes its first trace, or 0 if it never does."""
     saves = torch.profiler.ProfilerAction.RECORD_AND_SAVE
     return next((step + 1 for step in range(100_000) if plan(step) is saves), 0)
 
 
 def _is_over(plan: Callable[[int], Any], step: int) -> bool:
-    """Whether a schedule records nothing more from a step on."""
+    """Return True if the schedule records nothing from this step on."""
     idle = torch.profiler.ProfilerAction.NONE
     return all(plan(later) is idle for later in range(step, step + 10_000))
 

@@ -1,4 +1,4 @@
-"""How often each action ran, and how long it took."""
+"""Profiler of the number of calls and the wall-clock time of each action."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _COLUMNS = ("Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")
 
 
 class SimpleProfiler(Profiler):
-    """Measures the wall-clock time of each action, and reports mean, number and total of each.
+    """Profiler that reports mean duration, number of calls and total time of each action.
 
-    An action that runs in another one counts in both; `own_seconds` has what each took without those in it. The end of
-    `fit` also names in a sentence what takes the time, such as waiting for data.
+    A nested action counts in its own total and in that of the outer one. `own_seconds` excludes nested actions. `fit`
+    also prints a sentence at its end about the parts that took most of the time, such as waiting for data.
 
     Args:
-        dirpath: The directory of the report; `trainer.log_dir` if None.
-        filename: The name of the report's file; printed if None.
-        extended: Whether the report has the number of calls and the share of the run.
+        dirpath: Directory of the report. None uses `trainer.log_dir`.
+        filename: Name of the report's file. None prints the report.
+        extended: If True, also report the number of calls and the share of the run.
 
     Attributes:
-        recorded_durations: The seconds of each call, by action.
-        current_actions: When each action that is running began.
-        own_seconds: The seconds of each action without those of the actions in it.
-        start_time: When measuring began, on the clock of `time.perf_counter`.
+        recorded_durations: Seconds of each call, by action.
+        current_actions: Start time of each running action.
+        own_seconds: Seconds of each action without those of nested actions.
+        start_time: Start of the measurement, by `time.perf_counter`.
 
     Example:
         ```python
@@ -52,9 +52,10 @@ class SimpleProfiler(Profiler):
         super().__init__(dirpath, filename)
         self.extended = extended
         self.current_actions: dict[str, float] = {}
+        # An array takes 8 bytes per call, a list of floats 32.
         self.recorded_durations: defaultdict[str, MutableSequence[float]] = defaultdict(lambda: array("d"))
         self.own_seconds: dict[str, float] = defaultdict(float)
-        self._within: list[float] = []  # for each open action, the seconds of those that ran in it
+        self._within: list[float] = []  # per running action, the seconds of its nested actions
         self.start_time = time.perf_counter()
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
@@ -114,7 +115,7 @@ class SimpleProfiler(Profiler):
         return os.linesep.join([*lines, rule, ""])
 
 
-# Where the time of a `fit` went: the parts of its `Timing`, and each callback by its name
+# Parts of the time of a `fit`
 
 
 _OWNED = re.compile(r"\[(\w+)\](.+)\.(\w+)$")
@@ -123,9 +124,11 @@ _OWNED = re.compile(r"\[(\w+)\](.+)\.(\w+)$")
 def time_spent(
     timing: Timing, profiler: SimpleProfiler, samples: int | None, workers: int | None, processes_here: int = 1
 ) -> TimeSpent:
-    """The parts of a `fit`, with the callbacks and the methods of the task by name."""
+    """Split the time of a `fit` into its parts, with callbacks and methods of the task listed by name."""
     named: dict[str, float] = defaultdict(float)
-    making = profiler.own_seconds.get("setup_train_dataloader", 0.0)  # before the first epoch
+    making = profiler.own_seconds.get(
+        "setup_train_dataloader", 0.0
+    )  # runs before the first epoch, so `timing` lacks it
     named["making the training loader"] = making
     for action, seconds in profiler.own_seconds.items():
         owned = _OWNED.match(action)

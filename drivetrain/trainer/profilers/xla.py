@@ -1,4 +1,4 @@
-"""Actions in the traces of XLA's profiler."""
+"""Profiler that names actions in traces of XLA."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class XLAProfiler(Profiler):
-    """Names actions in what TensorBoard captures from a run on XLA, while the run serves it on a port.
+    """Profiler that serves traces of a run on XLA for TensorBoard, with the names of actions.
 
     Args:
-        port: The port; each process of a machine adds its local rank.
+        port: Port of the trace server. Each process of a machine adds its local rank.
 
     Raises:
         ConfigurationError: When the run begins, if torch_xla is not installed.

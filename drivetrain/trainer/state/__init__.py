@@ -1,1 +1,1 @@
-"""What of a training run goes into a checkpoint, and back."""
+"""State of a training run in a checkpoint."""

@@ -1,4 +1,4 @@
-"""What a Trainer adds to the state of a run, and how a saved run goes back into one."""
+"""Saving of a Trainer's run to a checkpoint, and restoring it from one."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# What a checkpoint keeps of each process, also for a run of another number of processes
+# State of each rank
 
 
 def layout_of(strategy: Strategy) -> list[Any]:
-    """How processes share the data, the same on all: what one has kept belongs to its place in it."""
+    """Return how the ranks share the data. A rank's saved state is valid only in a run with an equal layout."""
     topology = strategy.topology
     return [topology.data_shard.count, None if topology.value_ranks is None else list(topology.value_ranks)]
 
 
 def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
-    """This process's part of what the processes of a run of another size or layout had kept.
+    """Return the logged values and metric states for this rank from a run with other ranks or another layout.
 
-    Every one of theirs is taken over by exactly one process, so that sums over an epoch stay whole.
+    Each saved rank is assigned to exactly one rank of this run, so that sums over an epoch stay complete.
     """
     world_size, own = checkpoint.read_processes(directory)
     first = process_in_schema(own(0))["driver"]
@@ -75,7 +75,6 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str,
 
 
 def _merged(tables: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The entries of several processes as those of one."""
     found: dict[str, dict[str, Any]] = {}
     for table in tables:
         for entry in table:
@@ -100,14 +99,14 @@ def _combined(one: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _total(reduction: str | None, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    if reduction is None:  # by a function, of all values together
+    if reduction is None:  # a function that needs all values at once
         return torch.cat([one, other])
     if reduction in ("mean", "sum"):
         return one + other
     return torch.maximum(one, other) if reduction == "max" else torch.minimum(one, other)
 
 
-# What this process's state was when its last step was finished, while a step or a validation is under way
+# State after the last finished step
 
 
 _WITHIN_STEPS = (
@@ -122,14 +121,13 @@ _WITHIN_STEPS = (
 
 
 class StepSnapshot:
-    """Gives a save the state of the last finished step, also where it is made within the next one or a validation.
+    """State of this process after the last finished step, for saves within a step or a validation.
 
-    What the open step has drawn, logged, given to metrics and written to buffers is so never saved: a resumed run does
-    that step again. The start is marked by the loop. A mark costs next to nothing for logged values, and copies the
-    states of the random generators, the metrics and the buffers.
+    A resumed run repeats the unfinished step. Its random numbers, logged values, metric updates and buffers must
+    therefore not be saved. A mark copies the random states, the metric states and the buffers.
 
     Attributes:
-        random: The random state that was marked; None if nothing is marked.
+        random: Random state at the mark, or None without a mark.
     """
 
     def __init__(self, task: nn.Module, logged: LoggedValues, progress: Progress) -> None:
@@ -143,7 +141,7 @@ class StepSnapshot:
         self._buffer_values: list[Tensor] = []
 
     def mark(self) -> None:
-        """Remember the present state: a step or a validation begins."""
+        """Store the present state, before a step or a validation."""
         progress = self._progress
         self._marked = progress.total_batches, progress.validations
         self.random = RandomState.capture()
@@ -152,24 +150,24 @@ class StepSnapshot:
         self.mark_buffers()
 
     def mark_buffers(self) -> None:
-        """Remember the buffers again, after a callback has exchanged them together with the weights."""
+        """Store the buffers again, after a callback has swapped them together with the weights."""
         if self.is_open:
             self._buffer_values = [buffer.detach().clone() for buffer in self._kept_buffers]
 
     def release(self) -> None:
-        """Forget the mark: the present state is that of a finished step."""
+        """Drop the stored state, so that a save takes the present one."""
         self._marked = self.random = self._logged_mark = None
         self._metric_states, self._buffer_values = {}, []
 
     @property
     def is_open(self) -> bool:
-        """Whether the step or validation that was marked is not finished yet."""
+        """True if the step or validation that began at the mark is not finished."""
         progress = self._progress
         return self._marked == (progress.total_batches, progress.validations)
 
     @contextmanager
     def buffers_restored(self) -> Iterator[None]:
-        """Give the task's buffers, such as batch statistics, the values of the last finished step in the body."""
+        """Set the task's buffers to their stored values for the `with` block, then restore the present ones."""
         if not self.is_open:
             yield
             return
@@ -182,10 +180,10 @@ class StepSnapshot:
 
     def _fill_buffers(self, values: list[Tensor]) -> None:
         for buffer, value in zip(self._kept_buffers, values, strict=True):
-            buffer.data.copy_(value)  # by .data: the backward under way must not take them for changed
+            buffer.data.copy_(value)  # `.data` keeps the version counter: the open backward would fail otherwise
 
     def state_dict(self) -> dict[str, Any]:
-        """What this process had logged, and what its metrics had seen."""
+        """Return the logged values and metric states of this rank, as of the mark if a step is unfinished."""
         if self.is_open:
             return {"logged": self._logged.state_dict(self._logged_mark), "metrics": self._metric_states}
         return {
@@ -196,7 +194,6 @@ class StepSnapshot:
 
 
 def _saved_buffers(task: nn.Module) -> list[Tensor]:
-    """The buffers of a task that are part of its state dict."""
     return [
         buffer
         for module in task.modules()
@@ -206,7 +203,7 @@ def _saved_buffers(task: nn.Module) -> list[Tensor]:
 
 
 def saves_within_steps(trainer: Trainer) -> bool:
-    """Whether a hook that runs between the start of a step and its end may save a checkpoint."""
+    """Return True if a callback or the task may save a checkpoint between the start and the end of a step."""
     owners: list[tuple[Any, type]] = [(one, Callback) for one in trainer.callbacks if one.saves_within_steps]
     owners.append((trainer.task, Task))
     return any(
@@ -218,7 +215,7 @@ logger = get_logger(__name__)
 
 
 class Directories(CheckpointFormat):
-    """Checkpoints of this package: one directory for each, of all processes."""
+    """Checkpoint format of this package: a directory that all ranks write."""
 
     name = "drivetrain"
 
@@ -231,15 +228,22 @@ class Directories(CheckpointFormat):
         write: Callable[..., PendingSave] | None = None,
         keeps_objects: bool = False,
     ) -> PendingSave:
-        """Write a checkpoint of a Trainer's run; call it on all processes.
+        """Write a checkpoint of a Trainer's run. All ranks must call this together.
 
         Args:
-            trainer: The Trainer.
-            path: Where to.
-            weights_only: Leave out everything but weights and hyper-parameters.
-            block: Whether to return only when it is durable.
-            write: Writes the state in another format, as `SaveQueue.save` is called; that itself if None.
-            keeps_objects: Whether hyper-parameters may be objects, which that format keeps.
+            trainer: Trainer whose run is saved.
+            path: Directory of the checkpoint.
+            weights_only: If True, save only weights and hyper-parameters.
+            block: If True, return only once the checkpoint is on disk.
+            write: Function that writes the state in another format, with the arguments of `SaveQueue.save`. None uses
+                `SaveQueue.save` itself.
+            keeps_objects: If True, hyper-parameters may be arbitrary objects, which the other format must support.
+
+        Returns:
+            The save, which can be waited for.
+
+        Raises:
+            CheckpointError: If there is no placed task to save.
         """
         placed = trainer.task_run
         task, loop, run = placed.task, trainer.loop, trainer.accelerator.run_state
@@ -254,7 +258,9 @@ class Directories(CheckpointFormat):
                 "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
             )
         models, step = run.prepared.models, trainer.progress.global_step
-        is_evaluated = all(model is not placed.model for model in models)  # and was never trained here
+        is_evaluated = all(
+            model is not placed.model for model in models
+        )  # the model was placed for evaluation and never trained here
         weights_only = weights_only or is_evaluated
         number = next((place for place, model in enumerate(models) if model is placed.model), 0)
         snapshot = StepSnapshot(task, trainer.logged, trainer.progress) if loop is None else loop.batches.snapshot
@@ -278,7 +284,7 @@ DIRECTORIES = Directories()
 
 
 def _entries(trainer: Trainer, task: Task, moment: Moment, weights_only: bool, keeps_objects: bool) -> dict[str, Any]:
-    """Collect what the Trainer adds to the engine's part, by name."""
+    """Return the entries of the Trainer for a checkpoint, by name."""
     data = trainer.task_run.datamodule
 
     def without_secrets(values: Any) -> Any:
@@ -287,7 +293,7 @@ def _entries(trainer: Trainer, task: Task, moment: Moment, weights_only: bool, k
     entries: dict[str, Any] = {
         "progress": trainer.progress.state_dict(),
         **hyper_parameters_to_save(task, keeps_objects, without_secrets),
-        LOSS_IS_FINITE: trainer.is_finite,  # marks the manifest, too: the last choice for a resume
+        LOSS_IS_FINITE: trainer.is_finite,  # also in the manifest: resume='auto' prefers others
     }
     if weights_only:
         return entries
@@ -304,17 +310,16 @@ def _entries(trainer: Trainer, task: Task, moment: Moment, weights_only: bool, k
 
 
 def _watched(trainer: Trainer, data: DataModule, name: str) -> Callable[..., Any]:
-    """A method of the data module, measured where there is a profiler."""
+    """Return a method of the data module, timed if the Trainer has a profiler."""
     method: Callable[..., Any] = getattr(data, name)
     return trainer.actions.watch(trainer.actions.of_owner(data, name), method)
 
 
 class SavedRun:
-    """A checkpoint on its way back into a run, part by part as the run is built.
+    """Checkpoint that is being restored into a run, in several phases while the run is built.
 
-    One that an Accelerator has written has the engine's part alone: the run then takes the position of the data from
-    the training loader, and counts steps from 0, or from where the Trainer's checkpoint stood that the Accelerator
-    had loaded before.
+    A checkpoint of an `Accelerator` has no entries of a Trainer. The run then takes its position from the training
+    loader, and counts steps from 0 or from the Trainer's checkpoint that the Accelerator had loaded before.
     """
 
     def __init__(self, trainer: Trainer, directory: str) -> None:
@@ -328,24 +333,24 @@ class SavedRun:
         run.keep({name: value for name, value in self._entries.items() if name not in ENTRIES})
         layout = layout_of(trainer.strategy)
         own = self._saved.own
-        # None: another number of processes, or as many that share the data in another way
+        # None if the number of ranks or their layout differs. `taken_over` then merges the saved ranks.
         self._own = own if own is not None and own.get("layout", layout) == layout else None
         self._is_ours = "progress" in self._entries and "progress" not in self._saved.kept
 
     @property
     def step(self) -> int | None:
-        """The optimizer step at which it was saved; None if an Accelerator has written it."""
+        """Optimizer step at which the checkpoint was saved, or None if an `Accelerator` saved it."""
         return int(self._entries["progress"]["global_step"]) if self._is_ours else None
 
     def _hooks_see_weights(self) -> bool:
-        """Whether a hook wants to see the whole weights, so that no process can read its shards alone."""
+        """Return True if a hook reads the full weights. They must then be gathered, not read per shard."""
         trainer = self._trainer
         return is_overridden(trainer.task, Task, "on_load_checkpoint") or any(
             is_overridden(each, Callback, "on_load_checkpoint") for each in trainer.callbacks
         )
 
     def restore_for_evaluation(self) -> None:
-        """Take only the weights."""
+        """Restore only the model's weights, after the task's `on_load_checkpoint`."""
         trainer, engine = self._trainer, self._saved.engine
         assert trainer.task is not None
         assert trainer.model is not None
@@ -359,7 +364,7 @@ class SavedRun:
         self._saved.restore_models([trainer.model], self._strict)
 
     def restore_early(self) -> None:
-        """Let the task and the callbacks see the checkpoint, before the optimizers are built."""
+        """Restore the data module and the callbacks, and call `on_load_checkpoint`, before optimizers exist."""
         trainer, entries, engine = self._trainer, self._entries, self._saved.engine
         assert trainer.task is not None
         self._saved.refuse_weights_only()
@@ -371,7 +376,7 @@ class SavedRun:
             self._migrate(shown)
             for callback in trainer.callbacks:
                 callback.on_load_checkpoint(trainer, trainer.task, shown)
-        # Other tools spell keys in another way.
+        # Checkpoints of other tools use other keys.
         callbacks = {checkpoint.key_here(key): state for key, state in self._entries.get("callbacks", {}).items()}
         unknown = set(callbacks) - {checkpoint.key_here(callback.state_key) for callback in trainer.callbacks}
         if unknown:
@@ -384,7 +389,7 @@ class SavedRun:
                 callback.load_state_dict(callbacks[key])
 
     def _migrate(self, shown: dict[str, Any]) -> None:
-        """Call the task's hook, once more for each further copy of the weights that a callback keeps."""
+        """Call the task's `on_load_checkpoint`, also for each further copy of the weights that a callback stores."""
         trainer = self._trainer
         assert trainer.task is not None
         names = {name for each in trainer.callbacks if (name := each.further_weights) in shown}
@@ -396,16 +401,15 @@ class SavedRun:
             shown[name] = again["state_dict"]
 
     def restore_weights(self) -> None:
-        """Give the placed models their weights."""
         self._saved.check(advice="Let configure_optimizers return the same, and register the same objects.")
         self._saved.restore_models(strict=self._strict)
 
     def restore_training(self) -> None:
-        """Give optimizers, schedulers, the precision and the counters their state."""
+        """Restore optimizers, schedulers, the loss scale, registered objects and the counters."""
         trainer, saved, entries = self._trainer, self._saved, self._entries
         saved.restore_optimizers()
         for optimizer in trainer.optimizers:
-            optimizer._opt_called = True  # it has stepped before the break; schedulers warn otherwise
+            optimizer._opt_called = True  # otherwise schedulers warn that they step before the optimizer
         saved.restore_schedulers()
         saved.restore_precision()
         saved.restore_registered()
@@ -418,17 +422,17 @@ class SavedRun:
         trainer.tracker_group.load_state(entries.get("trackers", ()))
 
     def restore_loader(self, loader: PreparedLoader | CombinedLoader) -> None:
-        """Go to the batch that comes next."""
+        """Move the training loader to the batch after the checkpoint."""
         progress = self._trainer.progress
         state = self._position_for(loader)
         if state is None:
             go_to(loader, progress.epoch, 0 if progress.batches_are_done else progress.batches_in_epoch)
             return
         if self._is_ours and progress.batches_are_done:
-            # Only what the next epoch's order is drawn from still counts.
+            # Of the finished epoch, only the generators of the next epoch's order are needed.
             state = at_start_of(state, progress.epoch + 1)
         elif self._is_ours and progress.batches_in_epoch == 0:
-            # Such as one saved after fit: the loader still stands at the end of the epoch before.
+            # For example saved after `fit`, when the loader was still at the end of the last epoch.
             state = at_start_of(state, progress.epoch)
         elif not self._is_ours and _is_finished(state):
             state = at_start_of(state, progress.epoch)
@@ -438,11 +442,11 @@ class SavedRun:
             progress.total_batches = max(progress.total_batches, progress.batches_in_epoch)
             progress.validated_at = progress.total_batches
         elif self._own is None and not progress.batches_are_done and isinstance(loader, PreparedLoader):
-            # Another number of processes, each with its own number of batches.
+            # With another number of ranks, the saved batch count does not apply to this rank.
             progress.batches_in_epoch = loader.consumed_batches
 
     def _position_for(self, loader: PreparedLoader | CombinedLoader) -> dict[str, Any] | None:
-        """The saved position of the training loader; None where none was saved."""
+        """Return the saved position of the training loader, or None if the checkpoint has none."""
         positions = self._saved.engine["loaders"]
         if isinstance(loader, PreparedLoader):
             return positions[0] if positions else None
@@ -455,13 +459,16 @@ class SavedRun:
         return {**between, "loaders": positions[:count]}
 
     def restore_process(self) -> None:
-        """Give this process what it had logged and its random state; nothing may come between this and training."""
+        """Restore the logged values, metrics and random state of this rank.
+
+        Call this directly before training, since any random number or logged value in between would change the run.
+        """
         trainer, own = self._trainer, self._own
         assert trainer.task is not None
         if self._is_ours:
             if own is None:
                 own = taken_over(self._directory, trainer.strategy, trainer.task)
-            if "logged" not in own:  # a file of another tool, also one that was imported
+            if "logged" not in own:  # a file of another tool, or one imported from it
                 trainer.print(
                     f"{self._directory} was written by another tool, which saves no random state and no open means: "
                     "shuffling, dropout and the values of an epoch under way begin here."
@@ -474,12 +481,12 @@ class SavedRun:
 
 
 def _is_finished(position: Mapping[str, Any]) -> bool:
-    """Return whether a loader's position is after the last batch of its epoch, which a raw loop may save."""
+    """Return True if the position is after the last batch of its epoch. A raw loop may save there."""
     return bool(position.get("finished"))
 
 
 def moment_of(trainer: Trainer) -> Moment:
-    """Return the moment that a save within `fit` describes: where the last finished step left the run."""
+    """Return the loader position and random state after the last finished step, for a save within `fit`."""
     if trainer.loop is None:
         return Moment()
     batches, progress = trainer.loop.batches, trainer.progress
@@ -504,12 +511,11 @@ def moment_of(trainer: Trainer) -> Moment:
 
 
 def _batches_before(loader: PreparedLoader | CombinedLoader, state: Mapping[str, Any]) -> int:
-    """Batches of this process before a position that was loaded just now."""
     return loader.consumed_batches if isinstance(loader, PreparedLoader) else int(state["index"])
 
 
 def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
-    """A loader's position at the start of an epoch, with the generators that its order is drawn from."""
+    """Return a loader's position moved to the start of an epoch. Its random generators are kept."""
     if "loaders" in state:
         return {
             **state,
@@ -521,7 +527,10 @@ def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
 
 
 def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> None:
-    """Begin a loader's next iteration after so many batches of each process, which is all that some formats have."""
+    """Move a loader to the batch after the first `batches` batches of an epoch.
+
+    For checkpoints that store only this number.
+    """
     loader.set_epoch(epoch)
     if not batches:
         return
@@ -535,21 +544,27 @@ def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> 
     loader.load_state_dict({**loader.state_dict(), "index": batches, "ended": ended})
 
 
-# Which checkpoint a run resumes, and the one that a run leaves that a signal ends
+# Choice of the checkpoint to resume, and the one saved after a signal
 
 
 def asked_to_resume(given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-    """What a `fit` resumes: what it was given, or what `DRIVETRAIN_RESUME` names, which counts for a process's first.
+    """Return the checkpoint that `fit` resumes, or None.
+
+    Without an argument, that is the one in the environment variable `DRIVETRAIN_RESUME`. It counts only for the first
+    `fit` of a process.
 
     Args:
-        given: The argument of `fit`.
+        given: Argument of `fit`.
     """
     asked = os.environ.pop(RESUME_VARIABLE, None)
     return asked if given is None else given
 
 
 def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> str | None:
-    """What `resume` and `ckpt_path` mean; call it on all processes."""
+    """Return the path for `resume` or `ckpt_path`, or None to start anew. All ranks must call this together.
+
+    `"best"` and `"last"` refer to the `ModelCheckpoint`. `"auto"` is the newest checkpoint of earlier runs, if any.
+    """
     if given is None:
         return None
     if given in ("best", "last"):
@@ -579,6 +594,7 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
             answer[0] = _newest(_directories(trainer))
         except (DrivetrainError, OSError) as error:
             answer[1] = error.message if isinstance(error, DrivetrainError) else str(error)
+    # The error of rank 0 is broadcast too, or the other ranks would wait here forever.
     path, problem = broadcast_object_list(answer)
     if problem is not None:
         raise CheckpointError(f"resume='auto' could not look for checkpoints: {problem}")
@@ -588,10 +604,9 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
 
 
 def save_for_resume(trainer: Trainer) -> None:
-    """Write the checkpoint from which a run that a signal ends is resumed.
+    """Save the checkpoint from which a run that a signal ended is resumed.
 
-    A preempted run without a checkpoint callback writes to the default directory; one that Ctrl-C ended writes nothing
-    then, as was asked for.
+    Without a checkpoint callback, a preempted run saves to the default directory. A run ended by Ctrl-C saves nothing.
     """
     if trainer.saves is not None:
         try:
@@ -606,7 +621,7 @@ def save_for_resume(trainer: Trainer) -> None:
 
 
 def _directories(trainer: Trainer) -> list[str]:
-    """Where an earlier run of this script may have saved."""
+    """Return the directories in which earlier runs of this script may have saved."""
     found = [_default_directory(trainer)]
     for callback in trainer.checkpoint_callbacks:
         found += callback.directories(trainer)
@@ -618,7 +633,7 @@ def _default_directory(trainer: Trainer) -> str:
 
 
 def _newest(directories: list[str]) -> str | None:
-    """The newest good checkpoint of several directories: the one of the most steps, of those after finite losses."""
+    """Return the newest checkpoint in the directories, or None. One saved after finite losses comes first."""
     found = [path for path in map(checkpoint.newest_checkpoint, directories) if path is not None]
 
     def rank(path: str) -> tuple[bool, int]:

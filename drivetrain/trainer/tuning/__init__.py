@@ -1,1 +1,1 @@
-"""What is tried out before a run: learning rates and batch sizes. Nothing of a trial remains."""
+"""Searches for a learning rate or a batch size before a run."""

@@ -1,4 +1,4 @@
-"""The batch-size search: try sizes as long as memory is enough, on all processes together."""
+"""Search for the largest batch size that fits into memory on all ranks."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 PATIENCE = 60.0
-"""Seconds that a process without memory waits for the others to end the same trial."""
+"""Seconds that a rank out of memory waits for the other ranks to finish the trial."""
 
 
 def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> int:
-    """Try batch sizes, put everything back, and let the task or its data module have the largest that fits.
+    """Set the batch size of the task or its data module to the largest that fits, and return it.
 
-    Call it on all processes, once the task is placed: what lacks memory on one has lacked it on all.
+    All ranks must call this together, after the task is placed. Everything else is restored.
     """
     attribute = check_batch_size_search(trainer, task, stage, tried)
     before = attribute.value
@@ -48,6 +48,7 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
         chosen = tried.chosen(fitting)
     finally:
         attribute.write(chosen)
+        # Loaders made during the trials have another batch size.
         for source in trainer.task_run.sources.values():
             source.is_stale = True
     less = f", {tried.margin:.0%} less than the largest that fits" if chosen < fitting else ""
@@ -59,7 +60,10 @@ def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSi
 
 
 def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> TunedAttribute:
-    """Where the batch size is kept, once it is known that a search can change it."""
+    """Return the attribute that holds the batch size.
+
+    Raises `ConfigurationError` if a search cannot change it, for example because loaders were passed to `fit`.
+    """
     if trainer.task_run.sources[stage].is_given:
         raise ConfigurationError(
             f"The Batch size finder cannot be used with dataloaders passed directly to {stage.verb}(): their batch "
@@ -71,12 +75,14 @@ def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: B
             (tried.batch_arg_name,), task, trainer.datamodule, "Let the method that makes the loaders read it."
         )
     except MissingAttributeError:
-        _refuse_several(trainer.task_run.sources[stage].raw(), stage)  # which an attribute would not help
+        _refuse_several(
+            trainer.task_run.sources[stage].raw(), stage
+        )  # the missing attribute would be a misleading error then
         raise
 
 
 def _refuse_several(loaders: Any, stage: Stage) -> None:
-    """Refuse the loaders of an evaluation where there are several."""
+    """Raise `ConfigurationError` if an evaluation has several loaders."""
     if stage is not Stage.TRAIN and isinstance(loaders, list | tuple) and len(loaders) > 1:
         raise ConfigurationError(
             f"The Batch size finder cannot be used with multiple {stage.loader} dataloaders: there are "
@@ -85,11 +91,11 @@ def _refuse_several(loaders: Any, stage: Stage) -> None:
 
 
 class _Trials:
-    """The trials of one search.
+    """Trials of one batch-size search.
 
     Attributes:
-        done: How many there were.
-        ended: Why there are no more, in words.
+        done: Number of trials so far.
+        ended: Reason in words why the search ended.
     """
 
     def __init__(
@@ -104,12 +110,12 @@ class _Trials:
         _refuse_several(loaders, stage)
         rows = _rows_of(loaders)
         shards = trainer.strategy.topology.data_shard.count if trainer.use_distributed_sampler else 1
-        self._rows = None if rows is None else max(1, rows // shards)  # of each process
+        self._rows = None if rows is None else max(1, rows // shards)  # rows per rank
         self._most = tried.max_val if self._rows is None else min(tried.max_val, self._rows)
         self.done, self.ended = 0, ""
 
     def run(self) -> int:
-        """Try sizes until none is left to try. Returns the largest that fits; the first one where none was tried."""
+        """Try batch sizes until the search ends. Returns the largest that fits, or the first if none was tried."""
         tried = self._tried
         size: int | None = min(tried.init_val, self._most)
         lacking: int | None = None
@@ -154,7 +160,10 @@ class _Trials:
             self.ended = f"No more were tried (max_trials={self._tried.max_trials})."
 
     def _try(self, size: int) -> Attempt:
-        """Run a few steps, or batches, of one size; first gradients that are not exchanged, so that no peer waits."""
+        """Run a few steps with one batch size. Returns an attempt that shows if memory was enough.
+
+        Gradients are first computed without an all-reduce, so that no rank waits for one that is out of memory.
+        """
         self._attribute.write(size)
         what = "the batch-size search"
         if self._trial is not None and self._apart:
@@ -181,7 +190,7 @@ class _Trials:
 
 
 def _rows_of(loaders: Any) -> int | None:
-    """Rows of the largest data set that some loaders read; None where none has a length."""
+    """Return the number of rows of the largest dataset among the loaders, or None if none has a length."""
     if isinstance(loaders, CombinedLoader):
         loaders = loaders.loaders
     several = loaders.values() if isinstance(loaders, Mapping) else loaders

@@ -1,4 +1,7 @@
-"""The learning-rate search: raise the rate step by step, and watch the loss (Smith, 2017, https://arxiv.org/abs/1506.01186)."""
+"""Learning-rate range test: raise the rate step by step and record the loss.
+
+Source: Smith, 2017, https://arxiv.org/abs/1506.01186.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +28,26 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# `LRFinder`: the losses of a learning-rate search, the rate that they suggest, and their plot
+# Result of a search
 
 
 logger = get_logger(__name__)
 
 
 class LRFinder:
-    """What a learning-rate search has found.
+    """Result of a learning-rate search: the loss at each learning rate.
 
     Args:
-        mode: `"exponential"` or `"linear"`: how the rate was raised.
-        lr_min: The first rate.
-        lr_max: The last one.
-        num_training: How many there were to be.
+        mode: `"exponential"` or `"linear"`, the way in which the rate was raised.
+        lr_min: First learning rate.
+        lr_max: Last learning rate.
+        num_training: Planned number of learning rates.
 
     Attributes:
-        results: The rates under `"lr"`, and the smoothed loss at each under `"loss"`.
+        results: Dict with the learning rates under `"lr"` and the smoothed losses under `"loss"`.
 
     Raises:
-        ConfigurationError: The mode is another one.
+        ConfigurationError: If the mode is unknown.
     """
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
@@ -54,14 +57,14 @@ class LRFinder:
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """The rate at which the loss falls fastest.
+        """Return the learning rate at which the loss falls fastest.
 
         Args:
-            skip_begin: Points to leave out at the beginning.
-            skip_end: Points to leave out at the end.
+            skip_begin: Number of points to ignore at the beginning.
+            skip_end: Number of points to ignore at the end.
 
         Returns:
-            The rate; None where fewer than two points with a finite loss are left.
+            The learning rate, or None if fewer than two points with a finite loss are left.
         """
         place = self._steepest(skip_begin, skip_end)
         if place is None:
@@ -76,10 +79,10 @@ class LRFinder:
         return self.results["lr"][place]
 
     def _steepest(self, skip_begin: int, skip_end: int) -> int | None:
-        """The number of the point around which the loss falls fastest from one rate to the next, as the plot shows it.
+        """Return the index of the point at which the loss falls fastest per step, or None.
 
-        Over the rates themselves the steps between the smallest would count most, and so the noise of the losses there;
-        over single points, that of the first ones, which are smoothed least.
+        The slope is taken over the index of the points and not over the rate. Otherwise the smallest rates, which are
+        closest to each other, would dominate with their noise. A slope over several points reduces noise further.
         """
         losses = torch.tensor([float(value) for value in self.results["loss"]], dtype=torch.float64)
         places = torch.arange(len(losses))[skip_begin : max(len(losses) - skip_end, 0)]
@@ -92,15 +95,15 @@ class LRFinder:
         return int(places[((losses[after] - losses[before]) / (after - before)).argmin()])
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Any:
-        """Draw the loss over the learning rate.
+        """Plot the loss over the learning rate.
 
         Args:
-            suggest: Mark the suggested rate.
-            show: Open a window with it.
-            ax: Where to draw; a new figure if None.
+            suggest: If True, mark the suggested rate.
+            show: If True, open a window with the plot.
+            ax: Axes of matplotlib to draw into. None creates a new figure.
 
         Returns:
-            The figure, of matplotlib.
+            The matplotlib figure.
 
         Raises:
             ConfigurationError: If matplotlib is not installed.
@@ -130,13 +133,13 @@ class LRFinder:
 
 
 NAMES = ("lr", "learning_rate")
-SMOOTHING = 0.98  # the share of the running mean that each loss leaves of what was before
+SMOOTHING = 0.98  # decay of the moving average
 
 
 def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFinder:
-    """Train with rising learning rates, put everything back, and take the rate that the losses suggest.
+    """Train with rising learning rates, restore the run, and set the suggested rate. Returns the losses.
 
-    Call it on all processes, once the task is placed: their losses are averaged, so that all find the same.
+    All ranks must call this together, after the task is placed. Their losses are averaged, so all find an equal rate.
     """
     attribute = None
     if tried.update_attr:
@@ -188,9 +191,10 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
 
 
 def _take_rate(trainer: Trainer, task: Task, rate: float) -> None:
-    """Let the optimizer and the schedulers that are there already be those of a run with this learning rate.
+    """Set the learning rate in the existing optimizer and its schedulers.
 
-    Before the first step they are configured again, and what that makes is taken over; later the rate alone is.
+    Before the first step, `configure_optimizers` runs again and its options are copied. This also updates schedulers
+    that depend on the rate. Later, only the rate of the parameter groups changes.
     """
     groups = trainer.optimizers[0].param_groups
     before = [group["lr"] for group in groups]
@@ -209,7 +213,7 @@ def _take_rate(trainer: Trainer, task: Task, rate: float) -> None:
 
 
 class _Losses(Callback):
-    """Adds up the losses of a step's micro-batches."""
+    """Callback that sums the losses of a step's micro-batches."""
 
     saves_within_steps = False
 
@@ -224,7 +228,7 @@ class _Losses(Callback):
             self._sums.append(torch.stack([(loss * weight if mean else loss).float(), weight.float()]))
 
     def take(self, trainer: Trainer) -> float | None:
-        """The mean loss of the step over all its micro-batches and processes; None where all were left out."""
+        """Return the step's mean loss over micro-batches and ranks, or None if all batches were left out."""
         sums, self._sums = self._sums, []
         device = trainer.strategy.topology.device
         own = torch.stack(sums).sum(0).to(device) if sums else torch.zeros(2, device=device)
@@ -233,11 +237,11 @@ class _Losses(Callback):
 
 
 class _SmoothedLosses:
-    """A running mean of losses, and whether they have become so large that a search is over.
+    """Exponential moving average of losses, which ends the search if the loss grows too large.
 
     Attributes:
-        latest: The mean so far.
-        verdict: What ended the search, in words; empty where nothing has.
+        latest: Present average, with bias correction.
+        verdict: Reason in words why the search ended, or "" while it continues.
     """
 
     def __init__(self, threshold: float | None) -> None:
@@ -246,11 +250,12 @@ class _SmoothedLosses:
         self.latest, self.verdict = math.nan, ""
 
     def add(self, loss: float | None) -> bool:
-        """Take the loss of one step; None where it had none. Returns whether the search continues."""
+        """Add the loss of a step, or None if it had none. Returns True if the search continues."""
         if loss is None:
             return True
         self._count += 1
         self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * loss
+        # Bias correction for the start at 0, as in Adam.
         self.latest = self._mean / (1 - SMOOTHING**self._count)
         if self._threshold is not None and self._count > 1:
             if not math.isfinite(self.latest):

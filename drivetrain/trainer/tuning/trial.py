@@ -1,4 +1,4 @@
-"""Steps and batches that are run for what can be seen of them, within `preserve_run`."""
+"""Trial steps and batches of a search, and the restoring of the run afterwards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class TrainingTrial:
-    """Optimizer steps of a task, on its own training data, with no other callback than those given."""
+    """Trial training of a task on its own data, with only the given callbacks."""
 
     def __init__(self, trainer: Trainer, task: Task, callbacks: Sequence[Callback] = (), splits: bool = True) -> None:
         self._trainer, self._task = trainer, task
@@ -47,9 +47,12 @@ class TrainingTrial:
         run_window: Callable[[int, list[PendingBatch]], bool],
         within_limits: bool = False,
     ) -> None:
-        """Run steps, one epoch after the other, with the task's hooks around them."""
+        """Run up to `steps` optimizer steps, in epochs with the task's hooks.
+
+        `run_window` receives the step's number and its micro-batches. It returns False to end the trial.
+        """
         trainer, hooks, done, is_over = self._trainer, self._hooks, 0, False
-        trainer.current.leave_batch()  # of a trial that has failed
+        trainer.current.leave_batch()  # a failed trial may have left one, and its memory
         trainer.progress.begin_epoch(trainer.progress.epoch)
         with prepared(source) as loader:
             limit = epoch_length(trainer, loader) if within_limits else None
@@ -75,13 +78,12 @@ class TrainingTrial:
             hooks.call("on_train_end")
 
     def step(self, window: list[PendingBatch]) -> None:
-        """Run one step."""
         self._step.run(window)
 
     def try_gradients(self, source: LoaderSource) -> None:
-        """Run the forwards and backwards of the first step without exchanging gradients, and without stepping.
+        """Run the forwards and backwards of the first step, without an all-reduce and without an optimizer step.
 
-        What a process lacks memory for shows here while no peer waits for its gradients.
+        A rank that runs out of memory here leaves no other rank waiting.
         """
         trainer = self._trainer
         trainer.current.stage = Stage.TRAIN
@@ -95,7 +97,6 @@ class TrainingTrial:
     def _windows(
         self, loader: PreparedLoader | CombinedLoader, limit: float | None
     ) -> Generator[list[PendingBatch], None, None]:
-        """The micro-batches of an epoch, as many as make one step at a time."""
         size, index = self._trainer.accumulate_grad_batches, 0
         window: list[PendingBatch] = []
         loader.set_epoch(self._trainer.progress.epoch)
@@ -115,7 +116,6 @@ class TrainingTrial:
 
 
 def try_evaluation(trainer: Trainer, task: Task, stage: Stage, source: LoaderSource, batches: int) -> None:
-    """Run a few batches of each loader of an evaluation."""
     model = trainer.task_run.model
     assert model is not None
     with trainer.task_run.with_callbacks(()), trainer.current.within(stage):
@@ -129,7 +129,7 @@ def try_evaluation(trainer: Trainer, task: Task, stage: Stage, source: LoaderSou
 
 @contextmanager
 def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
-    """The training loader of a source, whose generators are put back in the end, and which the engine then forgets."""
+    """Prepare the training loader for the `with` block, then restore its generators and release it in the engine."""
     loader = source.prepare_training()
     with ExitStack() as stack:
         stack.callback(source.forget_training)
@@ -138,15 +138,15 @@ def prepared(source: LoaderSource) -> Iterator[PreparedLoader | CombinedLoader]:
         yield loader
 
 
-# A trial changes nothing: everything of a run as it was, once the trial is over
+# Restoring the run after a trial
 
 
 @contextmanager
 def preserve_run(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
-    """Put everything back in the end that the body changes, also where it raises.
+    """Restore the whole state of the run after the `with` block, even if the block raises.
 
-    That is: counters, weights, buffers, optimizers, schedulers, the loss scale, what was logged, the states of metrics,
-    the generators of random numbers, and what the run is at. Each process puts its own part back, without the others.
+    The state is: counters, weights, buffers, optimizers, schedulers, the loss scale, logged values, metric states,
+    random generators and the current stage and batch. Each rank restores its own part without a collective.
     """
     progress, metrics = trainer.progress.state_dict(), metric_states(find_metrics(task))
     with ExitStack() as stack:
@@ -161,7 +161,7 @@ def preserve_run(trainer: Trainer, task: Task, trains: bool) -> Iterator[None]:
 
 
 class _TrainedState:
-    """Copies of what training changes, on the CPU where that is possible, so that trials have the device's memory."""
+    """Copies of the state that training changes. Weights are copied to the CPU, to leave the device's memory free."""
 
     def __init__(self, trainer: Trainer, task: Task, trains: bool) -> None:
         engine, model = trainer.accelerator, trainer.task_run.model
@@ -177,12 +177,11 @@ class _TrainedState:
             )
             for each in (trainer.task_optimizers if trains else ())
         ]
-        # Those that a task steps by hand.
+        # All schedulers, since with manual optimization the task steps them itself.
         others: list[Any] = [*(engine.prepared.schedulers if trains else ()), engine.precision]
         self._others = [(one, deepcopy(one.state_dict())) for one in others]
 
     def restore(self) -> None:
-        """Put the copies back in place."""
         with torch.no_grad():
             for tensor, copy in self._tensors:
                 tensor.copy_(copy)
@@ -197,12 +196,11 @@ class _TrainedState:
 
 
 def _group(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a parameter group."""
     return {name: _copy(value) for name, value in group.items() if name != "params"}
 
 
 def _copy(value: Any) -> Any:
-    """A copy whose tensors are no one else's; what they are kept under stays the same."""
+    """Return a deep copy of a nested structure. Tensors are cloned and the keys of dicts are kept."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -210,7 +208,7 @@ def _copy(value: Any) -> Any:
     return type(value)(_copy(item) for item in value) if type(value) in (list, tuple) else deepcopy(value)
 
 
-# The progress of a search, shown as that of a run is
+# Progress bar of a search
 
 
 REFRESH_SECONDS = 0.1
@@ -218,7 +216,10 @@ REFRESH_SECONDS = 0.1
 
 @contextmanager
 def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show how far a search is, on the main process of a trainer that shows progress."""
+    """Show a progress bar for a search of `total` steps, on rank 0 if the Trainer has a progress bar.
+
+    Yields a function that advances the bar by one and shows the given values.
+    """
     if trainer.progress_bar_callback is None or not trainer.is_global_zero:
         yield lambda **values: None
         return
@@ -235,18 +236,20 @@ def shown(trainer: Trainer, title: str, total: int) -> Iterator[Callable[..., No
         display.close(stage)
 
 
-# Where a task or its data module keeps a number that a search changes, such as its learning rate
+# The attribute that a search sets
 
 
 class MissingAttributeError(ConfigurationError, AttributeError):
-    """Neither the task nor its data module has the attribute that a search is to change."""
+    """Error if neither the task nor its data module has the attribute that a search sets."""
 
 
 class TunedAttribute:
-    """One number, in every place where it is kept: attributes and hyper-parameters of the task and the data module.
+    """Number that a search sets, such as the batch size, in all places that hold it.
+
+    These are attributes and hyper-parameters of the task and of the data module.
 
     Attributes:
-        is_twice_in_task: Whether the task keeps it both as an attribute and as a hyper-parameter.
+        is_twice_in_task: True if the task holds the number as an attribute and as a hyper-parameter.
     """
 
     def __init__(self, name: str, task: Task, data: DataModule | None) -> None:
@@ -256,7 +259,7 @@ class TunedAttribute:
 
     @classmethod
     def find(cls, names: Sequence[str], task: Task, data: DataModule | None, advice: str) -> TunedAttribute:
-        """The first of some names that is kept anywhere."""
+        """Return the first of the names that the task or the data module has. Raises an error if none exists."""
         for name in names:
             found = cls(name, task, data)
             if found.is_kept:
@@ -270,17 +273,15 @@ class TunedAttribute:
 
     @property
     def is_kept(self) -> bool:
-        """Whether there is such a number at all."""
         return bool(self._holders)
 
     @property
     def value(self) -> Any:
-        """The number; that of the data module where it differs."""
+        """Present value. The data module takes precedence over the task."""
         holder = self._holders[-1]
         return holder[self.name] if isinstance(holder, Mapping) else getattr(holder, self.name)
 
     def write(self, value: Any) -> None:
-        """Change it everywhere."""
         for holder in self._holders:
             if isinstance(holder, Mapping):
                 holder[self.name] = value  # type: ignore[index]

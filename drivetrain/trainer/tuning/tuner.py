@@ -1,4 +1,4 @@
-"""`Tuner`: searches for a learning rate or a batch size before a run."""
+"""`Tuner`, which searches for a learning rate or a batch size before a run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _STAGES = {stage.verb: stage for stage in Stage}
 
 
 class Tuner:
-    """Searches for a learning rate or a batch size, with a Trainer, before a run of it.
+    """Search for a learning rate or a batch size before a run of a Trainer.
 
-    The task is set up as the run would, some steps are run, and everything is put back as it was, the generators of
-    random numbers too: what follows is the run that would have been without the search, with the value that was found.
+    The task is set up as in the run and trains for some steps. Weights, optimizers and random generators are then
+    restored. The following run therefore equals one without the search, apart from the value that was found.
 
     Args:
-        trainer: The trainer.
+        trainer: Trainer of the run.
 
     Example:
         ```python
@@ -63,30 +63,30 @@ class Tuner:
         attr_name: str = "",
         weights_only: bool | None = None,
     ) -> LRFinder | None:
-        """Search for a learning rate.
+        """Search for a learning rate by a range test that raises the rate after each optimizer step.
 
         Args:
-            model: The task.
-            train_dataloaders: As `Trainer.fit` takes them.
-            val_dataloaders: As `Trainer.fit` takes them; nothing is validated.
-            dataloaders: None.
-            datamodule: Where loaders come from instead.
-            method: `"fit"`.
-            min_lr: The first rate.
-            max_lr: The last one.
-            num_training: How many rates, each for one optimizer step.
-            mode: How the rate rises: `"exponential"` or `"linear"`.
-            early_stop_threshold: Stop where the smoothed loss exceeds so many times the smallest one; None never to
-                stop.
-            update_attr: Whether the task gets the rate.
-            attr_name: The attribute or hyper-parameter that holds the rate; `lr` or `learning_rate` if empty.
-            weights_only: Without effect: no file is written.
+            model: Task to train.
+            train_dataloaders: Training loaders, as for `Trainer.fit`.
+            val_dataloaders: Validation loaders, as for `Trainer.fit`. No validation runs.
+            dataloaders: Must be None.
+            datamodule: Data module that makes the loaders.
+            method: Must be `"fit"`.
+            min_lr: First learning rate.
+            max_lr: Last learning rate.
+            num_training: Number of learning rates, each tried for one optimizer step.
+            mode: `"exponential"` or `"linear"`, the way in which the rate rises.
+            early_stop_threshold: Stop if the smoothed loss exceeds the smallest one by this factor. None never stops
+                early.
+            update_attr: If True, set the attribute of the task to the suggested rate.
+            attr_name: Attribute or hyper-parameter that holds the rate. If empty, `lr` or `learning_rate`.
+            weights_only: Ignored, since no file is written.
 
         Returns:
-            What was found; None with `fast_dev_run`.
+            The losses and the suggestion, or None with `fast_dev_run`.
 
         Raises:
-            ConfigurationError: An argument cannot be, or the task has not one optimizer or no such attribute.
+            ConfigurationError: If an argument is invalid, the task has no such attribute, or it has several optimizers.
         """
         if method != "fit":
             raise ConfigurationError(f"lr_find(method={method!r}): method='fit' is the only one with a learning rate.")
@@ -112,30 +112,30 @@ class Tuner:
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> int | None:
-        """Search for the largest batch size that memory is enough for.
+        """Search for the largest batch size that fits into memory.
 
         Args:
-            model: The task.
-            train_dataloaders: None: a method of the task or the data module makes them.
-            val_dataloaders: The same.
-            dataloaders: The same, for the other methods.
-            datamodule: Where loaders come from instead.
-            method: What is run: `"fit"`, `"validate"`, `"test"` or `"predict"`.
-            mode: `"power"` doubles the size until memory lacks; `"binsearch"` then also tries those in between.
-            steps_per_trial: Steps to run with each size.
-            init_val: The first size.
-            max_trials: How many sizes that fit are tried at most.
-            batch_arg_name: The attribute or hyper-parameter that holds the size.
-            margin: By what share of the largest that fits the size is less, with `"binsearch"`.
-            max_val: The largest size that is tried.
+            model: Task to run.
+            train_dataloaders: Must be None. A method of the task or data module makes the loaders.
+            val_dataloaders: Validation loaders, as for `Trainer.fit`. Their batch size stays fixed.
+            dataloaders: Must be None.
+            datamodule: Data module that makes the loaders.
+            method: Method to run: `"fit"`, `"validate"`, `"test"` or `"predict"`.
+            mode: `"power"` doubles the size until memory runs out. `"binsearch"` then also tries sizes in between.
+            steps_per_trial: Number of steps per batch size.
+            init_val: First batch size.
+            max_trials: Maximal number of batch sizes that fit.
+            batch_arg_name: Attribute or hyper-parameter that holds the batch size.
+            margin: Fraction by which the result is below the largest size that fits, with `"binsearch"`.
+            max_val: Largest batch size to try.
 
         Returns:
-            The size, which the task or the data module now has; None with `fast_dev_run`.
+            The batch size, which is also set in the task or data module, or None with `fast_dev_run`.
 
         Raises:
-            ConfigurationError: An argument cannot be, loaders were given, or nothing has such an attribute.
-            RuntimeError: Not even a batch of one row fits.
-            CollectiveError: A process without memory could not reach the others.
+            ConfigurationError: If an argument is invalid, loaders were passed, or the attribute does not exist.
+            RuntimeError: If not even a batch of one row fits.
+            CollectiveError: If a rank out of memory could not reach the other ranks.
         """
         tried = BatchSizeRange(mode.lower(), steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
         stage = self._check(BatchSizeFinder, method, train_dataloaders, val_dataloaders, dataloaders)
@@ -147,7 +147,7 @@ class Tuner:
             return self._trainer.tuning.find_batch_size(task, tried)
 
     def _check(self, finder: type[Callback], method: str, training: Any, validating: Any, evaluating: Any) -> Stage:
-        """The stage that a method is about, once the loaders fit it and no callback searches too."""
+        """Return the stage of the method. Raises `ConfigurationError` if the loaders or callbacks do not suit it."""
         if method not in _STAGES:
             raise ConfigurationError(
                 f"method {method!r} is invalid. Should be one of {', '.join(_STAGES)}.{nearest(method, _STAGES)}",
@@ -173,7 +173,7 @@ class Tuner:
     def _placed(
         self, model: Task, stage: Stage, loaders: dict[Stage, Any], datamodule: DataModule | None
     ) -> Iterator[Task]:
-        """Set a task up and place it, as the verb does, for the body; then tear down, with nothing drawn or counted."""
+        """Set up and place the task for the `with` block, then tear it down and restore generators and counters."""
         trainer, run = self._trainer, self._trainer.task_run
         task = uncompiled(model)
         if isinstance(loaders[stage], DataModule):
@@ -210,23 +210,26 @@ class Tuner:
         run.place(task, run.configure_optimizers(task))
 
 
-# `Tuning`: the searches of one Trainer, for its `Tuner` and for the callbacks that search within a run
+# Searches of a Trainer
 
 
 class Tuning:
-    """Searches for the task that a Trainer has placed; each leaves the run as it found it."""
+    """Searches of one Trainer, for its `Tuner` and for callbacks that search within a run."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def find_learning_rate(self, task: Task, tried: LRRange) -> LRFinder | None:
-        """Search for a learning rate; call it on all processes."""
+        """Search for a learning rate. All ranks must call this together.
+
+        Returns the result, or None with `fast_dev_run`.
+        """
         if self._is_skipped("learning rate finder"):
             return None
         return search_learning_rate(self._trainer, task, tried)
 
     def check_batch_size(self, task: Task, tried: BatchSizeRange) -> None:
-        """Raise where the batch size of what runs cannot be searched, before anything is placed."""
+        """Raise `ConfigurationError` if the batch size of the current stage cannot be searched."""
         stage = self._trainer.task_run.stage
         assert stage is not None
         attribute = check_batch_size_search(self._trainer, task, stage, tried)
@@ -239,7 +242,10 @@ class Tuning:
             )
 
     def find_batch_size(self, task: Task, tried: BatchSizeRange) -> int | None:
-        """Search for the batch size of what runs; call it on all processes."""
+        """Search for the batch size of the current stage. All ranks must call this together.
+
+        Returns the size, or None with `fast_dev_run`.
+        """
         stage = self._trainer.task_run.stage
         if stage is None or self._is_skipped("batch size scaler"):
             return None
