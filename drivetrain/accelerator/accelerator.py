@@ -1,4 +1,4 @@
-"""`Accelerator`: the raw engine that a plain PyTorch loop drives, and that the Trainer drives too."""
+"""`Accelerator`: the engine for training loops of your own. The Trainer uses it as well."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ from drivetrain.trackers import Tracker, TrackerGroup
 
 
 class Collectives:
-    """`gather`, `reduce` and what belongs to them."""
+    """Collective operations of `Accelerator`, such as `gather` and `reduce`."""
 
     state: AcceleratorState
     strategy: Strategy
@@ -88,7 +88,14 @@ class Collectives:
     _is_triggered = False
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors of all processes along the first dimension, on every process."""
+        """Concatenate tensors of all processes along the first dimension. Every process gets the result.
+
+        Args:
+            tensor: A tensor, or a nested structure of tensors. All processes must pass the same shapes.
+
+        Returns:
+            The same structure with the gathered tensors.
+        """
         return collectives.gather(tensor)
 
     def gather_for_metrics(
@@ -98,34 +105,53 @@ class Collectives:
         *,
         loader: PreparedLoader | SkippingLoader | None = None,
     ) -> Any:
-        """Gather per-sample values of the current batch, without the rows that only pad it.
+        """Gather per-sample values of the current batch from all processes, without duplicated padding rows.
 
-        A tensor is per-sample where its first dimension is the batch's number of rows; others are gathered whole.
+        A tensor counts as per-sample if its first dimension is the batch size. Other tensors are gathered completely.
 
         Args:
-            input_data: Nested structure of tensors, and of lists that hold one object per sample, such as a string.
-            use_gather_object: Gather as objects even where all are tensors.
-            loader: Whose batch this is, where several loaders are iterated at once.
+            input_data: A nested structure of tensors, and of lists with one object per sample, such as strings.
+            use_gather_object: True to gather as Python objects even if all values are tensors.
+            loader: The loader of the batch, if several loaders are being iterated.
 
         Returns:
-            The real rows of all processes, in the order of the plain loader.
+            The values of the real rows of all processes, in the order of a single-process loader.
         """
         return gather_real_rows(input_data, loader, self.active_loaders, self.strategy.topology, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors of all processes elementwise: `"sum"`, `"mean"`, `"max"`, `"min"` or `"none"`."""
+        """Combine tensors of all processes elementwise. Every process gets the result.
+
+        Args:
+            tensor: A tensor, or a nested structure of tensors.
+            reduction: `"sum"`, `"mean"`, `"max"`, `"min"`, or `"none"` to return the tensors unchanged.
+            scale: A factor for the result.
+
+        Returns:
+            The same structure with the combined tensors.
+        """
         return collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad tensors of all processes to the largest size along one dimension."""
+        """Pad tensors along one dimension to the largest size on any process, so that they can be gathered.
+
+        Args:
+            tensor: A tensor, or a nested structure of tensors.
+            dim: The dimension to pad.
+            pad_index: The padding value.
+            pad_first: True to pad at the start of the dimension instead of the end.
+
+        Returns:
+            The same structure with the padded tensors.
+        """
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Raise a flag on this process that `check_trigger` sees on all."""
+        """Set a flag on this process, for example to stop training. `check_trigger` reads it on all processes."""
         self._is_triggered = True
 
     def check_trigger(self) -> bool:
-        """Lower the flag on all processes. Returns whether any process had raised it."""
+        """Return True if any process has called `set_trigger`, and reset the flag. Call it on all processes."""
         flag = torch.tensor(int(self._is_triggered), device=self.state.device)
         self._is_triggered = False
         return bool(collectives.reduce(flag, "max").item())
@@ -138,76 +164,82 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ProcessControl:
-    """The members about processes, each the one of `self.state`."""
+    """Members of `Accelerator` that describe and synchronize processes. They forward to `state`."""
 
     state: AcceleratorState
 
     @property
     def device(self) -> torch.device:
-        """Where this process's tensors live."""
+        """The device of this process."""
         return self.state.device
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes are spread."""
+        """The kind of distributed setup, such as one process, several GPUs or DeepSpeed."""
         return self.state.distributed_type
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """True if there is more than one process."""
         return self.state.use_distributed
 
     @property
     def multi_device(self) -> bool:
-        """Whether there is more than one process, each with a device of its own."""
+        """True if there is more than one process, each with its own device."""
         return self.state.use_distributed
 
     @property
     def num_processes(self) -> int:
-        """Number of processes of the run."""
+        """The number of processes (world size)."""
         return self.state.num_processes
 
     @property
     def process_index(self) -> int:
-        """Global rank of this process."""
+        """The global rank of this process."""
         return self.state.process_index
 
     @property
     def local_process_index(self) -> int:
-        """Rank of this process on its machine."""
+        """The rank of this process on its machine."""
         return self.state.local_process_index
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
         return self.state.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """True on the first process of each machine."""
         return self.state.is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the process with the highest rank."""
+        """True on the process with the highest rank."""
         return self.state.is_last_process
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process is here."""
+        """Wait until all processes have called this method."""
         self.state.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Run the body on the main process first, then on the others."""
+        """Return a context manager whose body runs on the main process first, then on all others."""
         return self.state.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Run the body on each machine's first process first, then on the others."""
+        """Return a context manager whose body runs on the first process of each machine, then on the others."""
         return self.state.local_main_process_first()
 
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False, dynamic: bool = False
     ) -> AbstractContextManager[Any]:
-        """Give each process its part of `inputs`, or the next item each time; see `PartialState`."""
+        """Return a context manager that yields this process's part of `inputs`.
+
+        Args:
+            inputs: A list, tuple, dict or tensor to split.
+            apply_padding: True to repeat the last element, so that all parts have the same length.
+            dynamic: True to hand out one item at a time to whichever process is free.
+        """
         return self.state.split_between_processes(inputs, apply_padding, dynamic)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
@@ -215,23 +247,23 @@ class ProcessControl:
         return self.state.on_main_process(function)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorate a function so that only each machine's first process runs it."""
+        """Decorate a function so that only the first process of each machine runs it."""
         return self.state.on_local_main_process(function)
 
     def on_last_process(self, function: Function) -> Function:
-        """Decorate a function so that only the last process runs it."""
+        """Decorate a function so that only the process with the highest rank runs it."""
         return self.state.on_last_process(function)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Any:
-        """Decorate a function so that only the process with this rank runs it."""
+        """Decorate a function so that only the process with the global rank `process_index` runs it."""
         return self.state.on_process(function, process_index)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
-        """Decorate a function so that only the process with this rank on its machine runs it."""
+        """Decorate a function so that only the process with this local rank runs it, on every machine."""
         return self.state.on_local_process(function, local_process_index)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per machine."""
+        """Print on the first process of each machine only. Takes the arguments of the built-in `print`."""
         self.state.print(*args, **kwargs)
 
 
@@ -239,17 +271,20 @@ class ProcessControl:
 
 
 class StateSaving:
-    """`save_state` and what belongs to it."""
+    """Members of `Accelerator` that save and load checkpoints."""
 
     run_state: RunState
     project_configuration: ProjectConfiguration
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load further objects with the run.
+        """Add objects of your own to the state that `save_state` saves and `load_state` restores.
+
+        Args:
+            *objects: Objects with `state_dict` and `load_state_dict`.
 
         Raises:
-            ConfigurationError: One has no `state_dict` and `load_state_dict`.
-            CheckpointError: The state of one holds what no checkpoint can.
+            ConfigurationError: An object lacks one of these methods.
+            CheckpointError: An object's state contains values that a checkpoint cannot store.
         """
         self.run_state.register(objects)
 
@@ -260,44 +295,45 @@ class StateSaving:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a prepared model's weights as `safetensors` and `transformers` open them.
+        """Save the weights of a prepared model as safetensors, readable by other libraries such as transformers.
 
-        Call it on all processes. The main process writes, or with `ProjectConfiguration(save_on_each_node=True)` the
-        first one of each machine.
+        Call it on all processes. The main process writes the files. With
+        `ProjectConfiguration(save_on_each_node=True)`, the first process of each machine does.
 
         Args:
             model: A prepared model.
-            save_directory: The directory, which gets `model.safetensors`, or several files and an index.
-            max_shard_size: Bytes in a file at most, such as `"5GB"`.
-            safe_serialization: Whether as safetensors; else as `pytorch_model.bin`, which `torch.load` opens.
+            save_directory: The directory for `model.safetensors`, or for several files and an index.
+            max_shard_size: The maximum size of a file, in bytes or as text such as `"5GB"`.
+            safe_serialization: True for safetensors. False for `pytorch_model.bin`, which `torch.load` reads.
         """
         self.run_state.export(
             model, save_directory, max_shard_size, safe_serialization, self.project_configuration.save_on_each_node
         )
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Call a function before `save_state` writes.
+        """Register a function that `save_state` calls before it writes.
 
         Args:
-            hook: Called on every process as `hook(models, weights, output_dir)` with the prepared models and their
-                state dicts, and a directory that becomes the checkpoint: what it writes there is part of it. What it
-                takes out of `weights` is not saved again.
+            hook: Called on every process as `hook(models, weights, output_dir)`: the prepared models, their state
+                dicts, and a directory. Files that the hook writes there become part of the checkpoint. State dicts that
+                it removes from `weights` are not saved.
 
         Returns:
-            A handle whose `remove()` takes it back.
+            A handle whose `remove()` unregisters the hook.
         """
         handle = RemovableHandle(self.run_state.save_hooks)
         self.run_state.save_hooks[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Call a function before `load_state` loads.
+        """Register a function that `load_state` calls before it loads.
 
         Args:
-            hook: Called on every process as `hook(models, input_dir)`. What it takes out of `models` is not loaded.
+            hook: Called on every process as `hook(models, input_dir)`. Models that it removes from `models` are not
+                loaded.
 
         Returns:
-            A handle whose `remove()` takes it back.
+            A handle whose `remove()` unregisters the hook.
         """
         handle = RemovableHandle(self.run_state.load_hooks)
         self.run_state.load_hooks[handle.id] = hook
@@ -305,7 +341,7 @@ class StateSaving:
 
     @property
     def save_queue(self) -> checkpoint.SaveQueue:
-        """What writes checkpoints; `check()` raises what has failed in the background, `finish()` waits."""
+        """The queue that writes checkpoints. `check()` raises errors of background saves. `finish()` waits."""
         return self.run_state.saves
 
     def save_state(
@@ -316,25 +352,25 @@ class StateSaving:
         block: bool = True,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Write models, optimizers, schedulers, loss scale, loader positions and random states.
+        """Save models, optimizers, schedulers, loss scale, loader positions and random states.
 
-        Call it on all processes. The directory appears complete or not at all.
+        Call it on all processes. The checkpoint directory appears only after it is complete.
 
         Args:
-            output_dir: The checkpoint's directory or URL; numbered under `project_dir/checkpoints` with automatic
-                naming.
-            safe_serialization: Accepted; nothing in a checkpoint is pickled.
-            block: Whether to return only when it is there. Else the state is copied and written while training
-                continues, optimizers' states copied until their next step; what fails then is raised by the next
-                `save_state`, by `save_queue.check()` or `.finish()`.
-            **save_model_func_kwargs: Accepted; models are written in one way.
+            output_dir: The checkpoint's directory or URL. With automatic naming, it is numbered under
+                `project_dir/checkpoints`.
+            safe_serialization: Accepted without effect. Nothing in a checkpoint is pickled.
+            block: True to return after the checkpoint is written. False to copy the state and write it while training
+                continues. An error is then raised by the next `save_state`, by `save_queue.check()` or by
+                `save_queue.finish()`.
+            **save_model_func_kwargs: Accepted without effect.
 
         Returns:
             The directory.
 
         Raises:
-            CheckpointError: It could not be written, which is raised on all processes; or an optimizer is within its
-                step.
+            CheckpointError: The checkpoint could not be written, or an optimizer step is in progress. All processes
+                raise the error.
         """
         return self.run_state.save(output_dir, block)
 
@@ -344,22 +380,21 @@ class StateSaving:
         load_kwargs: Mapping[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Load a checkpoint into what is prepared now, in the same order of preparation.
+        """Restore the state of a checkpoint into the prepared objects, matched by the order of `prepare`.
 
-        It may also be one of another tool's format, whose files are read without executing what they hold.
-        A loader's next iteration is the epoch that was interrupted, in the same order and from its start: skip what
-        the run has seen with `skip_first_batches`, or by counting. With
-        `DataLoaderConfiguration(use_stateful_dataloader=True)` it begins with the next sample by itself. Where fewer
-        objects are prepared than were saved, those are loaded and a warning names the rest. Of a Trainer's checkpoint
-        the engine's part is loaded; what the Trainer has added is kept, and written again by `save_state`.
+        A checkpoint of another tool can be loaded as well. No code from its files is executed. The next iteration of a
+        loader is the interrupted epoch, in the same order and from its start. Skip the batches already seen with
+        `skip_first_batches`. With `DataLoaderConfiguration(use_stateful_dataloader=True)`, the loader continues at the
+        next sample instead. If the checkpoint holds more objects than are prepared, a warning names the rest. Of a
+        Trainer's checkpoint, only the engine's part is loaded. The next `save_state` writes the rest again.
 
         Args:
-            input_dir: The checkpoint's directory; with automatic naming the latest one if None.
-            load_kwargs: Accepted; tensors are read onto the devices of what they replace.
-            **load_model_func_kwargs: Accepted, as `load_kwargs`.
+            input_dir: The checkpoint's directory. None loads the latest one if checkpoints are named automatically.
+            load_kwargs: Accepted without effect. Tensors are loaded onto the devices of the existing ones.
+            **load_model_func_kwargs: Accepted without effect.
 
         Raises:
-            CheckpointError: There is none, or it lacks the state of an object that is prepared.
+            CheckpointError: There is no checkpoint, or it lacks the state of a prepared object.
         """
         self.run_state.load(input_dir)
 
@@ -368,7 +403,7 @@ class StateSaving:
 
 
 class EngineStatus:
-    """What an Accelerator reports of its parts, and their settings."""
+    """Members of `Accelerator` that report its settings and status."""
 
     state: AcceleratorState
     strategy: Strategy
@@ -380,12 +415,12 @@ class EngineStatus:
 
     @property
     def mixed_precision(self) -> str:
-        """Name of the precision; full precision is `"no"`."""
+        """The name of the precision. Full precision is `"no"`."""
         return accelerate_name(self.precision, self.strategy)
 
     @property
     def kind(self) -> DeviceKind:
-        """The kind of device that this run is on."""
+        """The kind of device on which the run computes."""
         return self.state.kind
 
     @property
@@ -395,6 +430,7 @@ class EngineStatus:
 
     @device_placement.setter
     def device_placement(self, value: bool) -> None:
+        """True if `prepare` moves models, and prepared loaders move batches, to the device."""
         self.preparation.options.device_placement = value
 
     @property
@@ -404,6 +440,7 @@ class EngineStatus:
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
+        """True if the current micro-batch is the last of a gradient accumulation window."""
         self.accumulation.sync_gradients = value
 
     @property
@@ -413,6 +450,7 @@ class EngineStatus:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
+        """The number of micro-batches per optimizer step."""
         self.accumulation.set_steps(value)
 
     @property
@@ -422,11 +460,12 @@ class EngineStatus:
 
     @dataloader_config.setter
     def dataloader_config(self, value: DataLoaderConfiguration) -> None:
+        """The settings by which loaders are sharded over processes."""
         self.preparation.options.dataloader_config = value
 
     @property
     def split_batches(self) -> bool:
-        """Whether a loader's batch is the global one."""
+        """True if a loader's batch is the global batch, which is split over processes."""
         return self.preparation.options.dataloader_config.split_batches
 
     @property
@@ -436,86 +475,87 @@ class EngineStatus:
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
+        """True if every process gets the same number of batches. Metrics ignore the rows added for this."""
         self.preparation.options.dataloader_config.even_batches = value
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all; None where iterable datasets are read so."""
+        """True if rank 0 reads all data and sends each process its part. None does this for iterable datasets only."""
         return self.preparation.options.dataloader_config.dispatch_batches
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether random samplers are seeded at each epoch."""
+        """True if random samplers are seeded anew at each epoch."""
         return self.preparation.options.dataloader_config.use_seedable_sampler
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether loaders continue by themselves after `load_state`."""
+        """True if loaders continue at the next sample after `load_state`."""
         return self.preparation.options.dataloader_config.use_stateful_dataloader
 
     @property
     def non_blocking(self) -> bool:
-        """Whether batches are copied without waiting."""
+        """True if batches are copied to the device asynchronously."""
         return self.preparation.options.dataloader_config.non_blocking
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed plugin in use, if one was given."""
+        """The active DeepSpeed plugin, or None."""
         return self.state.deepspeed_plugin
 
     @property
     def parallelism_config(self) -> Any:
-        """The sizes of the grid of processes, if they were given."""
+        """The configured sizes of the device mesh, or None."""
         return self.state.parallelism_config
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether parameters are sharded by torch's `fully_shard`."""
+        """True if parameters are sharded by torch's `fully_shard`."""
         return self.state.is_fsdp2
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether parameters are sharded by torch's `fully_shard`, which other ways of sharding compose with."""
+        """True if parameters are sharded by torch's `fully_shard`, which composes with other forms of parallelism."""
         return self.state.is_fsdp2
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This process's place among those that split its layers."""
+        """The rank of this process in its tensor-parallel group."""
         return grid_rank(self.strategy, "tp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """This process's stage."""
+        """The pipeline stage of this process."""
         return grid_rank(self.strategy, "pp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """This process's place among those that split its sequences."""
+        """The rank of this process in its context-parallel group."""
         return grid_rank(self.strategy, "cp")
 
     @property
     def data_parallel_rank(self) -> int:
-        """This process's replica."""
+        """The index of the model replica to which this process belongs."""
         return grid_rank(self.strategy, "dp_replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """This process's place among those that shard parameters."""
+        """The rank of this process in the group that shards parameters."""
         return grid_rank(self.strategy, "dp_shard")
 
     @property
     def fp8_backend(self) -> str | None:
-        """Which package computes in 8 bits; None under other precisions."""
+        """The name of the package that computes in FP8, or None for other precisions."""
         return backend_of(self.precision)
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process is one that writes weights."""
+        """True if this process is one that writes weights."""
         return self.state.is_main_process
 
     @property
     def save_iteration(self) -> int:
-        """The number of the next checkpoint."""
+        """The number of the next automatically named checkpoint."""
         return self.project_configuration.iteration
 
     @property
@@ -525,6 +565,7 @@ class EngineStatus:
 
     @step_scheduler_with_optimizer.setter
     def step_scheduler_with_optimizer(self, value: bool) -> None:
+        """True if prepared schedulers step together with their optimizers."""
         self.preparation.options.step_scheduler_with_optimizer = value
 
     @property
@@ -534,26 +575,27 @@ class EngineStatus:
 
     @step_scheduler_per_process.setter
     def step_scheduler_per_process(self, value: bool) -> None:
+        """True if a prepared scheduler steps once per process for each optimizer step."""
         self.preparation.options.step_scheduler_per_process = value
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of the precision, if it has one."""
+        """The loss scaler of the precision, or None."""
         return getattr(self.precision, "scaler", None)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any optimizer was skipped on overflow."""
+        """True if the last step of any optimizer was skipped because gradients overflowed."""
         return self.prepared.step_was_skipped
 
     @property
     def project_dir(self) -> str | None:
-        """Where the run writes."""
+        """The directory for the run's output, or None."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> str | None:
-        """Where trackers write."""
+        """The directory for trackers' files, or None."""
         return self.project_configuration.logging_dir
 
 
@@ -561,7 +603,7 @@ class EngineStatus:
 
 
 class Tracking:
-    """The members about trackers."""
+    """Members of `Accelerator` that log to experiment trackers."""
 
     tracking: RunTracking
 
@@ -571,14 +613,14 @@ class Tracking:
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Open the trackers that `log_with` asked for; call it on all processes.
+        """Start the trackers selected by `log_with`. Call it on all processes.
 
-        After `load_state` they continue the runs of the checkpoint.
+        After `load_state`, the trackers continue the checkpoint's runs.
 
         Args:
             project_name: The name of the project, or of the directory of its runs.
-            config: Hyper-parameters; secrets among them are left out.
-            init_kwargs: Further arguments of trackers, by name: `{"comet_ml": {"online": False}}`.
+            config: Hyper-parameters to log. Secrets such as passwords are left out.
+            init_kwargs: Additional arguments for trackers, by tracker name: `{"comet_ml": {"online": False}}`.
         """
         self.tracking.init(project_name, config, init_kwargs)
 
@@ -588,52 +630,52 @@ class Tracking:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Give values to the trackers; only the main process does anything, and does not wait for slow ones.
+        """Log values to all trackers. Only the main process logs, and it does not wait for slow trackers.
 
         Args:
-            values: Names and values: numbers, tensors of one element, text.
-            step: The step that they belong to.
-            log_kwargs: Further arguments of a tracker's own `log`, by name.
+            values: Numbers, single-element tensors or text, by name.
+            step: The step of the values.
+            log_kwargs: Additional arguments for the `log` of a tracker, by tracker name.
         """
         self.tracking.group.log(values, step, log_kwargs)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Give images to the trackers; only the main process does anything.
+        """Log images to all trackers. Only the main process logs.
 
         Args:
-            values: Names and images, one or several of a name: tensors or arrays of shape (H, W), (C, H, W), (H, W, C)
-                or with the number of images before it, in [0, 1] or of bytes; or PIL images.
-            step: The step that they belong to.
+            values: One or several images by name. Tensors or arrays of shape (H, W), (C, H, W), (H, W, C), or with a
+                leading batch dimension, with floats in [0, 1] or bytes. PIL images are accepted too.
+            step: The step of the images.
         """
         self.tracking.group.log_images(values, step)
 
     def log_table(
         self, name: str, columns: Sequence[str] | None = None, data: Any = None, step: int | None = None
     ) -> None:
-        """Give a table to the trackers; only the main process does anything.
+        """Log a table to all trackers. Only the main process logs.
 
         Args:
-            name: Its name.
-            columns: The names of its columns; the first row of `data` if None, or a DataFrame's own.
+            name: The name of the table.
+            columns: The column names. None uses the first row of `data`, or the columns of a DataFrame.
             data: The rows, or a pandas DataFrame.
-            step: The step that it belongs to.
+            step: The step of the table.
         """
         self.tracking.group.log_table(name, columns, data, step)
 
     @property
     def trackers(self) -> list[Tracker]:
-        """The trackers of the run."""
+        """The active trackers."""
         return self.tracking.group.trackers
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """One of the trackers; on other processes than the main one, an object that ignores every call.
+        """Return a tracker by its name. On other processes than the main one, return an object that ignores all calls.
 
         Args:
-            name: Its name.
-            unwrap: Whether to return the raw object behind it, such as TensorBoard's `SummaryWriter`.
+            name: The tracker's name.
+            unwrap: True to return the library's own object, such as TensorBoard's `SummaryWriter`.
 
         Raises:
-            ConfigurationError: There is none with this name.
+            ConfigurationError: No tracker has this name.
         """
         return self.tracking.get(name, unwrap)
 
@@ -643,7 +685,7 @@ class Tracking:
 
 @contextmanager
 def profiling(handler: ProfileKwargs | None, usual: ProfileKwargs | None, state: PartialState) -> Iterator[Any]:
-    """Record what the body does; each process writes its trace where one is asked for."""
+    """Run torch's profiler during the body. With an output directory, each process writes its trace."""
     options = handler or usual or ProfileKwargs()
     with options.build() as profiler:
         yield profiler
@@ -663,7 +705,7 @@ def save_object(
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
 ) -> None:
-    """Write an object once for all processes."""
+    """Save an object to a file from one process."""
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return
@@ -674,7 +716,7 @@ def save_object(
 
 
 def _save_tensors(tensors: Any, path: Any) -> None:
-    """Write tensors by name as one safetensors file."""
+    """Save a dict of tensors as one safetensors file."""
     from safetensors.torch import save_file
 
     if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
@@ -696,7 +738,7 @@ def _save_tensors(tensors: Any, path: Any) -> None:
 
 
 class ModelHandling:
-    """The members about models outside of the step."""
+    """Members of `Accelerator` that handle models outside the training step."""
 
     preparation: Preparation
     optimizer_step: OptimizerStep
@@ -708,101 +750,105 @@ class ModelHandling:
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The user's own module.
+        """Return the original module of a prepared model.
 
         Args:
             model: A prepared model.
-            keep_fp32_wrapper: Whether its forward keeps running under the precision. Without that the prepared model no
-                longer does either; where FSDP gathers the weights in bf16 or fp16, it then takes inputs of that dtype
-                only.
-            keep_torch_compile: Whether one that was prepared as what `torch.compile` returns is returned as such,
-                rather than the module inside of it.
+            keep_fp32_wrapper: True to keep the precision's autocast around the module's forward. False removes it, from
+                the prepared model as well. If FSDP gathers weights in bf16 or fp16, the module then accepts only inputs
+                of that dtype.
+            keep_torch_compile: True to return the compiled module if the model was compiled before `prepare`, False to
+                return the module inside it.
         """
         return self.preparation.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """All parameters and buffers under their canonical names, whole, on the CPU; call it on all processes.
+        """Collect a model's full state dict on the CPU. Call it on all processes.
 
         Args:
             model: A prepared model.
-            unwrap: Accepted; names are always those of the user's own module.
+            unwrap: Accepted without effect. Names are always those of the original module.
 
         Returns:
-            The state, on every process where each holds the whole model; else on the main process, and an empty dict on
-            the others.
+            Full parameters and buffers by name. If the model is sharded, only the main process gets them, and all
+                others get an empty dict.
         """
         return self.preparation.whole_state(model)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippingLoader:
-        """A view of a loader that leaves out the first batches, without reading their data; for a resumed epoch.
+        """Return a view of a loader that skips the first batches of the next epoch, to resume within an epoch.
 
-        After `load_state` the order is that of the epoch that was interrupted. Loaders that continue by themselves
-        (`use_stateful_dataloader`) are not skipped in twice.
+        Skipped batches are not read. After `load_state`, the order is that of the interrupted epoch. Loaders that
+        continue by themselves (`use_stateful_dataloader`) are not skipped twice.
+
+        Args:
+            dataloader: A prepared loader.
+            num_batches: The number of batches to skip.
         """
         return skip_first_batches_of(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Release everything prepared and give memory back to the device.
+        """Release all prepared objects and free cached device memory.
 
         Args:
-            *objects: The caller's references, to be overwritten with what is returned.
+            *objects: Objects whose references the caller wants to clear.
 
         Returns:
-            A None for each object: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+            A None for each object, to assign: `model, optimizer = accelerator.free_memory(model, optimizer)`.
         """
         return self.preparation.release(objects)
 
     def clear(self, *objects: Any) -> list[None]:
-        """The same as `free_memory`."""
+        """Release all prepared objects and free cached device memory. An alias of `free_memory`."""
         return self.preparation.release(objects)
 
     def end_training(self) -> None:
-        """Close the trackers, and leave the process group after waiting for the peers.
+        """Close the trackers, wait for all processes, and destroy the process group.
 
-        Within the handling of an exception the trackers' runs end as failed. The end of the script does the same, so it
-        is needed only where a script continues alone.
+        If an exception is being handled, the trackers mark their runs as failed. The end of the script does the same,
+        so the call is only needed if the script continues on a single process.
         """
         self.tracking.leave()
 
     def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
-        """Write an object once for all processes; with `ProjectConfiguration(save_on_each_node=True)` on each machine.
+        """Save an object to a file from the main process.
+
+        With `ProjectConfiguration(save_on_each_node=True)`, the first process of each machine saves it.
 
         Args:
-            obj: What to write; with `safe_serialization` a dict of tensors.
+            obj: The object. With `safe_serialization`, a dict of tensors.
             f: The file, or its path.
-            safe_serialization: Write safetensors rather than what `torch.load` reads.
+            safe_serialization: True to write safetensors, False to use `torch.save`.
         """
         save_object(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether a model, or one inside of it, has been spread over several devices by an `hf_device_map`."""
+        """Return True if a model or one of its submodules is spread over several devices by an `hf_device_map`."""
         return is_spread(model)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """Context in which torch's profiler records.
+        """Return a context manager that runs torch's profiler and yields it.
 
         Args:
-            profile_handler: Options of this context; those of `kwargs_handlers`, else the profiler's own, if None.
-
-        Returns:
-            The context; its value is the profiler. With `output_trace_dir` each process writes its trace there.
+            profile_handler: Options of the profiler. None uses those of `kwargs_handlers`, or else torch's defaults.
+                With `output_trace_dir`, each process writes its trace there.
         """
         return profiling(profile_handler, self.profile_handler, self.state)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Backward and step in one, for LOMO optimizers, which hold no gradients.
+        """Run the backward pass and the optimizer step together, for LOMO optimizers, which store no gradients.
 
         Args:
-            loss: The mean loss.
-            learning_rate: The step's learning rate.
+            loss: The mean loss, a scalar tensor.
+            learning_rate: The learning rate of this step.
 
         Raises:
-            ConfigurationError: None of the prepared optimizers is one.
+            ConfigurationError: No LOMO optimizer is prepared.
         """
         self.optimizer_step.fused_backward(loss, learning_rate)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context in which the next backward reduces gradients, although the forward ran under `no_sync`.
+        """Return a context manager in which the next backward reduces gradients, even after a forward in `no_sync`.
 
         Args:
             model: The prepared model.
@@ -814,46 +860,47 @@ _ACCUMULATION = "Accelerator(gradient_accumulation_steps)"
 
 
 class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHandling, StateSaving, Tracking):
-    """The raw engine under a training loop: four changed lines in a plain PyTorch loop.
+    """Engine that runs a plain PyTorch training loop on any number of devices, after changing about four lines.
 
-    Arguments that are given win over the launcher's environment variables. State belongs to the
-    instance: a second Accelerator changes nothing about the first.
+    Arguments win over environment variables of the launcher. Several instances are independent of each other.
 
     Args:
-        device_placement: Whether `prepare` and prepared loaders move models and batches to the device.
-        split_batches: Whether a loader's batch is the global one and is split; else each process takes a whole one.
-        mixed_precision: A precision's name or a `Precision`; the launcher's `--mixed_precision`, else full.
-        gradient_accumulation_steps: Micro-batches per optimizer step; the launcher's, else 1.
-        cpu: Run on the CPU even where there is an accelerator.
-        dataloader_config: How loaders are sharded.
-        strategy: A strategy's name or a `Strategy`; `"auto"` takes the launcher's, else DDP among several processes.
-        project_dir: Where the run writes.
-        project_config: The same in more detail.
-        gradient_accumulation_plugin: Accumulation in more detail; give this or `gradient_accumulation_steps`.
-        step_scheduler_with_optimizer: Whether prepared schedulers follow the optimizers.
-        step_scheduler_per_process: Whether a prepared scheduler steps once per process for each optimizer step,
-            unless `split_batches`; False steps it once.
-        rng_types: Accepted for scripts that move over; every loader's order is the same on all processes anyway.
-        kwargs_handlers: Option holders, such as `DistributedDataParallelKwargs`.
-        dynamo_backend: Compile prepared models with this backend of `torch.compile`; `dynamo_plugin` has more.
-        dynamo_plugin: How prepared models are compiled.
-        deepspeed_plugins: Several of `deepspeed_plugin` by name; the first one places models, until
-            `state.select_deepspeed_plugin` selects another.
-        torch_tp_plugin: A size of tensor parallelism in an older holder; `parallelism_config` has more.
-        fsdp_plugin: Options of `strategy="fsdp"` as a plugin, or the keys of an `fsdp_config`.
-        deepspeed_plugin: Options of `strategy="deepspeed"` as a plugin, or the keys of a
-            `deepspeed_config`.
-        parallelism_config: Sizes of the grid of processes, also as a dict;
-            `strategy=Parallel(...)` has more.
-        megatron_lm_plugin: Options of `strategy="megatron"` as a plugin, or the keys of a
-            `megatron_lm_config`.
-        device: Name of the kind of device, such as `"cuda"`, or of this process's device, such as `"cuda:1"`; found if
-            None.
-        fused_optimizer: Deprecated, without effect. Give `fused=True` to the optimizer itself.
-        log_with: Trackers that `init_trackers` opens: names, objects, several of them, or `"all"`.
+        device_placement: True if `prepare` moves models, and prepared loaders move batches, to the device.
+        split_batches: True if a loader's batch is the global batch and is split over processes. False if each process
+            gets a full batch.
+        mixed_precision: The name of a precision, or a `Precision`. None uses the launcher's `--mixed_precision`, or
+            else full precision.
+        gradient_accumulation_steps: The number of micro-batches per optimizer step. None uses the launcher's value, or
+            else 1.
+        cpu: True to use the CPU even if an accelerator is available.
+        dataloader_config: Settings by which loaders are sharded over processes.
+        strategy: The name of a strategy, or a `Strategy`. `"auto"` uses the launcher's choice, or else DDP if there are
+            several processes.
+        project_dir: The directory for the run's output.
+        project_config: Further settings of the output directory and of automatic checkpoint names.
+        gradient_accumulation_plugin: Further settings of gradient accumulation, instead of
+            `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: True if prepared schedulers step together with their optimizers.
+        step_scheduler_per_process: True to step a prepared scheduler once per process for each optimizer step, unless
+            `split_batches` is set. False steps it once.
+        rng_types: Accepted without effect. The order of every loader is equal on all processes anyway.
+        kwargs_handlers: Option objects, such as `DistributedDataParallelKwargs`.
+        dynamo_backend: The `torch.compile` backend for prepared models. `dynamo_plugin` has more options.
+        dynamo_plugin: Options for compiling prepared models.
+        deepspeed_plugins: Several DeepSpeed plugins by name. The first is active until `state.select_deepspeed_plugin`
+            selects another.
+        torch_tp_plugin: The size of tensor parallelism. `parallelism_config` has more options.
+        fsdp_plugin: Options of `strategy="fsdp"`, as a plugin or as the keys of an `fsdp_config`.
+        deepspeed_plugin: Options of `strategy="deepspeed"`, as a plugin or as the keys of a `deepspeed_config`.
+        parallelism_config: The sizes of the device mesh, also as a dict. `strategy=Parallel(...)` has more options.
+        megatron_lm_plugin: Options of `strategy="megatron"`, as a plugin or as the keys of a `megatron_lm_config`.
+        device: The kind of device, such as `"cuda"`, or this process's device, such as `"cuda:1"`. None detects it.
+        fused_optimizer: Deprecated, without effect. Pass `fused=True` to the optimizer instead.
+        log_with: The trackers that `init_trackers` starts: a name, a tracker, a list of them, or `"all"`.
 
     Raises:
-        ConfigurationError: Options contradict each other or cannot run here; the message names what can.
+        ConfigurationError: Options contradict each other or are not supported here. The message names what is
+            supported.
 
     Example:
         ```python
@@ -962,47 +1009,47 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
     # prepare
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Prepare models, optimizers, loaders and schedulers, in any order.
+        """Prepare models, optimizers, data loaders and schedulers for distributed training, in any order.
 
         Args:
-            *objects: Modules, optimizers, DataLoaders and learning-rate schedulers; anything else is returned as it is.
-            device_placement: For each object, whether to move it; the instance's own choice where None.
+            *objects: Modules, optimizers, DataLoaders and learning-rate schedulers. Other objects are returned
+                unchanged.
+            device_placement: For each object, True to move it to the device. None uses the instance's setting.
 
         Returns:
-            The prepared objects in the order given; one object alone is not wrapped in a tuple. What is prepared
-            already is returned as it is, and a model, optimizer or scheduler that is given again as it was before
-            gets what was made of it then.
+            The prepared objects in the given order, as a tuple if there are several. Objects that are already prepared
+                are returned unchanged. An object that was prepared before yields the same result again.
 
         Raises:
-            ConfigurationError: `device_placement` has another length than the objects.
+            ConfigurationError: `device_placement` and the objects differ in number.
         """
         return self.preparation.objects(objects, device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare one model.
+        """Prepare one model for distributed training.
 
         Args:
             model: The model.
-            device_placement: Whether to move it; the instance's own choice if None.
-            evaluation_mode: Place it without wrapping it for training.
+            device_placement: True to move it to the device. None uses the instance's setting.
+            evaluation_mode: True to place the model without wrapping it for training.
 
         Returns:
-            The module to call.
+            The module to call instead of `model`.
         """
         return self.preparation.model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """Prepare one optimizer, so that it steps where accumulation windows end."""
+        """Prepare one optimizer, so that it steps only at the end of a gradient accumulation window."""
         return self.preparation.optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: Any, *, steps_per_call: int | None = None) -> PreparedScheduler:
-        """Prepare one learning-rate scheduler, so that it steps when its optimizer does.
+        """Prepare one learning-rate scheduler, so that it steps only if its optimizer does.
 
         Args:
             scheduler: The scheduler.
-            steps_per_call: How often it steps for one optimizer step; as `step_scheduler_per_process` asks if None.
+            steps_per_call: The number of scheduler steps per optimizer step. None follows `step_scheduler_per_process`.
         """
         return self.preparation.scheduler(scheduler, steps_per_call)
 
@@ -1016,17 +1063,17 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         shard: DataShard | None = None,
         fill: bool | None = None,
     ) -> PreparedLoader:
-        """Prepare one loader: this process's share of exactly the order that the loader has by itself.
+        """Prepare one data loader, so that each process reads its share of the loader's own order.
 
         Args:
             data_loader: A DataLoader, or any iterable of batches.
-            device_placement: Whether batches are moved to the device; the instance's own choice if None.
-            tail: What happens at the end where the number of batches is no multiple of the processes; from
-                `even_batches` if None.
-            place: Moves one batch to the device, instead of the default.
-            shard: Which part of the data is this process's; the strategy's if None.
-            fill: Whether a short batch is filled up where the strategy wants batches of one shape; from `even_batches`
-                if None.
+            device_placement: True to move batches to the device. None uses the instance's setting.
+            tail: The treatment of the last batches if their number is not a multiple of the number of processes. None
+                follows `even_batches`.
+            place: A function that moves a batch to the device, instead of the default.
+            shard: The part of the data for this process. None uses the strategy's choice.
+            fill: True to pad a short last batch if the strategy needs batches of one shape. None follows
+                `even_batches`.
 
         Returns:
             The prepared loader.
@@ -1034,67 +1081,75 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         return self.preparation.loader(data_loader, device_placement, tail, place, shard, fill)
 
     def forget_loader(self, loader: Any) -> None:
-        """Release a prepared loader, so that the run's state no longer includes it."""
+        """Release a prepared loader, so that checkpoints no longer include its position."""
         self.preparation.forget_loader(loader)
 
     def default_placement(self) -> Callable[[Any], Any] | None:
-        """The function that moves a batch to the device; None on the CPU, where loaders make their batches."""
+        """Return the function that moves a batch to the device, or None on the CPU."""
         return self.preparation.default_placement()
 
     # step
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Context of one micro-batch: inside it, optimizers step and gradients are reduced only where a window ends.
+        """Return a context manager for one micro-batch of gradient accumulation.
+
+        Inside it, gradients are reduced and optimizers step only at the end of an accumulation window.
 
         Args:
-            *models: The prepared models whose gradients accumulate; all of them if none is named.
+            *models: The prepared models whose gradients accumulate. All models if none is given.
         """
         return self.optimizer_step.accumulate(models)
 
     def no_sync(self, model: nn.Module | None) -> AbstractContextManager[None]:
-        """Context in which the model's gradients are not reduced over processes."""
+        """Return a context manager in which the model's gradients are not reduced over processes."""
         return self.optimizer_step.without_sync(model)
 
     def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
-        """Compute gradients: the loss is normalised by the window's micro-batches, scaled, and differentiated.
+        """Compute gradients of a loss, divided by the number of micro-batches and scaled by the loss scaler.
 
-        With `weight`, the gradients that clipping and the optimizer see are those of the weighted mean over all
-        micro-batches of the window and all processes. Give it for every micro-batch, once for each.
+        With `weight`, the resulting gradients are those of the weighted mean over all micro-batches of the window and
+        all processes. Pass a weight for every micro-batch or for none.
 
         Args:
-            loss: The mean loss of this micro-batch, a scalar; with `weight` the sum of its losses.
-            weight: What that sum weighs, such as the number of tokens.
+            loss: The mean loss of this micro-batch, a scalar tensor. With `weight`, the sum of its losses.
+            weight: The weight of the summed loss, such as the number of tokens.
             **kwargs: Arguments of `Tensor.backward`.
         """
         self.optimizer_step.backward(loss, weight, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Bring gradients back to their true size, before reading or clipping them.
+        """Divide gradients by the loss scale, before you read or clip them.
 
         Args:
-            optimizer: One or several prepared optimizers; all if None.
+            optimizer: One or several prepared optimizers. None unscales the gradients of all.
         """
         self.optimizer_step.unscale(optimizer)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scale gradients down to a total norm of at most `max_norm`, where a window ends.
+        """Clip the total norm of gradients to `max_norm` at the end of an accumulation window.
+
+        Args:
+            parameters: The parameters whose gradients to clip.
+            max_norm: The maximum total norm.
+            norm_type: The order of the norm, such as 2.0 or `inf`.
 
         Returns:
-            The total norm before clipping; within a window that of what this process has accumulated, unclipped.
+            The total norm before clipping. Within a window, the norm of this process's accumulated gradients, which are
+                not clipped.
         """
         return self.optimizer_step.clip_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamp every gradient to [-clip_value, clip_value], where a window ends."""
+        """Clamp every gradient element to [-clip_value, clip_value] at the end of an accumulation window."""
         self.optimizer_step.clip_value(parameters, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """The precision's context, for computations outside a prepared model, such as a loss.
+        """Return the precision's autocast context, for computations outside a prepared model such as a loss.
 
         Args:
-            autocast_handler: Options of this context alone; `AutocastKwargs(enabled=False)` computes in full.
+            autocast_handler: Options of this context. `AutocastKwargs(enabled=False)` computes in full precision.
         """
         return autocast_context(self.precision, self.state.kind, autocast_handler)
 
@@ -1104,30 +1159,30 @@ class Accelerator(MadeAgain, EngineStatus, ProcessControl, Collectives, ModelHan
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Collection[torch.Tensor] | None = None,
     ) -> AbstractContextManager[Any]:
-        """Context of one batch's forward and backward, in which its sequences are split over processes.
+        """Return a context manager that splits sequences over processes for one forward and backward pass.
 
-        With a strategy that does not split sequences it changes nothing.
+        It has no effect if the strategy does not use context parallelism.
 
         Args:
-            buffers: Tensors that hold whole sequences, such as tokens, labels and positions.
-            buffer_seq_dims: For each, which dimension is the sequence.
-            no_restore_buffers: Those that need not be whole again afterwards.
+            buffers: Tensors that hold full sequences, such as tokens, labels and positions.
+            buffer_seq_dims: The sequence dimension of each tensor in `buffers`.
+            no_restore_buffers: Tensors of `buffers` that need not hold full sequences again afterwards.
         """
         if not isinstance(self.strategy, SplitsSequences):
             return nullcontext()
         return self.strategy.split_sequences(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """The strategy's context for building a model in."""
+        """Return the strategy's context manager for creating a model, for example with sharded parameters."""
         return self.strategy.init_context()
 
     def join_uneven_inputs(
         self, joinables: Sequence[nn.Module], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """Context for a loop in which processes may have different numbers of batches.
+        """Return a context manager for a loop in which processes may have different numbers of batches.
 
         Args:
             joinables: The prepared models.
-            even_batches: Overrides the instance's choice for loops that start in the context.
+            even_batches: Replaces the instance's `even_batches` for loops that start in the context.
         """
         return self.preparation.uneven_inputs(joinables, even_batches)
