@@ -1,4 +1,4 @@
-"""The raw engine: composes strategy, precision, data, checkpoint and trackers."""
+"""The `Accelerator` engine, which combines strategy, precision, data loading, checkpoints and trackers."""
 
 from drivetrain.accelerator.accelerate_names import (
     AORecipeKwargs,

@@ -1,4 +1,4 @@
-"""Compiling prepared models with torch.compile, in place: no wrapper, and no new names in their state."""
+"""Compilation of prepared models with `torch.compile`, in place, so that names in state dicts do not change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Compilation:
-    """How models are compiled."""
+    """Options for compiling prepared models with `torch.compile`."""
 
     backend: str
     mode: str | None = None
@@ -41,9 +41,9 @@ class Compilation:
             )
 
     def apply(self, model: nn.Module) -> None:
-        """Compile a model in place; of a Trainer's task, each of its modules. What is compiled already stays so.
+        """Compile a model in place. Of a Trainer's task, compile each submodule. Compiled modules stay unchanged.
 
-        The steps of a task stay outside, so that logging breaks no graph.
+        The task's step methods are not compiled, so that logging causes no graph breaks.
         """
         whole = _callable_parts(model.task) if isinstance(model, StepModule) else [model]
         if not whole:
@@ -64,7 +64,7 @@ class Compilation:
             module.compile(**self._options())
 
     def _regions(self, model: nn.Module) -> list[nn.Module]:
-        """The blocks of a model that are there several times; the model where there are none."""
+        """Return the repeated blocks of a model to compile separately, or the model itself if there are none."""
         blocks = repeated_blocks(model)
         if blocks:
             return blocks
@@ -85,7 +85,7 @@ class Compilation:
 
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules in a module that have parameters and can be called, unlike a `ModuleList`."""
+    """Return the outermost submodules that have parameters and a forward, unlike a `ModuleList`."""
     found: list[nn.Module] = []
     for child in module.children():
         if type(child).forward is nn.Module.forward:
@@ -96,7 +96,7 @@ def _callable_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _reached_by_us(module: nn.Module) -> Callable[..., Any]:
-    """A function of ours that calls a module, with the same code for all modules of a kind."""
+    """Return a function that calls a module. All modules of a kind share its code object."""
     call: Callable[..., Any] = module._call_impl
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -111,9 +111,9 @@ def _reached_by_us(module: nn.Module) -> Callable[..., Any]:
 
 @cache
 def _code_of_kind(kind: type[nn.Module], tensors: tuple[Any, ...], code: CodeType) -> CodeType:
-    """The code that modules of a class share whose tensors are alike.
+    """Return a code object that all modules of a class with equal tensor shapes share.
 
-    Torch keeps what it has compiled by code. With one for all, a module would count as one more version of another, and
-    beyond eight (`torch._dynamo.config.recompile_limit`) nothing more would be compiled.
+    Torch caches compiled code by code object. With a single code object for all modules, each module would count as a
+    recompilation. Beyond eight (`torch._dynamo.config.recompile_limit`), nothing more would be compiled.
     """
     return code.replace(co_name=f"run_{kind.__name__}")

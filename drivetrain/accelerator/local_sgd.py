@@ -1,4 +1,4 @@
-"""Local SGD: processes step by themselves, and average their parameters now and then."""
+"""Local SGD: processes train independently and average their parameters every few steps."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """Context in which gradients are not reduced, and parameters are averaged every few steps.
+    """Context manager for Local SGD: gradients are not reduced, and parameters are averaged every few steps.
 
-    See Lin et al., "Don't use large mini-batches, use local SGD" (2018, https://arxiv.org/abs/1808.07217). When the
-    context ends, all processes have the same parameters.
+    See Lin et al., "Don't use large mini-batches, use local SGD" (2018, https://arxiv.org/abs/1808.07217). At the end
+    of the context, parameters are equal on all processes.
 
     Args:
-        accelerator: The engine that the model was prepared by.
-        model: The prepared model, of which every process has a copy.
-        local_sgd_steps: Calls of `step` after which parameters are averaged.
-        enabled: With False the context does nothing.
+        accelerator: The Accelerator that prepared the model.
+        model: The prepared model, replicated on every process.
+        local_sgd_steps: The number of calls of `step` between two averages.
+        enabled: False to disable the context.
 
     Raises:
-        ConfigurationError: The model is sharded, so that there is nothing to average, or the steps are less than 1.
+        ConfigurationError: The model is sharded, or `local_sgd_steps` is less than 1.
 
     Example:
         ```python
@@ -75,7 +75,7 @@ class LocalSGD:
         self._unsynchronised.__exit__(kind, error, traceback)
 
     def step(self) -> None:
-        """Count a step of the optimizer, and average the parameters where it is due."""
+        """Count one optimizer step, and average the parameters over processes every `local_sgd_steps` calls."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

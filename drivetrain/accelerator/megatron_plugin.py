@@ -1,4 +1,4 @@
-"""`MegatronLMPlugin`: other names for the options of the Megatron strategy."""
+"""`MegatronLMPlugin`: options of the Megatron strategy under the names of a `megatron_lm_config`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _OF_THE_TASK = {
 
 @dataclass
 class MegatronLMPlugin:
-    """Options of the Megatron strategy; see `drivetrain.Megatron`, which `Accelerator(strategy=...)` takes directly.
+    """Options of the Megatron strategy. `Accelerator(strategy=drivetrain.Megatron(...))` accepts them directly.
 
-    Schedules of the learning rate and the data belong to the loop here, as with any other strategy.
+    As with any strategy, the training loop owns learning-rate schedules and data.
 
     Attributes:
-        other_megatron_args: Further keys of `megatron_lm_config`.
+        other_megatron_args: Further keys of a `megatron_lm_config`.
     """
 
     tp_degree: int | None = None
@@ -63,10 +63,10 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def strategy(self) -> Strategy:
-        """The strategy that these options mean.
+        """Return the Megatron strategy with these options.
 
         Raises:
-            ConfigurationError: An option cannot be.
+            ConfigurationError: An option is not supported.
         """
         given = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
         for name in given:

@@ -1,4 +1,4 @@
-"""Gathering per-sample values without the rows that only pad a batch."""
+"""Gathering of per-sample values for metrics, without the rows that only pad a batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gather_real_rows(
     topology: Topology,
     as_objects: bool = False,
 ) -> Any:
-    """Gather nested per-sample values of the current batch from all processes."""
+    """Gather nested per-sample values of the current batch from all processes, without padding rows."""
     given = loader.whole if isinstance(loader, SkippingLoader) else loader
     source = active if given is None else given
     if topology.environment.world_size == 1 and not _has_padding(source):
@@ -34,7 +34,7 @@ def gather_real_rows(
 
 
 def _cut(data: Any, source: PreparedLoader | ActiveLoaders) -> Any:
-    """The same values without rows that are not real, of one process."""
+    """Remove the padding rows from one process's values."""
 
     def cut(tensor: Tensor) -> Tensor:
         keep = _real_rows(source, tensor)
@@ -44,7 +44,7 @@ def _cut(data: Any, source: PreparedLoader | ActiveLoaders) -> Any:
 
 
 def _gather_same_shape(topology: Topology, data: Any) -> Any:
-    """Concatenate tensors that have the same shape on all processes."""
+    """Concatenate tensors that have equal shapes on all processes."""
     count = topology.environment.world_size
 
     def pick(tensor: Tensor) -> Tensor:
@@ -69,14 +69,14 @@ def _gather(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topolog
 
 
 def _is_structure(data: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether a sequence, not of tensors alone, is one of values to gather each, and not of one object per sample."""
+    """Return True if a sequence is a structure of values, and False if it holds one object per sample."""
     if any(isinstance(value, Tensor) for value in data):
         return True
     return isinstance(data, tuple) and any(isinstance(value, Mapping | list | tuple) for value in data)
 
 
 def _holds_tensors_only(data: Any) -> bool:
-    """Whether there are tensors in it and nothing else."""
+    """Return True if a nested structure contains tensors and nothing else."""
     if isinstance(data, Tensor):
         return True
     if isinstance(data, Mapping):
@@ -118,7 +118,7 @@ def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topology) -> list[Any]:
-    """One object per sample of a list or tensor; of anything else one per process."""
+    """Gather Python objects: one per sample for lists and tensors, else one per process."""
     try:
         if isinstance(data, Tensor) and data.dim():
             data = data[: _real_rows(source, data)]
@@ -133,7 +133,7 @@ def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 class _Ambiguous(str):
-    """What a process without a record of its padding sends instead, so that its peers do not wait."""
+    """Marker that a process sends if it cannot determine its padding, so that other processes do not wait."""
 
 
 def _raise_what_any_raised(everyone: list[Any]) -> None:
@@ -147,10 +147,10 @@ def _loaders(source: PreparedLoader | ActiveLoaders) -> list[PreparedLoader]:
 
 
 def _is_even(source: PreparedLoader | ActiveLoaders) -> bool:
-    """Whether every current batch is known to be full and without padding on all processes.
+    """Return True if every current batch is full and without padding on all processes.
 
-    The answer must be the same on all of them, so it rests on what they have in common: a global batch of as many
-    samples as there can be, which a loader with batches of one size reports.
+    All processes must get the same answer. It is therefore derived only from the global batch size, which a loader with
+    batches of one size reports.
     """
     for loader in _loaders(source):
         info = loader.current
@@ -163,21 +163,21 @@ def _is_even(source: PreparedLoader | ActiveLoaders) -> bool:
 
 
 def _has_padding(source: PreparedLoader | ActiveLoaders) -> bool:
-    """Whether any current batch of this process is filled up."""
+    """Return True if any current batch of this process contains padding rows."""
     return any(loader.current is not None and loader.current.padding for loader in _loaders(source))
 
 
 def _is_short(source: PreparedLoader | ActiveLoaders) -> bool:
-    """Whether any current batch of this process has fewer real rows than a full one."""
+    """Return True if any current batch of this process has fewer real rows than a full batch."""
     return any(map(_missing, _loaders(source)))
 
 
 def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | None:
-    """How many of a tensor's rows, its first ones, are real; None if they are not those of a batch.
+    """Return how many leading rows of a tensor are real, or None if its rows are not those of a batch.
 
-    A tensor with as many rows as a current batch belongs to it. One with as many as a full batch, where the current
-    batch has fewer that are real, such as a loss repeated by the batch size, counts for those. Within a loop inside a
-    loop, as an evaluation in a training loop, the inner one comes first.
+    A tensor belongs to a current batch if it has the same number of rows. If the current batch has fewer real rows than
+    a full one, a tensor with the rows of a full batch also counts, such as a loss repeated by the batch size. In nested
+    loops, such as an evaluation during training, the inner loop comes first.
     """
     if not tensor.dim():
         return None
@@ -192,7 +192,7 @@ def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | 
 
 
 def _missing(loader: PreparedLoader) -> int:
-    """How many real rows the current batch has fewer than a full one; 0 if unknown."""
+    """Return how many real rows the current batch has fewer than a full one, or 0 if unknown."""
     full, info = loader.batch_rows, loader.current
     real = None if info is None else info.real_rows
     return 0 if full is None or real is None else max(0, full - real)

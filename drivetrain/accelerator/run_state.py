@@ -1,4 +1,4 @@
-"""The state of a run: what the engine saves and restores, beside what the driver of the engine adds."""
+"""State of a run: the engine's part of a checkpoint, and the entries that a Trainer adds to it."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _PREPARE = "Prepare and register the same objects, in the same order, before loa
 
 
 class SavedEngine:
-    """A checkpoint, opened: all but the tensors that each process reads straight into its shards.
+    """Open checkpoint whose state is restored part by part. Sharded tensors are read directly into their shards.
 
-    It may be in the format of another tool.
+    The checkpoint may have the format of another tool.
 
     Attributes:
-        directory: The checkpoint's directory, or a URL.
-        engine: The engine's part, as `RunState.engine` gives it.
-        driver: The entries that a driver has added, by name.
-        kept: The names of those that are of an earlier checkpoint than the rest.
-        own: The driver's entries of this process; None where another number of processes wrote them.
+        directory: The checkpoint's directory or URL.
+        engine: The engine's part, in the layout of `RunState.engine`.
+        driver: The entries that a driver such as the Trainer added, by name.
+        kept: The names of driver entries that come from an earlier checkpoint.
+        own: This process's driver entries, or None if another number of processes wrote the checkpoint.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SavedEngine:
         return checkpoint.load_run_state(self.directory, self._state, into=into, only=only)
 
     def _read_around(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Read all but the models and the optimizers, whose tensors come without values."""
+        """Read everything except the tensor values of models and optimizers."""
         described = checkpoint.describe_run_state(self.directory)
         later = set(find_places(described)[:2])
         paths = [
@@ -105,7 +105,7 @@ class SavedEngine:
         return {**described, **found, **({"engine": engine} if "engine" in described else {})}, own
 
     def refuse_weights_only(self) -> None:
-        """Refuse a checkpoint that training cannot continue from."""
+        """Raise an error if the checkpoint holds only weights, so that training cannot resume from it."""
         if "optimizers" not in self.engine:
             raise CheckpointError(
                 f"{self.directory} holds weights only, so training cannot continue from it. Load them with "
@@ -115,7 +115,7 @@ class SavedEngine:
     def check(
         self, models: Sequence[nn.Module] | None = None, advice: str = _PREPARE, leaves_rest: bool = False
     ) -> None:
-        """Refuse a checkpoint of other objects than those that are prepared and registered."""
+        """Raise an error if the checkpoint does not match the prepared and registered objects."""
         run = self._run
         here: dict[str, Sequence[Any]] = {
             "models": run.prepared.models if models is None else models,
@@ -149,7 +149,7 @@ class SavedEngine:
         self.engine = in_schema(self._read()[0])["engine"]
 
     def _leave(self, kind: str, what: str, count: int) -> None:
-        """Take the first of the saved objects of a kind, and leave the rest."""
+        """Keep the first `count` saved objects of a kind, and warn about the rest."""
         if self._in_shards:  # whose reading has a target for everything that was saved
             self._read_whole()
         saved = self.engine[kind]
@@ -164,7 +164,7 @@ class SavedEngine:
         self.engine[kind] = saved[:count]
 
     def restore_models(self, models: Sequence[nn.Module] | None = None, strict: bool = True) -> None:
-        """Give the models their weights."""
+        """Load the saved weights into the models."""
         strategy, models = self._run.strategy, self._run.prepared.models if models is None else models
         if self._in_shards:
             self._read_into("models", [strategy.state.model(model) for model in models])
@@ -180,7 +180,7 @@ class SavedEngine:
                 )
 
     def restore_optimizers(self) -> None:
-        """Give the optimizers their state."""
+        """Load the saved state into the optimizers."""
         run = self._run
         owners = [run.owner(optimizer) for optimizer in run.prepared.optimizers]
         if self._in_shards:
@@ -198,24 +198,24 @@ class SavedEngine:
         self.engine[kind] = in_schema(found)["engine"][kind]
 
     def restore_schedulers(self) -> None:
-        """Give the schedulers their state."""
+        """Load the saved state into the schedulers."""
         for scheduler, state in zip(self._run.prepared.schedulers, self.engine["schedulers"], strict=True):
             scheduler.load_state_dict(state)
 
     def restore_registered(self) -> None:
-        """Give the registered objects their state."""
+        """Load the saved state into the registered objects."""
         for item, state in zip(self._run.prepared.registered, self.engine["registered"], strict=True):
             item.load_state_dict(state)
 
     def restore_precision(self) -> None:
-        """Give the precision its scaler's state."""
+        """Load the saved state of the loss scaler."""
         self._run.precision.load_state_dict(self.engine["precision"])
 
     def restore_loaders(self) -> None:
-        """Let each loader's next iteration be the epoch that was interrupted; one that was not saved is as it is.
+        """Set each loader so that its next iteration is the interrupted epoch.
 
-        One that was prepared with `use_stateful_dataloader` continues in it where the run was. After the last batch of
-        an epoch it is the next epoch.
+        A loader prepared with `use_stateful_dataloader` continues at the next sample. After the last batch of an epoch,
+        it continues with the next epoch. Loaders without saved state are not changed.
         """
         for loader, position in zip(self._run.prepared.loaders, self.engine["loaders"], strict=False):
             loader.load_state_dict(position)
@@ -225,9 +225,10 @@ class SavedEngine:
 
     @property
     def random(self) -> Any:
-        """The random state that was kept for this process; None if there is none.
+        """The saved random state for this process, or None if there is none.
 
-        Of a run on another number of processes it is the state of the same rank, and those come again for more ranks.
+        If another number of processes wrote the checkpoint, this is the state of the same rank. Additional ranks reuse
+        the states from the start.
         """
         if self._random is None:
             with suppress(CheckpointError):  # a file of another tool has none
@@ -237,12 +238,12 @@ class SavedEngine:
         return self._random
 
     def restore_random(self) -> None:
-        """Give this process the random state that was kept for it, if there is one."""
+        """Restore the saved random state of this process, if there is one."""
         restore_random(self.random)
 
 
 def restore_random(state: Mapping[str, Any] | None) -> None:
-    """Put the global generators where a process's entry of a checkpoint has them; nothing where it has none."""
+    """Set the global random generators to a saved state. No effect if `state` is None."""
     if state is not None:
         RandomState.from_state_dict(state).restore()
 
@@ -263,18 +264,18 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 @dataclass(eq=False)
 class NumberedCheckpoints:
-    """The checkpoints `checkpoints/checkpoint_<n>` of a project."""
+    """Automatically named checkpoints `checkpoints/checkpoint_<n>` in the project directory."""
 
     configuration: ProjectConfiguration
     state: PartialState
 
     @property
     def enabled(self) -> bool:
-        """Whether checkpoints without a name get a number."""
+        """True if checkpoints without a name get a number."""
         return self.configuration.automatic_checkpoint_naming and self.configuration.project_dir is not None
 
     def next(self) -> Path:
-        """Where the next one goes."""
+        """Return the directory of the next checkpoint."""
         number = self.configuration.iteration
         if number in self._from_main_process():
             raise ConfigurationError(
@@ -284,16 +285,16 @@ class NumberedCheckpoints:
         return self._path(number)
 
     def latest(self) -> Path:
-        """The one with the highest number."""
+        """Return the directory of the checkpoint with the highest number."""
         numbers = self._from_main_process()
         if not numbers:
             raise CheckpointError(f"There is no checkpoint under {self._folder()} yet. Name one: load_state('path').")
         return self._path(numbers[-1])
 
     def record_written(self, directory: Path, pending: checkpoint.PendingSave) -> None:
-        """Count one, and remove the oldest beyond the limit as soon as it is there.
+        """Count a new checkpoint, and remove the oldest ones beyond the limit after it is complete.
 
-        What has such a name but is no checkpoint stays, and does not count.
+        Directories with such a name that are not checkpoints are neither removed nor counted.
         """
         if directory != self._path(self.configuration.iteration):
             return
@@ -308,7 +309,7 @@ class NumberedCheckpoints:
             checkpoint.remove_checkpoint(path)
 
     def record_loaded(self, directory: Path) -> None:
-        """Continue counting after the one that was loaded."""
+        """Continue numbering after the loaded checkpoint."""
         number = _NUMBERED.fullmatch(directory.name)
         if self.enabled and number and directory.resolve() == self._path(int(number[1])).resolve():
             self.configuration.iteration = int(number[1]) + 1
@@ -341,12 +342,12 @@ LoadHook = Callable[[list[nn.Module], str], None]
 
 @dataclass(frozen=True)
 class Moment:
-    """The moment that a save describes, where that is not the present one but the last finished step.
+    """Point in time that a save describes, if it is the last finished step instead of now.
 
     Attributes:
-        random: The random state at that moment; the present one if None.
-        loaders: The loaders' positions; the present ones if None.
-        combined: What a combination of these loaders keeps beside their positions; None if there is none.
+        random: The random state at that time. None means the current one.
+        loaders: The loaders' positions at that time. None means the current ones.
+        combined: Further state of a combined loader, or None.
     """
 
     random: RandomState | None = None
@@ -355,17 +356,17 @@ class Moment:
 
 
 class RunState:
-    """Collects, writes, reads and restores the state of a run under the schema of `drivetrain.checkpoint.manifest`.
+    """Collects, writes, reads and restores a run's state in the schema of `drivetrain.checkpoint.manifest`.
 
-    The engine's part is the same for every driver. A driver adds named entries, shared and of each process; those
-    that the next driver does not take are kept, and written again.
+    The engine's part is equal for every driver. A driver such as the Trainer adds named entries, shared and per
+    process. Entries that the next driver does not use are kept and written again.
 
     Attributes:
-        prepared: What the engine has prepared, and what was registered.
-        save_hooks: The user's functions that run before `save_state`, by the number of their handle.
-        load_hooks: Those that run before `load_state`.
-        saves: What writes checkpoints, one for the process.
-        moment: Gives the moment that a save describes; set by a driver that may save within a step.
+        prepared: The prepared and registered objects.
+        save_hooks: Functions of the user that run before `save_state`, by handle number.
+        load_hooks: Functions of the user that run before `load_state`, by handle number.
+        saves: The queue that writes checkpoints, one per process.
+        moment: Returns the point in time that a save describes. Set by a driver that may save within a step.
     """
 
     def __init__(
@@ -388,7 +389,7 @@ class RunState:
         self._kept: dict[str, Any] = {}
 
     def register(self, objects: Sequence[Any]) -> None:
-        """Save and load further objects with the run."""
+        """Add objects to the state that is saved and loaded with the run."""
         states: list[tuple[str, Any]] = []
         for item in objects:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
@@ -405,7 +406,7 @@ class RunState:
     # saving
 
     def engine(self, weights_only: bool = False, moment: Moment | None = None) -> dict[str, Any]:
-        """Collect the engine's part of the shared state; call it on all processes."""
+        """Collect the engine's part of the shared state. Call it on all processes."""
         strategy, classes = self.strategy, self.classes()
         states = [strategy.state.model(model) for model in self.prepared.models]
         if weights_only:
@@ -423,12 +424,12 @@ class RunState:
         }
 
     def engine_of(self, model: nn.Module) -> dict[str, Any]:
-        """Collect the state of one placed model that was not prepared for training, as `engine` lays it out."""
+        """Collect the state of one model that is only evaluated, in the layout of `engine`."""
         name = original_type(self.strategy.unwrap(model)).__name__
         return {"models": [self.strategy.state.model(model)], "classes": {"models": [name]}}
 
     def classes(self) -> dict[str, list[str | None]]:
-        """The names of the classes of what is prepared and registered, as the user chose them; None if unknown."""
+        """Return the class names of the prepared and registered objects, or None for unknown ones, by kind."""
         bare = [self.strategy.unwrap(model) for model in self.prepared.models]
         return {
             "models": [original_type(model).__name__ for model in bare],
@@ -449,7 +450,7 @@ class RunState:
         extra: str | None = None,
         moment: Moment | None = None,
     ) -> checkpoint.PendingSave:
-        """Write a checkpoint; call it on all processes."""
+        """Write a checkpoint. Call it on all processes."""
         shared, process = self.compose(engine, driver, own, moment)
         return self.saves.save(directory, shared, process, step=step, block=block, extra=extra)
 
@@ -460,7 +461,7 @@ class RunState:
         own: Mapping[str, Any] | None = None,
         moment: Moment | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state of the run as a checkpoint lays it out: what all processes share, and this process's own."""
+        """Arrange the run's state for a checkpoint. Returns the shared state and this process's own state."""
         driver = dict(driver or {})
         kept = sorted(self._kept.keys() - driver)
         shared = {"engine": engine, "driver": {**{name: self._kept[name] for name in kept}, **driver}, "kept": kept}
@@ -468,7 +469,7 @@ class RunState:
         return shared, {"engine": {"random": random.state_dict()}, "driver": dict(own or {})}
 
     def save(self, output_dir: str | os.PathLike[str] | None, block: bool) -> str:
-        """Write the engine's part, with the user's hooks; see `Accelerator.save_state`."""
+        """Save the engine's part after calling the user's hooks. See `Accelerator.save_state`."""
         self._check_step()
         directory = os.fspath(self._numbered.next() if output_dir is None else output_dir)
         engine, extra = self.engine(), None
@@ -483,7 +484,7 @@ class RunState:
         return directory
 
     def _check_step(self) -> None:
-        """Refuse weights between two steps, and warn of gradients that no checkpoint holds."""
+        """Refuse to save during an optimizer step, and warn about gradients that a checkpoint does not store."""
         if self._step.is_torn:
             raise CheckpointError(
                 "No checkpoint is written while an optimizer is within its step, as L-BFGS is in its closure: the "
@@ -505,7 +506,7 @@ class RunState:
         safe: bool = True,
         on_each_node: bool = False,
     ) -> None:
-        """Write a model's weights; see `Accelerator.save_model`."""
+        """Save a model's weights. See `Accelerator.save_model`."""
         weights = self.strategy.state.model(model, full=True, everywhere=on_each_node)
         if self._state.is_local_main_process if on_each_node else self._state.is_main_process:
             write = checkpoint.save_safetensors if safe else checkpoint.save_pickled_weights
@@ -520,15 +521,15 @@ class RunState:
         whole: bool = False,
         content: Mapping[str, Any] | None = None,
     ) -> SavedEngine:
-        """Open a checkpoint; call it on all processes."""
+        """Open a checkpoint for restoring. Call it on all processes."""
         return SavedEngine(self, self._state, directory, whole, content)
 
     def keep(self, entries: Mapping[str, Any]) -> None:
-        """Write a checkpoint's driver entries again with each save, unless the driver writes them itself."""
+        """Keep driver entries of a loaded checkpoint, to write them again unless the driver replaces them."""
         self._kept = dict(entries)
 
     def load(self, input_dir: str | os.PathLike[str] | None) -> None:
-        """Restore the engine's part, with the user's hooks; see `Accelerator.load_state`."""
+        """Restore the engine's part after calling the user's hooks. See `Accelerator.load_state`."""
         directory = os.fspath(self._numbered.latest() if input_dir is None else input_dir)
         self.saves.finish()
         models = list(self.prepared.models)
@@ -548,7 +549,7 @@ class RunState:
         self._numbered.record_loaded(Path(directory))
 
     def owner(self, optimizer: PreparedOptimizer) -> nn.Module:
-        """The prepared model whose parameters an optimizer holds; all of them, where it holds several models'."""
+        """Return the prepared model that owns an optimizer's parameters, or a container if there are several."""
         held = {id(parameter) for group in optimizer.optimizer.param_groups for parameter in group["params"]}
         owners = [model for model in self.prepared.models if any(id(p) in held for p in model.parameters())]
         if len(owners) == 1:
@@ -557,5 +558,5 @@ class RunState:
 
 
 def check_storable(state: Any, name: str) -> None:
-    """Raise if a checkpoint cannot hold a state."""
+    """Raise an error if a checkpoint cannot store a state."""
     pack({name: state})

@@ -1,4 +1,4 @@
-"""One optimizer step: weigh, scale, backward, unscale, clip, step. Every driver of the engine runs it."""
+"""One optimizer step: weight and scale losses, backward, unscale, clip, step. Trainer and raw loops both use it."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from drivetrain.strategies.precision import Precision, overrides
 
 @dataclass(eq=False)
 class WeightedMean:
-    """Turns sums with weights into the gradient of their weighted mean.
+    """Computes gradients of a weighted mean of losses over micro-batches and processes.
 
-    The mean over a global batch of `sum_i loss_i / sum_i weight_i` cannot be had by averaging each micro-batch's own
-    mean where their weights differ. So the gradients of the sums are added up, the weights of all micro-batches and
-    processes too, and the gradients scaled by their inverse once, before anything reads them. Until then they are
-    scaled by a power of two of about that size: that keeps them in range, and loses no bit.
+    The mean over a global batch, `sum_i loss_i / sum_i weight_i`, is not the average of the micro-batches' means if
+    their weights differ. This class therefore accumulates gradients of the loss sums and adds up all weights. It
+    divides the gradients by the total weight once, before anything reads them. Until then, they are scaled by a power
+    of two of similar size, which keeps them in range without rounding.
 
     Attributes:
-        strategy: What averages gradients over processes.
-        in_use: Whether losses have weights; None before the first one.
-        pending: Whether there are gradients of sums that `finish` has not been called for.
-        total: What the losses of the last finished window weigh, over all processes.
+        strategy: The strategy, which averages gradients over processes.
+        in_use: True if losses have weights. None before the first loss.
+        pending: True if there are gradients that `finish` has not divided yet.
+        total: The total weight of the last finished window, over all processes.
     """
 
     strategy: Strategy
@@ -54,13 +54,13 @@ class WeightedMean:
     _weights: list[Tensor] = field(default_factory=list, init=False)
 
     def decide(self, weight: Tensor | float | None) -> bool:
-        """Find out whether losses have weights, by the first of all; call it on all processes.
+        """Decide at the first loss whether losses have weights. Call it on all processes.
 
         Args:
-            weight: What the first loss of this process weighs, if it was given.
+            weight: The weight of this process's first loss, or None.
 
         Returns:
-            Whether any process gave it.
+            True if any process passed a weight.
         """
         if weight is None and not self.strategy.topology.environment.is_distributed:
             self.in_use = False  # without reading anything from the device
@@ -73,15 +73,15 @@ class WeightedMean:
         return self.in_use
 
     def part(self, loss: Tensor, weight: Tensor | float, counts: bool = True) -> Tensor:
-        """What to differentiate for one micro-batch.
+        """Return the tensor to differentiate for one micro-batch.
 
         Args:
             loss: The sum of this micro-batch's losses.
-            weight: What they weigh together, such as the number of tokens.
-            counts: Whether the micro-batch is real, rather than one that only keeps peers company.
+            weight: The total weight of these losses, such as the number of tokens.
+            counts: False for a dummy batch that only keeps collectives in step.
 
         Raises:
-            ConfigurationError: The weight is not one number, or needs gradients.
+            ConfigurationError: The weight is not a single number, or requires gradients.
         """
         own = self._checked(weight)
         self.pending = True
@@ -89,23 +89,23 @@ class WeightedMean:
         return loss * (self.strategy.topology.averaging_processes / self._divisor if counts else 0.0)
 
     def expect(self) -> None:
-        """Begin a window whose losses have weights, be it on other processes only."""
+        """Begin a window with weighted losses, even if only other processes have losses."""
         self._weights.clear()
         self.pending = True
 
     def discard(self) -> None:
-        """Forget the weights of a window that never came to its step."""
+        """Discard the weights of a window that ended without an optimizer step."""
         self._weights.clear()
         self.pending = False
 
     def finish(self, parts: Iterable[tuple[nn.Module, Sequence[Optimizer]]]) -> None:
-        """Normalise the window's gradients by the weight of all its micro-batches; call it on all processes.
+        """Divide the window's gradients by the total weight of its micro-batches. Call it on all processes.
 
         Args:
-            parts: What the strategy prepared, and the optimizers that hold its parameters.
+            parts: The prepared modules, each with the optimizers of its parameters.
 
         Raises:
-            ConfigurationError: This process's losses leave out parameters whose gradients the peers wait for.
+            ConfigurationError: This process's losses do not use parameters for whose gradients other processes wait.
         """
         parts, gradients = list(parts), self.strategy.gradients
         for model, _ in parts:
@@ -141,7 +141,7 @@ def _power_of_two(weight: Tensor) -> float:
 
 
 def _wide(device: torch.device) -> torch.dtype:
-    """A type in which counts stay exact."""
+    """Return a floating-point dtype of the device in which large counts are exact."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -150,18 +150,18 @@ _BACKWARD, _OPTIMIZER_STEP = Strategy.backward, Strategy.optimizer_step
 
 @dataclass(frozen=True)
 class StepHooks:
-    """What a driver runs around the parts of a step; the engine pays for none that is empty.
+    """Functions that the Trainer runs at fixed points of an optimizer step. Empty hooks cost nothing.
 
     Attributes:
-        run_backward: Takes the place of the strategy's backward: called with the loss, weighed and scaled.
-        prepare_backward: Called with the loss right before the backward.
-        before_backward: Called with the loss, weighed and scaled.
+        run_backward: Replaces the strategy's backward. Called with the weighted and scaled loss.
+        prepare_backward: Called with the loss directly before the backward.
+        before_backward: Called with the weighted and scaled loss.
         after_backward: Called after each backward.
-        gradients_ready: Called once the gradients of a window are complete; any that returns False leaves the step out.
-        before_step: Called with each bare optimizer before it steps, its gradients unscaled.
-        clip: Called with each bare optimizer after `before_step`.
-        optimizer_step: Takes the place of the strategy's, with its arguments.
-        share: Returns what the batch under way counts for, for a backward without a share of its own.
+        gradients_ready: Called when the gradients of a window are complete. If one returns False, the step is skipped.
+        before_step: Called with each unwrapped optimizer before its step, with unscaled gradients.
+        clip: Called with each unwrapped optimizer after `before_step`.
+        optimizer_step: Replaces the strategy's optimizer step, with the same arguments.
+        share: Returns the share of the current batch, for a backward without a share of its own.
     """
 
     run_backward: Callable[..., Any] | None = None
@@ -176,18 +176,18 @@ class StepHooks:
 
 
 class OptimizerStep:
-    """The step of everything that an engine has prepared.
+    """Optimizer step over all prepared models and optimizers.
 
-    A raw loop runs its parts through `Accelerator.backward`, `clip_grad_norm_` and a prepared optimizer's `step`; the
-    Trainer's loop runs `backward` for each micro-batch and `step_all`. Both run the same code.
+    A raw loop runs its parts through `Accelerator.backward`, `clip_grad_norm_` and the `step` of a prepared optimizer.
+    The Trainer calls `backward` for each micro-batch and then `step_all`. Both run the same code.
 
     Attributes:
-        window: The accumulation window.
-        weights: What the losses of the window weigh, where that was given.
-        timing: What the thread spends its time with; a driver begins it.
-        steps_taken: Steps of single optimizers since a driver set this to 0; one skipped on overflow is none.
-        is_open: Whether a driver is within a step, which ends with `close`.
-        is_torn: Whether some parameters have taken the step under way and others have not.
+        window: The gradient accumulation window.
+        weights: The weights of the window's losses, if there are any.
+        timing: Records how the thread spends its time. A driver starts it.
+        steps_taken: The number of optimizer steps since a driver reset it to 0, without steps skipped on overflow.
+        is_open: True while a driver's step is in progress, until `close`.
+        is_torn: True if some parameters have been updated in the current step and others have not.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class OptimizerStep:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients are held that no optimizer has stepped with; a checkpoint holds none."""
+        """True if there are gradients that no optimizer step has used. A checkpoint does not store them."""
         if self.window.is_within:
             return True
         if self.window.is_abandoned:
@@ -216,11 +216,11 @@ class OptimizerStep:
         return held or any(not each.has_stepped and _has_gradients(each) for each in self._prepared.optimizers)
 
     def close(self) -> None:
-        """Record that a driver's step is over: nothing of it is left to change parameters."""
+        """Mark the driver's step as complete. Parameters do not change until the next step."""
         self.is_open = self.is_torn = False
 
     def drive(self, hooks: StepHooks) -> None:
-        """Run a driver's hooks in every step from now on; `StepHooks()` ends that."""
+        """Use a driver's hooks in every step from now on. `StepHooks()` removes them."""
         self._hooks = hooks
         strategy, precision = self._strategy, self._precision
         # What a strategy leaves as it is, is called straight: a step is short, and a call is felt in it.
@@ -239,7 +239,7 @@ class OptimizerStep:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Let other steps run in the body; in the end the hooks are those from before, and no gradients wait."""
+        """Let the body run other steps. Afterwards, the previous hooks are active and no gradients are pending."""
         hooks, in_use = self._hooks, self.weights.in_use
         try:
             yield
@@ -252,7 +252,7 @@ class OptimizerStep:
     def backward(
         self, loss: Tensor, weight: Tensor | float | None = None, share: float | None = None, **kwargs: Any
     ) -> None:
-        """Weigh the loss of one micro-batch, scale it, and compute its gradients."""
+        """Weight and scale the loss of one micro-batch, and compute its gradients."""
         size, timing = self.window.size, self.timing
         if share is None:
             share = 1.0 if self._hooks.share is None else self._hooks.share()
@@ -283,12 +283,12 @@ class OptimizerStep:
             self._call(self._hooks.after_backward)
 
     def _call(self, hooks: Iterable[Callable[..., Any]], *args: Any) -> list[Any]:
-        """What hooks of the driver return."""
+        """Call hooks of the driver and return their results."""
         timing = self.timing
         return [timing.call(CALLBACKS, hook, *args) if timing.on else hook(*args) for hook in hooks]
 
     def backward_each(self, losses: Sequence[tuple[Tensor, Sequence[Tensor]]], share: float = 1.0) -> None:
-        """Compute the gradients of several losses of one micro-batch, each for some parameters alone."""
+        """Compute the gradients of several losses of one micro-batch, each for its own parameters."""
         last = len(losses) - 1
         for number, (loss, leaves) in enumerate(losses):
             self.backward(loss, share=share, inputs=list(leaves), retain_graph=number < last)
@@ -307,7 +307,7 @@ class OptimizerStep:
         return self.weights.part(loss, weight, counts=share != 0.0)
 
     def finish_gradients(self) -> None:
-        """Complete the gradients of a window where it ends: those of weighted sums become those of the mean."""
+        """Complete the gradients at the end of a window: divide them by the total weight if losses are weighted."""
         if self._finish is not None and self.window.sync_gradients:
             self._finish([prepared.optimizer for prepared in self._prepared.optimizers])
         if self.weights.pending and self.window.sync_gradients:
@@ -316,11 +316,11 @@ class OptimizerStep:
             timing.call(SYNC, finish, parts) if timing.on else finish(parts)
 
     def is_vetoed(self) -> bool:
-        """Whether a driver's hook wants the step left out. All are called: they may run collectives."""
+        """Return True if a hook wants to skip the step. All hooks are called, because they may run collectives."""
         return any(verdict is False for verdict in self._call(self._hooks.gradients_ready))
 
     def prepare_step(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients of a bare optimizer, and run what the driver wants before the step."""
+        """Unscale the gradients of an unwrapped optimizer, and run the driver's hooks before its step."""
         if self._unscale is not None:
             self._unscale(optimizer)
         if self._hooks.before_step:
@@ -329,7 +329,7 @@ class OptimizerStep:
             self._hooks.clip(optimizer)
 
     def step_all(self) -> bool:
-        """Step every optimizer with the gradients of the window."""
+        """Step every optimizer with the window's gradients. Returns True if any parameters were updated."""
         if self.weights.pending or self._finish is not None:
             self.finish_gradients()
         if self._hooks.gradients_ready and self.is_vetoed():
@@ -351,7 +351,7 @@ class OptimizerStep:
         return stepped
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step one optimizer; within a window, nothing."""
+        """Step one optimizer at the end of a window. Within a window, do nothing."""
         if not self.window.sync_gradients:
             return None
         optimizer, timing = prepared.optimizer, self.timing
@@ -380,9 +380,10 @@ class OptimizerStep:
         return result
 
     def _prepared_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure whose gradients are complete and clipped whenever the optimizer reads them.
+        """Wrap an optimizer's closure so that it reduces, unscales and clips the gradients.
 
-        Its loss is the mean over all processes: searching along a line, every process must see the same.
+        The wrapped closure returns the mean loss over all processes, because a line search must take the same decisions
+        on every process.
         """
 
         def compute_gradients() -> Any:
@@ -400,7 +401,7 @@ class OptimizerStep:
     # parts that a loop may run by itself
 
     def accumulate(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Enter the next micro-batch, and the context in which gradients are reduced only where a window ends."""
+        """Enter the next micro-batch. Returns a context manager that reduces gradients only at the end of a window."""
         self.window.advance()
         if self.window.sync_gradients or self.window.plugin.sync_each_batch:
             return nullcontext()
@@ -408,12 +409,12 @@ class OptimizerStep:
         return self.without_sync(chosen[0]) if len(chosen) == 1 else self._all_without_sync(chosen)
 
     def without_sync(self, model: nn.Module | None) -> AbstractContextManager[Any]:
-        """Context in which the gradients of a model are not reduced over processes; without one it has no effect."""
+        """Return a context manager in which a model's gradients are not reduced. No effect if `model` is None."""
         return nullcontext() if model is None else self._strategy.gradients.no_sync(model)
 
     @contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Context in which a backward reduces a model's gradients, although its forward was not to."""
+        """Reduce a model's gradients in a backward inside the body, even if its forward ran without reduction."""
         before = self._prepare_backward, self._differentiate
         if isinstance(model, ReducingWrapper):
             self._prepare_backward, self._differentiate = model.prepare_backward, self._differentiate_with_hooks
@@ -423,7 +424,7 @@ class OptimizerStep:
             self._prepare_backward, self._differentiate = before
 
     def fused_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Backward and step in one by every optimizer that does so, as LOMO."""
+        """Run backward and step together for optimizers that fuse them, such as LOMO."""
         fused = [bare for one in self._prepared.optimizers if hasattr(bare := one.optimizer, "fused_backward")]
         if not fused:
             raise ConfigurationError(
@@ -441,14 +442,14 @@ class OptimizerStep:
             yield
 
     def unscale(self, optimizers: Optimizer | Sequence[Optimizer] | None) -> None:
-        """Bring gradients to their true size: those of one or several optimizers, prepared or bare, or of all."""
+        """Divide gradients by the loss scale, for one or several optimizers, or for all if None."""
         self.finish_gradients()
         chosen = self._prepared.optimizers if optimizers is None else optimizers
         for optimizer in [chosen] if isinstance(chosen, Optimizer) else chosen:
             self._precision.unscale(unwrap_optimizer(optimizer))
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients down to a total norm of at most `max_norm`, where a window ends."""
+        """Clip the total norm of gradients at the end of a window. Returns the norm before clipping."""
         given = self._complete(parameters)
         if given is not None:
             return self._strategy.gradients.clip_norm(given, max_norm, norm_type)
@@ -459,13 +460,13 @@ class OptimizerStep:
         return norm if scaler is None else norm / scaler.scale(torch.ones_like(norm))
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clamp every gradient to [-clip_value, clip_value], where a window ends."""
+        """Clamp every gradient element to [-clip_value, clip_value] at the end of a window."""
         given = self._complete(parameters)
         if given is not None:
             self._strategy.gradients.scale(given, bound=clip_value)
 
     def _complete(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
-        """The parameters, their gradients complete and at their true size; None within a window."""
+        """Complete and unscale the gradients of parameters. Returns the parameters, or None within a window."""
         if not self.window.sync_gradients:
             return None
         self.finish_gradients()
@@ -478,7 +479,7 @@ class OptimizerStep:
 
 
 def _has_gradients(optimizer: PreparedOptimizer) -> bool:
-    """Whether any gradient is there that is not all zeros, as `zero_grad(set_to_none=False)` leaves them."""
+    """Return True if any gradient of the optimizer exists and is not all zeros."""
     gradients = [each.grad for each in parameters_of(optimizer) if each.grad is not None]
     local = [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
     return any(each.is_sparse or bool(each.any()) for each in local)

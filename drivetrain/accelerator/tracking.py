@@ -1,4 +1,4 @@
-"""The trackers of a raw loop."""
+"""Experiment trackers of an Accelerator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LogWith = str | Tracker | Iterable[str | Tracker] | None
 
 @dataclass(eq=False)
 class RunTracking:
-    """Holds the trackers of an Accelerator: those of a raw loop, or of the Trainer that drives it."""
+    """Holds the trackers of an Accelerator, or those of the Trainer that uses it."""
 
     state: PartialState
     project: ProjectConfiguration
@@ -33,7 +33,7 @@ class RunTracking:
         config: Mapping[str, Any] | None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None,
     ) -> None:
-        """Make and open the trackers; see `Accelerator.init_trackers`."""
+        """Create and start the trackers. See `Accelerator.init_trackers`."""
         self.group.finalize()
         trackers = resolve_trackers(
             self.log_with, save_dir=self.project.logging_dir or ".", name=project_name, init_kwargs=init_kwargs
@@ -47,16 +47,16 @@ class RunTracking:
         atexit.register(self._at_exit)
 
     def finish(self) -> None:
-        """Close the runs; within the handling of an exception, as failed."""
+        """Close the trackers' runs, marked as failed if an exception is being handled."""
         self._finish(sys.exc_info()[1])
 
     def leave(self) -> None:
-        """Close the runs, and leave the process group after waiting for the peers."""
+        """Close the trackers' runs, wait for all processes, and destroy the process group."""
         self.finish()
         self.state.destroy_process_group()
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """One of the trackers, or the raw object behind it; see `Accelerator.get_tracker`."""
+        """Return a tracker by name, or the library's own object. See `Accelerator.get_tracker`."""
         found = self.group.get(name)
         return found.tracker if unwrap else found
 
@@ -70,18 +70,18 @@ class RunTracking:
     # the state of the run
 
     def entries(self) -> dict[str, Any]:
-        """What is saved of the trackers with the state of a run."""
+        """Return the trackers' state for a checkpoint."""
         return {"trackers": self.group.state()} if self.group.trackers else {}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        """Let the trackers continue where a saved run was; those that are made later, too."""
+        """Let current and future trackers continue the runs of a checkpoint."""
         self._states = entries.get("trackers", ())
         if self.group.trackers:
             self.group.load_state(self._states)
 
 
 def checked_trackers(log_with: str | Tracker | Iterable[str | Tracker]) -> LogWith:
-    """What `log_with` asks for, once every name in it is known and what it needs is installed."""
+    """Return `log_with` after checking that all names are known and the required packages are installed."""
     items: list[Any] = (
         list(log_with) if isinstance(log_with, Iterable) and not isinstance(log_with, str) else [log_with]
     )
