@@ -36,7 +36,7 @@ _UNTIMED_STEPS = 2  # the first ones, in which buckets are rebuilt
 
 
 class UnusedSearch:
-    """Observer of DDP's search for unused parameters during the first steps, which reports if the search is unnecessary.
+    """Observer of DDP's search for unused parameters, which reports after the first steps if it is unnecessary.
 
     It needs no communication, since the reducer already sums the used parameters over all processes.
     """
@@ -520,7 +520,7 @@ class Copies:
         self._held.clear()
 
     def held_by(self, optimizer: Optimizer) -> Held:
-        """Return the DDP modules and other parameters that an optimizer holds, updated after changes of groups or reducers."""
+        """Return the DDP modules and other parameters that an optimizer holds, from a cache while nothing has changed."""
         known = self._held.get(optimizer)
         reducers = 0
         for one in self.wrapped if known is None else known.wrapped:
@@ -539,7 +539,7 @@ class Copies:
         return known
 
     def average_beside(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average the gradients of optimizer parameters that no DDP module reduces, such as those of layers added later."""
+        """Average the gradients of optimizer parameters that no DDP module reduces, such as layers added later."""
         for optimizer in optimizers if self.are_several else ():
             held = self.held_by(optimizer)
             if held.beside and all(one.require_backward_grad_sync for one in held.wrapped):
@@ -568,7 +568,7 @@ class Copies:
         )
 
     def compare_weights(self, model: nn.Module) -> None:
-        """Raise if the parameters of a DDP module differ between processes, before a checkpoint is written. A collective call."""
+        """Raise if a DDP module's parameters differ between processes, before saving a checkpoint. A collective call."""
         if not (self._check.every and isinstance(model, DistributedDataParallel)):
             return
         if model.require_backward_grad_sync and not model.has_own_hook:

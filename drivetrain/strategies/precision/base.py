@@ -64,7 +64,7 @@ class Precision:
         return nullcontext()
 
     def autocast(self, kind: DeviceKind, enabled: bool, cache_enabled: bool) -> AbstractContextManager[Any]:
-        """Return an autocast context for computations outside a model. It is disabled if the precision does not use autocast.
+        """Return an autocast context for computations outside a model. Disabled for precisions without autocast.
 
         Args:
             kind: The kind of device.
