@@ -520,7 +520,7 @@ class Copies:
         self._held.clear()
 
     def held_by(self, optimizer: Optimizer) -> Held:
-        """Return the DDP modules and other parameters that an optimizer holds, from a cache while nothing has changed."""
+        """Return the DDP modules and other parameters that an optimizer holds, from a cache if nothing has changed."""
         known = self._held.get(optimizer)
         reducers = 0
         for one in self.wrapped if known is None else known.wrapped:
@@ -568,7 +568,7 @@ class Copies:
         )
 
     def compare_weights(self, model: nn.Module) -> None:
-        """Raise if a DDP module's parameters differ between processes, before saving a checkpoint. A collective call."""
+        """Raise if a DDP module's parameters differ between processes, before a checkpoint. A collective call."""
         if not (self._check.every and isinstance(model, DistributedDataParallel)):
             return
         if model.require_backward_grad_sync and not model.has_own_hook:

@@ -509,8 +509,7 @@ class ShardedInside:
 
 def _own_state(module: nn.Module) -> dict[str, Any]:
     """Return a module's attributes without those that sharding added."""
-    found: Any = module.__getstate__() if hasattr(type(module), "__getstate__") else None  # type:
-        ignore[no-untyped-call]
+    found: Any = module.__getstate__() if hasattr(type(module), "__getstate__") else None  # type: ignore[no-untyped-call]
     state: dict[str, Any] = dict(found if isinstance(found, dict) else module.__dict__)
     for key in (STATE_KEY, REGISTRY_KEY, UNIT_SHARDING, _UNITS, "__deepcopy__"):
         state.pop(key, None)
