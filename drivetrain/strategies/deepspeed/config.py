@@ -219,7 +219,7 @@ def standing_in_for(optimizer: Optimizer) -> DummyScheduler | None:
     return _STANDING_IN.get(optimizer)
 
 
-# A registry: what was made for an optimizer that may be another's class, found again when it is prepared.
+# Placeholder schedulers by optimizer. `prepare` receives only the optimizer and finds its scheduler here.
 _STANDING_IN: WeakKeyDictionary[Optimizer, DummyScheduler] = WeakKeyDictionary()
 
 
@@ -605,7 +605,7 @@ def _device(section: Any) -> str:
 
 @dataclass
 class Settings:
-    """A named DeepSpeed configuration with its options."""
+    """A DeepSpeed configuration with the options that belong to it."""
 
     config: Config
     stage: int

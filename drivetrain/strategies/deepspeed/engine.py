@@ -217,8 +217,9 @@ class TrainedModel:
         self.forget_gradients()
 
     def destroy(self) -> None:
-        """Release the engine and its process groups."""
+        """Remove the gradient hooks and destroy the engine."""
         self.participation.destroy()
+        # After the hooks are removed, a later engine of the model does not report gradients to this one.
         self.engine.destroy()
 
 

@@ -73,7 +73,10 @@ class Layout(ABC):
         """Yield each tensor that the inner optimizer steps on this process, with the parameters in it."""
 
     def parts(self, parameter: Parameter) -> dict[str | None, Tensor]:
-        """Return views of this process's part of a parameter, by state name, None for the master weight and "" for itself."""
+        """Return views of this process's part of a parameter, keyed by state name.
+
+        The key is None for the master weight and `""` for the parameter itself.
+        """
         return {}
 
     @contextmanager

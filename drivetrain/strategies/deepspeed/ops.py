@@ -1,10 +1,10 @@
-"""DeepSpeed's compiled operators: which are built, which are being built or were left half built, and building them.
+"""DeepSpeed's compiled operators: building them, and detecting operators that are built or left half built.
 
-DeepSpeed compiles an operator where it is first used, which takes minutes, and waits for ever where a build was killed
-and left its lock. So operators that are not needed are not asked for, and a lock that no process holds is an error.
+DeepSpeed compiles an operator at its first use, which takes minutes. It waits forever for the lock of a build that
+was killed. Unneeded operators are therefore not requested, and a lock that no process holds is an error.
 
-    python -m drivetrain.strategies.deepspeed.build_ops            # build what helps on this machine
-    python -m drivetrain.strategies.deepspeed.build_ops --status   # only print what is there
+    python -m drivetrain.strategies.deepspeed.build_ops            # build the operators useful on this machine
+    python -m drivetrain.strategies.deepspeed.build_ops --status   # only print the built operators
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class DeepSpeedGroup:
 
     @staticmethod
     def forget_secondary_group() -> None:
-        """Delete the group for `zero_hpz_partition_size`, since DeepSpeed asserts that none exists for the next model."""
+        """Delete the group for `zero_hpz_partition_size`, since DeepSpeed asserts that none exists for a new model."""
         importlib.import_module("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # type: ignore[attr-defined]
 
     def leave(self) -> None:
