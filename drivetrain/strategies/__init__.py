@@ -1,4 +1,4 @@
-"""Where a model's copies and parts live: one strategy a file, over `base.Strategy`."""
+"""Strategies, which place a model on one or more processes: one file or folder each, derived from `base.Strategy`."""
 
 from drivetrain.strategies.base import Strategy
 from drivetrain.strategies.ddp import DDP

@@ -1,4 +1,4 @@
-"""`Strategy`: places one model on a set of processes and runs optimizer steps there."""
+"""`Strategy` base class: places a model on the processes of a run and runs its optimizer steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def move_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """Bring a model onto a device, whose parameters stay those that its optimizers hold."""
+    """Move a model to a device, keeping the identity of its parameters so that existing optimizers stay valid."""
     probe = nn.ParameterList([nn.Parameter(torch.empty(0))])
     before = probe[0]
     return model.to(device) if probe.to(device)[0] is before else move_in_place(model, device)
@@ -40,11 +40,11 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
 def move_in_place(
     model: nn.Module, device: torch.device, placed: Callable[[str, nn.Parameter], None] | None = None
 ) -> nn.Module:
-    """Bring parameters and buffers onto a device.
+    """Move a model's parameters and buffers to a device without creating new parameter objects.
 
-    On XLA, and on devices of other backends (PrivateUse1), `Module.to` makes new parameters, which optimizers that
-    were built before do not hold, and unties tied ones. Here the same objects become tensors on the device, wherever
-    they are held.
+    On XLA and PrivateUse1 backends `Module.to` creates new parameters and breaks weight tying. Optimizers built
+    earlier would then step the old parameters. This function swaps the tensors inside the existing objects instead.
+    `placed`, if given, is called with the name and the parameter after each move.
     """
     for name, parameter in model.named_parameters():
         if not _is_on(parameter, device):
@@ -62,7 +62,7 @@ def move_in_place(
 
 
 def keep_optimizers(before: Mapping[str, nn.Parameter], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Lay out the state of optimizers as their model has been placed; refuse those over parameters of before."""
+    """Adapt optimizer state to a moved model. Raises if an optimizer holds a parameter that moving has replaced."""
     now = {id(parameter) for parameter in model.parameters()}
     gone = {id(parameter): name for name, parameter in before.items() if id(parameter) not in now}
     for optimizer in optimizers if gone else ():
@@ -83,6 +83,7 @@ def _is_on(tensor: Tensor, device: torch.device) -> bool:
 
 def _move(name: str, parameter: nn.Parameter, device: torch.device) -> None:
     gradient, attributes = parameter.grad, dict(parameter.__dict__)
+    # `swap_tensors` does not move the gradient. It is detached here and moved separately below.
     parameter.grad = None
     target = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
     try:
@@ -106,7 +107,19 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Topology:
-    """Which share of the data and of the model is this process's, and which processes' results count."""
+    """Position of this process in the run: its data shard, and the ranks whose data and metrics are counted.
+
+    Attributes:
+        environment: Rank, local rank and world size of this process.
+        kind: The kind of device.
+        device: The device of this process.
+        data_shard: The part of the dataset that this process loads.
+        data_ranks: Ranks whose batches count, in data order, or None if all do.
+        value_ranks: Ranks whose logged values count, in data order, or None if all do.
+        averaging_processes: Number of processes over which gradients are averaged.
+        stage_group: Process group of the pipeline stages of one model, or None without pipeline parallelism.
+        loss_rank: Rank of the pipeline stage that computes the loss, or None if every rank computes it.
+    """
 
     environment: ProcessEnvironment
     kind: DeviceKind
@@ -120,14 +133,14 @@ class Topology:
 
     @classmethod
     def data_parallel(cls, state: PartialState) -> Topology:
-        """Every process loads a shard of the data of its own and computes the whole model."""
+        """Return the topology of data parallelism: each process holds the whole model and loads its own data shard."""
         count = state.environment.world_size
         shard = DataShard(state.environment.rank, count)
         return cls(state.environment, state.kind, state.device, shard, averaging_processes=count)
 
     @classmethod
     def in_grid(cls, state: PartialState, place: MeshPlace, stage_group: dist.ProcessGroup | None = None) -> Topology:
-        """Processes that share batches, sequences or the layers of a model."""
+        """Return the topology of a process in a device mesh, where processes share batches, sequences or layers."""
         return cls(
             state.environment,
             state.kind,
@@ -142,29 +155,29 @@ class Topology:
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """Global rank of this process."""
         return self.environment.rank
 
     @property
     def computes_loss(self) -> bool:
-        """Whether this process runs the task's steps to their end, rather than a part of the model only."""
+        """True if this process computes the loss, False if it only runs an earlier pipeline stage."""
         return self.loss_rank is None or self.loss_rank == self.rank
 
     @property
     def counts_rows(self) -> bool:
-        """Whether this process's rows of a batch count: not where they repeat a peer's."""
+        """True if this process's samples are counted, False if they duplicate the samples of another rank."""
         return self.data_ranks is None or self.rank in self.data_ranks
 
     @property
     def counts_values(self) -> bool:
-        """Whether this process's logged values count: not where they repeat a peer's."""
+        """True if this process's logged values are counted, False if they duplicate the values of another rank."""
         return self.value_ranks is None or self.rank in self.value_ranks
 
     @property
     def value_place(self) -> tuple[int, int]:
-        """This process's number among those whose values count, and how many those are.
+        """Pair of this process's index among the ranks whose logged values count, and the number of these ranks.
 
-        A process whose values do not count has the number of its data shard.
+        A process whose values do not count has the index of its data shard.
         """
         if self.value_ranks is None:
             return self.rank, self.environment.world_size
@@ -172,17 +185,20 @@ class Topology:
         return index, len(self.value_ranks)
 
     def select(self, per_rank: Sequence[Value], rows: bool = False) -> list[Value]:
-        """Those of the values of all processes that count, in the order of the data."""
+        """Return the entries of a per-rank list that count, in data order.
+
+        `rows` selects the ranks whose samples count. The default selects the ranks whose logged values count.
+        """
         ranks = self.data_ranks if rows else self.value_ranks
         return list(per_rank) if ranks is None else [per_rank[rank] for rank in ranks]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over the processes whose values count, the same on all; call it on all."""
+        """Sum a tensor over the ranks whose values count. A collective call that returns the sum on every rank."""
         total: torch.Tensor = reduce(tensor if self.counts_values else torch.zeros_like(tensor), "sum")
         return total
 
     def share(self, result: Any) -> Any:
-        """What the process that computes the loss passes, on every process that computes another part of the model."""
+        """Broadcast an object from the pipeline stage that computes the loss to the other stages, and return it."""
         if self.stage_group is None:
             return result
         assert self.loss_rank is not None
@@ -192,7 +208,7 @@ class Topology:
 
 
 def _refuse_old_names(cls: type, names: Mapping[str, str]) -> None:
-    """Raise if a class overrides a method of an earlier version, which nothing calls any more."""
+    """Raise if a class overrides a method that an earlier version called and this version does not."""
     for old in names.keys() & vars(cls).keys():
         raise ConfigurationError(
             f"{cls.__name__} overrides {old}, which strategies do not have any more. Override {names[old]} instead.",
@@ -224,13 +240,13 @@ _OLD_STRATEGY = {
 }
 
 
-# `Gradients`: how the gradients of a prepared model are reduced, held, scaled and clipped
+# Gradients of a prepared model: reduction, scaling and clipping
 
 
 class Gradients:
-    """The gradients of one process on one device: plain tensors in `.grad`, complete after each backward.
+    """Operations on gradients that are plain tensors in `.grad`, complete after each backward pass.
 
-    A strategy whose gradients are reduced, sharded or kept elsewhere has a subclass of its own.
+    A strategy that reduces, shards or stores gradients differently uses a subclass.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -238,21 +254,29 @@ class Gradients:
         _refuse_old_names(cls, _OLD_GRADIENTS)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context whose backwards do not reduce gradients over processes, as within an accumulation window."""
+        """Return a context in which backward passes do not reduce gradients across processes.
+
+        Used for all but the last micro-batch of a gradient accumulation window.
+
+        Args:
+            model: The prepared model.
+        """
         return nullcontext()
 
     def are_held(self, model: nn.Module) -> bool:
-        """Return whether gradients that no step was taken with are elsewhere than in `.grad`."""
+        """Return True if accumulated gradients of a model are stored outside `.grad`."""
         return False
 
     def discard(self, model: nn.Module) -> None:
-        """Forget gradients of a window that did not end, which are elsewhere than in `.grad`."""
+        """Drop a model's accumulated gradients that are stored outside `.grad`, without an optimizer step."""
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
-        """Complete what backwards have left to do, before the gradients of a window are unscaled, clipped or stepped.
+        """Complete pending gradient reductions before gradients are unscaled, clipped or used in an optimizer step.
+
+        Must be called on all processes.
 
         Args:
-            optimizers: The bare optimizers, on all processes.
+            optimizers: The optimizers that `prepare` returned, without a wrapper.
         """
 
     def scale(
@@ -262,19 +286,27 @@ class Gradients:
         bound: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        """Multiply gradients by a number, or clamp each element of them to [-bound, bound].
+        """Multiply the parameters' gradients by a factor, or clamp each element to `[-bound, bound]`.
 
         Args:
-            parameters: Those whose gradients are changed.
-            factor: The number.
-            bound: The bound, in place of a factor.
-            model: The prepared model whose window may not have ended: gradients that it holds elsewhere than in `.grad`
-                are multiplied, too.
+            parameters: Parameters whose gradients are changed in place.
+            factor: The factor, a number or a scalar tensor.
+            bound: The largest absolute value of an element. If given, `factor` is ignored.
+            model: The prepared model, whose accumulated gradients outside `.grad` are multiplied too.
         """
         scale_tensors([local_part(each.grad) for each in parameters if each.grad is not None], factor, bound)
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale gradients down to a total norm of at most `max_norm`, over all shards. Returns the norm before."""
+        """Clip the parameters' gradients to a total norm of at most `max_norm`, taken over all shards.
+
+        Args:
+            parameters: Parameters whose gradients are scaled in place.
+            max_norm: The largest allowed norm.
+            norm_type: The order of the norm.
+
+        Returns:
+            The total norm before clipping.
+        """
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
@@ -282,7 +314,7 @@ class Gradients:
 def scale_tensors(
     tensors: Sequence[torch.Tensor], factor: torch.Tensor | float = 1.0, bound: float | None = None
 ) -> None:
-    """Multiply tensors by a number in place; or with `bound`, clamp each element to [-bound, bound]."""
+    """Multiply tensors by a factor in place. If `bound` is given, clamp each element to `[-bound, bound]` instead."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
@@ -297,7 +329,10 @@ def scale_tensors(
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Average the gradients of all parameters that any process has one of; call it on all processes."""
+    """Average parameter gradients over all processes, counting a missing gradient as zero. A collective call.
+
+    A parameter without a gradient on every process is left without one.
+    """
     if not (parameters and PartialState().use_distributed):
         return
     here = torch.tensor([float(each.grad is not None) for each in parameters], device=parameters[0].device)
@@ -308,35 +343,38 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor that may be sharded."""
+    """Return this process's local shard of a DTensor, or the tensor itself if it is not sharded."""
     to_local = getattr(tensor, "to_local", None)
     local: torch.Tensor = tensor if to_local is None else to_local()
     return local
 
 
 def refuse_several_losses(reason: str) -> NoReturn:
-    """Raise where a backward cannot be limited to some parameters."""
+    """Raise a `ConfigurationError` because a backward pass cannot be limited to one optimizer's parameters."""
     raise ConfigurationError(
         f'training_step returned a loss for each optimizer. {reason} Return one loss, or use strategy="ddp" or "fsdp".',
     )
 
 
 def zero_loss_of(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """A loss of zero that depends on all of these that are trained."""
+    """Return a zero loss that depends on every trainable parameter, so that a backward pass gives zero gradients."""
     parts = [parameter.reshape(-1)[:1].sum() for parameter in parameters if parameter.requires_grad]
     parts = [part.real if part.is_complex() else part for part in parts]
     return torch.stack(parts).nan_to_num(0.0, 0.0, 0.0).sum() * 0.0
 
 
-# Optimizer state under parameter names instead of positions, and laid out as the parameters it belongs to
+# Optimizer state by parameter name
 
 
 IMPLEMENTATION = ("fused", "foreach")
-"""Options of a group that choose how it is stepped. They are the optimizer's own, and not taken from a checkpoint."""
+"""Keys of a parameter group that select the optimizer's implementation. They are not restored from checkpoints."""
 
 
 def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return `{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`."""
+    """Return an optimizer's state dict with parameter names in place of indices.
+
+    The format is `{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in (*held, *optimizer.state):
@@ -351,7 +389,7 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
 
 
 def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load what `named_optimizer_state` returned, in whatever order the parameters are now."""
+    """Load the result of `named_optimizer_state` into an optimizer, matching parameters by name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     current = optimizer.state_dict()
     here = [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
@@ -371,7 +409,7 @@ def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[
 
 
 def empty_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return memory for a saved optimizer state, as named ones are: shards like those of the parameters."""
+    """Return a copy of a saved optimizer state with uninitialized tensors, sharded like the parameters."""
     held = {
         name: {key: _empty_like(value, parameters.get(name)) for key, value in values.items()}
         for name, values in saved["state"].items()
@@ -389,10 +427,10 @@ def _empty_like(described: Any, parameter: Tensor | None) -> Any:
 
 
 def lay_out_state(optimizer: Optimizer) -> None:
-    """Bring an optimizer's state to its parameters' devices, strides and 64 bits; call it after state was loaded.
+    """Convert a loaded optimizer state to the device, strides and float64 dtype of the parameters.
 
-    Files hold contiguous tensors. torch's fused implementations pair a parameter with its state by place in memory, so
-    the state of a transposed or channels_last parameter would step other elements than its own.
+    Checkpoints hold contiguous tensors. Torch's fused optimizers pair a parameter and its state by memory offset.
+    For a transposed or channels_last parameter, contiguous state would therefore update the wrong elements.
     """
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
@@ -411,7 +449,7 @@ def lay_out_state(optimizer: Optimizer) -> None:
 
 
 def _differ_in_strides(one: Tensor, other: Tensor) -> bool:
-    """Compare the strides of two plain tensors or two shards; False for other kinds, such as quantized state."""
+    """Return True if two plain tensors or two shards have different strides, False for other tensor types."""
     parts = [local_part(one.detach()), local_part(other.detach())]
     is_plain = all(type(part) is Tensor and part.layout is torch.strided for part in parts)
     is_alike = hasattr(one, "to_local") == hasattr(other, "to_local")
@@ -419,7 +457,7 @@ def _differ_in_strides(one: Tensor, other: Tensor) -> bool:
 
 
 def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner: str = "The optimizer") -> None:
-    """Compare the parameters of each group with those that were saved."""
+    """Raise a `CheckpointError` if parameter groups contain other parameter names than the saved groups."""
     there = [list(group["params"]) for group in saved["param_groups"]]
     if [sorted(group) for group in here] == [sorted(group) for group in there]:
         return
@@ -432,13 +470,13 @@ def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner:
 
 
 def class_chosen(item: Any) -> str | None:
-    """The name of the class that a user chose for an optimizer or a scheduler."""
+    """Return the class name of the user's optimizer or scheduler, or None if DeepSpeed or drivetrain created it."""
     while (package := type(item).__module__.partition(".")[0]) == "deepspeed" and hasattr(item, "optimizer"):
         item = item.optimizer
     return None if package in ("deepspeed", "drivetrain") else type(item).__name__
 
 
-# `ModelState`: the state of a prepared model and its optimizers, under the names of the bare single-process model
+# State dicts of a prepared model and its optimizers, by the names of the unwrapped model
 
 
 StateDict = dict[str, Any]
@@ -446,12 +484,12 @@ HeldAs = Literal["whole", "shards", "parts"]
 
 
 class ModelState:
-    """The state of models that each process holds whole.
+    """Saving and loading of model and optimizer state, if each process holds the whole model.
 
     Attributes:
-        held_as: `"whole"` if every process holds models whole; `"shards"` if parameters are DTensors, which checkpoints
-            are read into; `"parts"` if the strategy puts state together from several processes or devices.
-        strategy: The strategy whose models these are.
+        held_as: `"whole"` if each process holds the whole model. `"shards"` if parameters are DTensors that
+            checkpoints are loaded into. `"parts"` if the strategy assembles state from several processes or devices.
+        strategy: The strategy that prepared the models.
     """
 
     held_as: HeldAs = "whole"
@@ -464,13 +502,16 @@ class ModelState:
         _refuse_old_names(cls, _OLD_STATE)
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return parameters and buffers under their canonical names; call it on all processes.
+        """Return the model's parameters and buffers by the names of the unwrapped model. A collective call.
 
         Args:
-            model: What `prepare` returned.
-            full: Return plain tensors on the CPU, whole, on rank 0 alone, and an empty dict elsewhere; else what a
-                checkpoint is written from: on each process its part, or the whole.
-            everywhere: With `full`, return them on every process that holds the model whole.
+            model: The model that `prepare` returned.
+            full: Return whole tensors on the CPU on rank 0, and an empty dict elsewhere. By default, return the tensors
+                that this process writes to a checkpoint, which may be shards.
+            everywhere: With `full`, return whole tensors on every process that holds the whole model.
+
+        Returns:
+            A dict from name to tensor. Without `full`, it may contain a module's extra state.
         """
         state = self.strategy.unwrap(model).state_dict() if not full or self._returns(everywhere) else {}
         # A module's extra state may be anything.
@@ -478,44 +519,63 @@ class ModelState:
         return {name: value.detach().cpu() for name, value in tensors} if full else state
 
     def _returns(self, everywhere: bool) -> bool:
-        """Whether this process is one that whole tensors are returned on."""
         return self.strategy.topology.rank == 0 or (everywhere and self.held_as == "whole")
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """An optimizer's state by canonical parameter name, and its groups."""
+        """Return an optimizer's state by parameter name, together with its parameter groups.
+
+        Args:
+            model: The model that `prepare` returned.
+            optimizer: An optimizer over the model's parameters.
+        """
         return named_optimizer_state(self.strategy.unwrap(model), optimizer)
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Load what `model` returned under any strategy."""
+        """Load a model state dict that `model()` returned under any strategy.
+
+        Args:
+            model: The model that `prepare` returned.
+            state: The state dict.
+            strict: Raise if the names in the state dict and in the model differ.
+
+        Returns:
+            The missing and unexpected keys, as `Module.load_state_dict` returns them.
+        """
         return self.strategy.unwrap(model).load_state_dict(state, strict=strict)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Load what `optimizer` returned under any strategy."""
+        """Load an optimizer state that `optimizer()` returned under any strategy.
+
+        Args:
+            model: The model that `prepare` returned.
+            optimizer: An optimizer over the model's parameters.
+            state: The optimizer state by parameter name.
+        """
         restore_optimizer_state(self.strategy.unwrap(model), optimizer, state)
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters by name, or this process's shards of them: what is written to them is what the model computes.
+        """Return the model's parameters, or this process's shards of them, as a dict by name for writing in place.
 
-        What was gathered for a forward is freed, so that the next one sees what was written. Call it again after
-        others of them were set to be trained.
+        Parameters gathered for a forward pass are freed first, so that the next forward pass uses the written values.
+        Call it again after `requires_grad` has changed on any parameter.
         """
         return dict(self.strategy.unwrap(model).named_parameters())
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
-        """How many elements the whole of a parameter has, wherever they are, and whether any process trains it."""
+        """Return a parameter's element count over all shards, and True if any process trains the parameter."""
         return parameter.numel(), parameter.requires_grad
 
 
 def original_type(module: nn.Module) -> type[nn.Module]:
-    """Return the class that the user gave a module, which `fully_shard` replaces by one derived from it."""
+    """Return a module's class before `fully_shard` replaced it with a subclass."""
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed.fsdp"))
 
 
 def with_buffers_of_rank_0(model: nn.Module, state: StateDict) -> StateDict:
-    """A model's state with rank 0's buffers in it; call it on all processes.
+    """Replace the buffers in a model's state dict with those of rank 0, and return the dict. A collective call.
 
-    Buffers such as running means differ between processes until the next forward sends rank 0's to all, and a
-    checkpoint may take each tensor from another process.
+    Buffers such as running means differ between processes until DDP's next forward pass broadcasts them. A checkpoint
+    would otherwise mix the buffers of several ranks.
     """
     for name, _ in model.named_buffers():
         if name in state:
@@ -530,11 +590,11 @@ View = Literal["train", "manual", "evaluate"]
 
 
 class Given(NamedTuple):
-    """What the user gave a loop.
+    """A user's setting together with the argument that set it, for error messages.
 
     Attributes:
-        argument: Where it was given, such as `"Trainer(gradient_clip_val)"`.
-        value: Its value.
+        argument: The argument, such as `"Trainer(gradient_clip_val)"`.
+        value: The value.
     """
 
     argument: str
@@ -543,69 +603,75 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a loop was asked for that a strategy may refuse, or that its own configuration may give too."""
+    """Settings of a run that a strategy may reject, or that its own configuration may also set.
+
+    Attributes:
+        precision: The numeric precision.
+        gradient_accumulation_steps: Number of micro-batches in each optimizer step.
+        gradient_clipping: The clipping threshold, or None without clipping.
+    """
 
     precision: Precision
     gradient_accumulation_steps: Given
     gradient_clipping: Given | None = None
 
 
-# What few strategies can do: they inherit it beside `Strategy`, and are asked for it by their class
+# Optional abilities: a strategy inherits from one of these classes in addition to `Strategy`
 
 
 class SplitsSequences:
-    """A strategy whose processes share sequences."""
+    """Mixin for strategies that split each sequence over several processes."""
 
     def split_sequences(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
     ) -> AbstractContextManager[Any]:
-        """Return a context in which tensors are this process's part of themselves.
+        """Return a context in which tensors are replaced in place by this process's part of each sequence.
 
         Args:
-            buffers: Tensors that hold whole sequences, and this process's part of them in the context.
-            seq_dims: For each, which dimension is the sequence.
-            keep: Those that stay parts afterwards.
+            buffers: Tensors that contain whole sequences.
+            seq_dims: The sequence dimension of each tensor in `buffers`.
+            keep: Tensors that are not restored to whole sequences on exit.
         """
         raise NotImplementedError
 
 
 class JoinsUnevenInputs:
-    """A strategy whose processes may run out of batches before others."""
+    """Mixin for strategies whose processes may have different numbers of batches."""
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return a context in which they may.
+        """Return a context in which processes may have different numbers of batches.
 
         Args:
-            models: What `prepare` returned.
+            models: The models that `prepare` returned.
         """
         raise NotImplementedError
 
 
 class PlacesBatches:
-    """A strategy that brings batches onto the devices in a way of its own.
+    """Mixin for strategies with their own transfer of batches to devices.
 
     Attributes:
-        batch_placement: That way.
+        batch_placement: The object that transfers batches.
     """
 
     batch_placement: BatchPlacement
 
 
 class BatchPlacement:
-    """Brings batches onto the devices in a way of its own, for devices that compile a graph for each shape.
+    """Transfer of batches to devices that compile one graph for each input shape.
 
     Attributes:
-        fills_evaluation: Whether short batches are filled up in evaluations whose values include the padding, too.
+        fills_evaluation: True if short evaluation batches are padded even if the metrics then include the padding.
     """
 
     fills_evaluation: bool = False
 
     def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """What a loader calls with each batch."""
+        """Return the function that a data loader calls with each batch. `place` is the default device transfer."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """End the work on the last batch; called where an iteration over a loader ends."""
+        """Finish processing the last batch, at the end of an iteration over a data loader."""
         raise NotImplementedError
 
 
@@ -617,23 +683,22 @@ _OF_FEW: dict[str, type] = {
 
 
 class Strategy(ABC):
-    """Places one model on a set of processes and runs optimizer steps there.
+    """Base class for strategies: one model on one device, without communication between processes.
 
-    The base class is the whole behaviour of one process on one device; a strategy overrides what
-    differs. A new one is a subclass in a file of its own and a line in the registry, and a third
-    party adds its own with `register_strategy`. What is not about placing, running and stepping
-    belongs to three parts, which `setup` makes.
+    A subclass overrides the steps that differ, such as `prepare`, `view` or `optimizer_step`. Register it under a name
+    with `register_strategy`.
 
     Attributes:
-        name: The name that users write.
-        schedules_microbatches: Whether the strategy must see all micro-batches of a step at once, as a pipeline does.
-        needs_even_batches: Whether every process must run as many forwards, since they are collective: in evaluation
-            all see as many batches, and in training none may be left out.
-        repeats_steps: Whether gradients are plain tensors, and backwards within `view(model, "manual")` exchange
-            nothing: a step that ran out of memory is computed again, and then its gradients are averaged.
-        topology: This process's place among the others, and which processes count.
-        gradients: How gradients are reduced, held, scaled and clipped.
-        state: The state of models and optimizers, under the bare model's names.
+        name: The name that users pass as `strategy=`.
+        schedules_microbatches: True if the strategy needs all micro-batches of an optimizer step at once, as pipeline
+            parallelism does.
+        needs_even_batches: True if each forward pass is collective, so that all processes need the same number of
+            batches.
+        repeats_steps: True if a training step that ran out of memory can be run again. Gradients must be plain tensors,
+            and backward passes within `view(model, "manual")` must not communicate.
+        topology: The position of this process in the run.
+        gradients: Reduction, scaling and clipping of gradients.
+        state: Saving and loading of model and optimizer state.
     """
 
     name: ClassVar[str]
@@ -654,12 +719,12 @@ class Strategy(ABC):
             cls.__init__ = known_keywords(cls.__init__)  # type: ignore[method-assign]
 
     def setup(self, state: PartialState) -> None:
-        """Take this process's place, and make the three parts.
+        """Set up the strategy on this process: create `topology`, `gradients` and `state`.
 
-        What would keep the process group alive is released by a function that is given to `state.before_leaving`.
+        Pass a function to `state.before_leaving` to release objects that hold the process group alive.
 
         Args:
-            state: This process, its device and its peers.
+            state: The rank, the device and the process group.
 
         Raises:
             ConfigurationError: The strategy cannot run in this environment.
@@ -669,35 +734,36 @@ class Strategy(ABC):
         self.state = ModelState(self)
 
     def check(self, options: RunOptions) -> None:
-        """Refuse what cannot work with this strategy; called after `setup`, before anything is built.
+        """Raise if the strategy does not support the run's settings. Called after `setup`, before a model is prepared.
 
         Args:
-            options: What the loop was asked for.
+            options: The settings of the run.
 
         Raises:
-            ConfigurationError: Names what contradicts what, and what would work.
+            ConfigurationError: Two settings conflict. The message names a combination that works.
         """
 
-    # model
+    # Model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Context in which a model is best built."""
+        """Return a context manager for constructing the model, for example on the meta device."""
         return nullcontext()
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Bring a model's parameters onto the device and into the precision's dtype, together with its optimizers.
+        """Move a model to the device, convert it to the precision's dtype, and wrap it if the strategy needs a wrapper.
 
         Args:
-            model: The model as the user built it.
-            optimizers: The optimizers over its parameters; None for a model that is only evaluated.
-            precision: The number formats.
-            move: Whether to bring the model onto the device; not where its user places it by hand.
+            model: The user's model.
+            optimizers: The optimizers over the model's parameters, or None for a model that is only evaluated.
+            precision: The numeric precision.
+            move: Move the model to the device. False if the user places it.
 
         Returns:
             The module to call, and the optimizers to step.
         """
+        # Recorded before the move: optimizers must not hold parameters that moving or converting has replaced.
         before = dict(self.unwrap(model).named_parameters())
         converted = precision.convert(model)
         placed = move_model(converted, self.topology.device) if move else converted
@@ -705,7 +771,11 @@ class Strategy(ABC):
         return placed, list(optimizers or ())
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The user's own module inside whatever `prepare` wrapped around it."""
+        """Return the user's module without the wrappers that `prepare` added.
+
+        Args:
+            model: The model that `prepare` returned.
+        """
         while True:
             if isinstance(model, StepModule):
                 model = model.task
@@ -715,12 +785,12 @@ class Strategy(ABC):
                 return model
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """The module to call in a stage of the run; call it on all processes as the stage begins.
+        """Return the module to call in a stage of the run. Called on all processes when the stage begins.
 
         Args:
-            model: What `prepare` returned.
-            stage: `"train"`; `"manual"` where the task runs backward within its training step; or `"evaluate"`, in
-                which no gradients need reducing, and for which every process is given the same model.
+            model: The model that `prepare` returned.
+            stage: `"train"`, `"manual"` if the task runs backward within its training step, or `"evaluate"`, which
+                needs no gradient reduction.
         """
         return model
 
@@ -731,15 +801,15 @@ class Strategy(ABC):
     ) -> list[Output]:
         """Run forward and backward over the micro-batches of one optimizer step.
 
-        Gradients are reduced over processes in the last one only.
+        Gradients are reduced across processes in the last micro-batch only.
 
         Args:
-            model: What `prepare` returned.
-            step_fn: Runs forward and backward on one micro-batch.
-            microbatches: The window of one step.
+            model: The model that `prepare` returned.
+            step_fn: Function that runs forward and backward on one micro-batch.
+            microbatches: All micro-batches of the optimizer step.
 
         Returns:
-            What `step_fn` returned for each.
+            The results of `step_fn`, one for each micro-batch.
         """
         if len(microbatches) == 1:
             return [step_fn(microbatches[0])]
@@ -749,38 +819,47 @@ class Strategy(ABC):
         return outputs
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss, scaled already.
+        """Compute the gradients of a loss.
 
         Args:
-            loss: The loss.
-            **kwargs: Those of `Tensor.backward`; `inputs` are the parameters that alone get gradients.
+            loss: The loss, already multiplied by the loss scale.
+            **kwargs: Arguments of `Tensor.backward`. `inputs` limits the backward pass to these parameters.
         """
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Step an optimizer. Returns False where the step was skipped on overflow."""
+        """Step an optimizer.
+
+        Args:
+            optimizer: The optimizer.
+            precision: The numeric precision, which may skip the step.
+            closure: Function that recomputes the loss, for optimizers such as L-BFGS.
+
+        Returns:
+            False if the step was skipped because gradients overflowed, else True.
+        """
         return precision.step(optimizer, closure)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
-# An optimizer in front of another one, whose groups, state and defaults it shows
+# Optimizer wrapper
 
 
 class OptimizerProxy(Optimizer):
-    """Shows the groups, the state and the defaults of `self.optimizer`, which a subclass provides, as its own.
+    """Base class for optimizer wrappers that share `param_groups`, `state` and `defaults` with `self.optimizer`.
 
-    A subclass does not call `Optimizer.__init__`, which would make groups of its own.
+    A subclass must not call `Optimizer.__init__`, which would create separate parameter groups.
     """
 
     optimizer: Optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's own groups."""
+        """Parameter groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -789,7 +868,7 @@ class OptimizerProxy(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The optimizer's own state."""
+        """State of the wrapped optimizer."""
         return self.optimizer.state
 
     @state.setter
@@ -798,7 +877,7 @@ class OptimizerProxy(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The optimizer's own defaults."""
+        """Default options of the wrapped optimizer."""
         return self.optimizer.defaults
 
     @defaults.setter
@@ -810,55 +889,55 @@ class OptimizerProxy(Optimizer):
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer, such as L-BFGS, cannot step without a closure."""
+    """Return True if an optimizer, such as L-BFGS, cannot step without a closure."""
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-# What few strategies are beside a strategy
+# Special kinds of strategies
 
 
 class Configured(Strategy):
-    """A strategy with configuration files of its own, one of which places what is prepared."""
+    """Base class for strategies with configuration files, one of which is selected for the next `prepare`."""
 
     def add_configuration(self, name: str, other: Strategy) -> None:
-        """Hold one more.
+        """Add a named configuration to the strategy.
 
         Args:
-            name: What it is selected by.
-            other: A strategy of the same kind, made but not set up, whose configuration it is.
+            name: The name for `select_configuration`.
+            other: A strategy of the same class that holds the configuration and was not set up.
 
         Raises:
-            ConfigurationError: It cannot run beside this one.
+            ConfigurationError: The two configurations cannot be used in one run.
         """
         raise NotImplementedError
 
     def select_configuration(self, name: str) -> None:
-        """Place what is prepared from now on by one of them; what has been prepared stays as it is."""
+        """Select the configuration for models prepared from now on. Models prepared earlier keep theirs."""
         raise NotImplementedError
 
     def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
-        """Return the configuration's precision; what was given if it decides none, or another one.
+        """Return the precision that the configuration sets, or the given precision if the configuration sets none.
 
         Args:
-            given: A precision or its name; None if none was given.
+            given: A precision or its name, or None.
         """
         raise NotImplementedError
 
     def accelerate_name(self, precision: Precision) -> str:
-        """Return the name of a precision under this strategy, as `mixed_precision` spells it."""
+        """Return a precision's name as the `mixed_precision` argument spells it."""
         raise NotImplementedError
 
 
 class StartsProcesses:
-    """A strategy that runs each verb of a Trainer in processes that are started for it, and computes nothing itself.
+    """Strategy that starts new processes for each call of a Trainer method such as `fit`.
 
     Attributes:
-        within: Makes the strategy of those processes.
+        within: Factory of the strategy that the started processes use.
         start_method: `"spawn"` or `"fork"`.
-        num_processes: How many; 0 until a Trainer has chosen.
-        kind: Name of the kind of device that they run on.
-        first_call: A function that each process calls before it unpickles the task, and its arguments; or None.
+        num_processes: Number of processes to start, 0 until a Trainer sets it.
+        kind: Name of the kind of device that the processes use.
+        first_call: A function and its arguments, called in each process before the task is unpickled, or None.
     """
 
     within: Callable[[], Strategy]
@@ -869,35 +948,35 @@ class StartsProcesses:
 
 
 class ReducingWrapper(nn.Module):
-    """A module around a model whose forward arranges how the next backward reduces gradients, as DDP's does."""
+    """Base class for model wrappers whose forward pass prepares gradient reduction for the next backward, like DDP."""
 
     def prepare_backward(self, loss: torch.Tensor) -> None:
-        """Arrange it for the backward of a loss that no forward of this module has computed."""
+        """Prepare gradient reduction for a loss that was not computed by the wrapper's forward pass."""
         raise NotImplementedError
 
     def zero_loss(self) -> torch.Tensor:
-        """Return a loss with the gradients of zero that peers wait for, for a batch that this process leaves out."""
+        """Return a loss with zero gradients, for a skipped batch whose gradients other processes wait for."""
         raise NotImplementedError
 
     def require_reduced(self) -> None:
-        """Raise if this process's backward has left out gradients that its peers wait for.
+        """Raise if this process's last backward pass left out gradients that other processes wait for.
 
-        Nothing is exchanged, so it may precede a collective that those peers would not meet.
+        No communication takes place, so it is safe before a collective call that the other processes cannot reach.
         """
         raise NotImplementedError
 
 
 def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractContextManager[Any]:
-    """Return the context without gradients that an evaluation runs in.
+    """Return `torch.inference_mode()` or `torch.no_grad()` for an evaluation.
 
-    Where a strategy puts a model together from parts, tensors that are made in inference mode cannot be recorded,
-    handed over or gathered.
+    Strategies that assemble the model from parts need `no_grad`. Inference tensors cannot be gathered or passed
+    between pipeline stages.
     """
     return torch.inference_mode() if inference_mode and strategy.state.held_as != "parts" else torch.no_grad()
 
 
 def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
-    """Return a context in which processes may run out of batches before others; None if it has no effect."""
+    """Return a context in which processes may have different numbers of batches, or None if none is needed."""
     if isinstance(strategy, JoinsUnevenInputs):
         return strategy.join(models)
     if strategy.needs_even_batches and strategy.topology.environment.is_distributed:
@@ -909,10 +988,9 @@ def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextMa
 
 
 def zero_loss(strategy: Strategy, task: nn.Module, model: nn.Module | None) -> torch.Tensor:
-    """Return a loss with gradients of zero, for a batch that a task leaves out while its peers wait for gradients.
+    """Return a loss with zero gradients, for a skipped batch of a task whose gradients other processes wait for.
 
-    Raises:
-        ConfigurationError: They wait for forwards, too.
+    Raises a `ConfigurationError` if the strategy also needs the same number of forward passes on all processes.
     """
     if strategy.needs_even_batches:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Strategies by name."""
+"""Registry of strategies by name."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import RunOptions, StartsProcesses, Strategy
 from drivetrain.strategies.ddp import DDP
 
-# One process on one device
+# Strategy for a single process
 
 
 class Single(Strategy):
-    """One process on one device: the base class as it is."""
+    """Strategy for one process on one device."""
 
     name = "single"
     repeats_steps = True
 
     def setup(self, state: PartialState) -> None:
-        """Take this process's place; there must be no peers."""
         environment = state.environment
         if environment.world_size > 1:
             raise ConfigurationError(
@@ -36,14 +35,13 @@ class Single(Strategy):
         super().setup(state)
 
 
-# What stands in a Trainer's own process for the strategy of the processes that it starts for each verb
+# Strategies that start processes for each Trainer method
 
 
 class Spawned(Single, StartsProcesses):
-    """Each verb of the Trainer runs in processes of its own, under another strategy, and they end with it.
+    """Placeholder in the main process for a strategy whose processes a Trainer starts for each call such as `fit`.
 
-    In the process of the Trainer itself nothing is computed: the weights stay as they were given, until a verb has
-    ended and those of its first process come back.
+    The main process computes nothing. It receives the weights of the first process when the call has ended.
     """
 
     def __init__(self, name: str, within: Callable[[], Strategy], start_method: str) -> None:
@@ -52,7 +50,6 @@ class Spawned(Single, StartsProcesses):
         self.num_processes, self.kind = 0, ""
 
     def setup(self, state: PartialState) -> None:
-        """Take this process's place, which only a Trainer gives it."""
         if not self.num_processes:
             raise ConfigurationError(
                 f"strategy={self.name!r} runs each verb of a Trainer in processes of its own, and an Accelerator has "
@@ -62,42 +59,41 @@ class Spawned(Single, StartsProcesses):
         super().setup(state)
 
     def check(self, options: RunOptions) -> None:
-        """Refuse what cannot work with the strategy of the processes."""
         self.within().check(options)
 
     @property
     def repeats_steps(self) -> bool:  # type: ignore[override]
-        """Whether the strategy of the processes does."""
+        """True if the strategy of the started processes can repeat a training step."""
         return self.within().repeats_steps
 
 
 _STRATEGIES: dict[str, Callable[[], Strategy]] = {}
 
-# How the processes start in which a Trainer runs DDP for one verb.
+# Names of strategies that start processes for each Trainer method, with the start method.
 _OF_A_VERB = {"ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
 
-# What people may call `Parallel`, which has no sizes to begin with.
+# Names that users try for `Parallel`, which is not registered because it needs sizes.
 _NEEDS_SIZES = ("parallel", "tp", "sp", "cp", "pp", "tensor_parallel", "context_parallel", "pipeline", "model_parallel")
 
 
 def register_strategy(name: str, factory: Callable[[], Strategy], *, replace: bool = False) -> None:
-    """Make a strategy available under a name.
+    """Register a strategy under a name, for use as `Trainer(strategy=name)`.
 
     Args:
-        name: What users will write, as in `Trainer(strategy=name)`.
-        factory: A `Strategy` class, or anything that makes one without arguments.
-        replace: Whether the name may be taken over.
+        name: The name.
+        factory: A `Strategy` class, or a function without arguments that returns a strategy.
+        replace: Replace a strategy that is already registered under the name.
 
     Raises:
-        ConfigurationError: The name is taken and `replace` is False.
+        ConfigurationError: The name is registered and `replace` is False.
     """
     if (name == "auto" or name in _STRATEGIES) and not replace:
         raise ConfigurationError(f"A strategy named {name!r} is registered already; pass replace=True to replace it.")
     _STRATEGIES[name] = factory
 
 
-# The strategies that are imported when they are asked for: their class, and the arguments that a name stands for.
-# A folder that is not there leaves its names out.
+# Classes that are imported on first use, since their modules are slow to import.
+# A class whose package folder is missing is not registered.
 _CLASSES = {
     "fsdp": "drivetrain.strategies.fsdp:FSDP",
     "deepspeed": "drivetrain.strategies.deepspeed:DeepSpeed",
@@ -121,7 +117,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def strategy_class(name: str) -> Any:
-    """Import the class of a strategy that is only imported when it is asked for."""
+    """Import and return the class of a strategy that is loaded on first use."""
     module, _, attribute = _CLASSES[name].partition(":")
     if find_spec(module) is None:
         raise ConfigurationError(
@@ -152,17 +148,18 @@ for _name, (_class, _arguments) in _VARIANTS.items():
 
 
 def available_strategies() -> list[str]:
-    """Every name that `resolve_strategy` takes."""
+    """Return the names of all registered strategies, including `"auto"`."""
     return ["auto", *_STRATEGIES]
 
 
 def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKind | None = None) -> Strategy:
-    """Turn a name into a strategy.
+    """Return the strategy for a name. A `Strategy` object is returned unchanged.
 
     Args:
-        spec: A registered name, `"auto"` (`"ddp"` among several processes, else `"single"`), or a `Strategy`.
-        environment: This process among its peers.
-        kind: The kind of device, which may need a strategy of its own: `"auto"` is then that one.
+        spec: A registered name, a `Strategy`, or `"auto"`, which selects `"ddp"` for several processes and `"single"`
+            for one.
+        environment: Rank and world size of this process.
+        kind: The kind of device. If it has strategies of its own, `"auto"` selects the first of them.
 
     Raises:
         ConfigurationError: No strategy has this name.
@@ -194,7 +191,7 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
 
 
 def started_by_verbs(spec: Any) -> Spawned | None:
-    """What stands for a strategy that runs in processes of a Trainer's verbs; None for any other.
+    """Return the placeholder strategy if `spec` starts processes for each Trainer method, else None.
 
     Args:
         spec: A registered name, `"auto"`, or a `Strategy`.
@@ -206,16 +203,16 @@ def started_by_verbs(spec: Any) -> Spawned | None:
 
 
 def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **options: Any) -> Strategy:
-    """Turn a name into a strategy where arguments that only DDP takes are given beside it.
+    """Return a DDP strategy with the given options, or the default strategy if there is one process.
 
     Args:
-        spec: `"auto"` or `"ddp"`; or a `DDP`, which takes `sync_batchnorm`.
-        environment: This process among its peers.
-        given: Those arguments as the user wrote them, for the message.
-        options: Of `DDP`; one process needs none of them.
+        spec: `"auto"`, `"ddp"`, or a `DDP` object if `sync_batchnorm` is the only option.
+        environment: Rank and world size of this process.
+        given: The options as the user wrote them, for error messages.
+        options: Arguments of `DDP`.
 
     Raises:
-        ConfigurationError: Another strategy was asked for.
+        ConfigurationError: `spec` is another strategy.
     """
     if isinstance(spec, DDP) and set(options) == {"sync_batchnorm"}:
         spec.sync_batchnorm = environment.is_distributed
@@ -227,11 +224,14 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
     return DDP(**options) if environment.is_distributed else resolve_strategy("auto", environment)
 
 
-# A strategy as a `DistributedType`, for scripts that ask
+# Ranks along the dimensions of a device mesh
 
 
 def grid_rank(strategy: Strategy, dimension: str) -> int:
-    """This process's index along one dimension of a grid of processes; without a grid all are replicas."""
+    """Return this process's index along a dimension of the strategy's device mesh.
+
+    Without a mesh, all processes lie along `dp_replicate`, and the index in other dimensions is 0.
+    """
     place = getattr(strategy, "place_in_mesh", None)
     if place is None:
         return strategy.topology.data_shard.index if dimension == "dp_replicate" else 0

@@ -1,4 +1,4 @@
-"""`StepModule`: what a Trainer gives a strategy to wrap."""
+"""Module that runs a task's steps through `forward`, so that wrappers such as DDP can hook into them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from torch import Tensor, nn
 from drivetrain.runtime.pytrees import recursively_apply
 
 ATTACHES_PRESENCE = "attaches_presence"
-"""Attribute of a step whose loss the module's `presence` takes part in already."""
+"""Attribute that marks a step function whose loss already depends on the module's `presence` parameter."""
 
 
 class StepModule(nn.Module):
-    """A module whose forward is whichever of its owner's steps it is handed.
+    """Module whose `forward` runs a step function of a task, such as `training_step`.
 
-    Wrappers such as DDP hook into `forward`; running `training_step` through this module lets them.
-
-    Called with anything but a step, it is the task's own forward, so that a loop after `fit` may call it as a model.
+    Wrappers such as DDP hook into `forward`, so a step that runs through this module takes part in gradient reduction.
+    If the first argument is not a function, the task's own `forward` runs.
 
     Args:
-        task: The module that the steps belong to.
-        partial_backwards: Whether one step may run several backwards, each over some of the parameters.
-        several_losses: Whether a step returns several losses, each for some of the parameters.
+        task: The module that owns the step functions.
+        partial_backwards: True if one step may run several backward passes, each over some of the parameters.
+        several_losses: True if a step returns several losses, each for some of the parameters.
 
     Attributes:
-        presence: A zero that a step's real losses are added to, where a strategy makes one: its reduced gradient is
-            above zero where any process had a real batch.
+        presence: A zero parameter that the loss of each real batch depends on, or None. Its reduced gradient is above
+            zero if any process had a real batch.
     """
 
     presence: nn.Parameter | None
@@ -39,7 +38,7 @@ class StepModule(nn.Module):
         self.register_parameter("presence", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step that is given first, with the other arguments; else the task's own forward."""
+        """Run the function given as first argument with the other arguments, or the task's `forward` otherwise."""
         is_step = args and callable(args[0]) and not isinstance(args[0], nn.Module)
         output = args[0](*args[1:], **kwargs) if is_step else self.task(*args, **kwargs)
         if self.presence is None or not torch.is_grad_enabled() or (is_step and hasattr(args[0], ATTACHES_PRESENCE)):

@@ -1,4 +1,4 @@
-"""Which modules are gathered and freed as one: the units that a model is sharded by."""
+"""Selection of the submodules that FSDP shards, gathers and frees as one unit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ALLOWED = (
 
 
 def units_of(model: nn.Module, wrap: Any, option: str = "wrap") -> list[nn.Module]:
-    """The modules inside a model that become units of their own, innermost first."""
+    """Return the submodules that `wrap` selects as units for sharding, innermost first."""
     chosen = _chosen(model, wrap, option)
     wanted = {id(module) for module in chosen if any(True for _ in module.parameters())}
     return [module for module in _innermost_first(model) if id(module) in wanted and has_forward(module)]
@@ -49,12 +49,12 @@ def _innermost_first(model: nn.Module) -> list[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called, unlike a `ModuleList`."""
+    """Return True if a module can be called, False for a container such as `ModuleList`."""
     return not (isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward)
 
 
 def _automatic(model: nn.Module) -> list[nn.Module]:
-    """What the model names itself, else what repeats; nothing in a model without either."""
+    """Return the modules of the classes in `_no_split_modules`, or the repeated blocks if the model names no class."""
     named = {
         name
         for module in model.modules()
@@ -66,10 +66,10 @@ def _automatic(model: nn.Module) -> list[nn.Module]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: members of a `ModuleList`, `ModuleDict` or `Sequential` whose class occurs more than once.
+    """Return the repeated blocks of a model, such as transformer layers.
 
-    A block has modules of its own inside, as a transformer layer has; a repeated `Linear` is none. Blocks within
-    blocks, such as the experts of a layer, belong to the outer ones.
+    A block is a member of a `ModuleList`, `ModuleDict` or `Sequential` in which its class occurs more than once. It has
+    submodules, so a repeated `Linear` does not count. Blocks inside another block, such as experts, are not returned.
     """
     found: list[nn.Module] = []
     inside: set[int] = set()
@@ -116,7 +116,7 @@ def _by_class(model: nn.Module, classes: list[Any], option: str) -> list[nn.Modu
 
 
 def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
-    """Modules with at least so many parameters that no unit further in has taken."""
+    """Return the modules with at least `least` parameters that are not in a smaller selected module."""
     if least < 1:
         raise ConfigurationError(f"{option}={least}: a unit needs at least 1 parameter.")
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -135,21 +135,23 @@ def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
 
 
 def classes_of(model: nn.Module) -> str:
-    """The classes of a model's modules and how many of each, as a sentence for errors."""
+    """Return a sentence for error messages that lists the classes of a model's submodules with their counts."""
     counts = Counter(type(module).__name__ for module in model.modules() if module is not model)
     listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common(20))
     return f"It has: {listed or 'no modules inside'}."
 
 
 def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
-    """Leave out the units that share a parameter with what is outside of them.
+    """Return the units that share no parameter with a module outside the unit.
 
-    A parameter can be gathered by one unit alone, so one that is used in two belongs to the unit around both.
+    Only one unit can gather a parameter. A tied parameter therefore belongs to the unit around both of its users.
     """
     left = list(units)
     while True:
         owner = _owners(model, left)
         shared = {id(unit) for units_here in owner.values() if len(units_here) > 1 for unit in units_here}
+        # Repeated until stable: removing a unit gives its parameters a new owner, which may share them with another
+        # unit.
         kept = [unit for unit in left if id(unit) not in shared]
         if len(kept) == len(left):
             return kept
@@ -162,7 +164,7 @@ def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[
 
 
 def _owners(model: nn.Module, units: list[nn.Module]) -> dict[int, list[nn.Module]]:
-    """For each parameter the units, or the model, that hold it outside of units further in."""
+    """Return for each parameter's `id` the innermost units, or the model, that hold the parameter."""
     marked = {id(unit) for unit in units}
     owners: dict[int, list[nn.Module]] = {}
     seen: set[tuple[int, int]] = set()

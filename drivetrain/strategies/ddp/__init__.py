@@ -1,4 +1,4 @@
-"""Data parallelism: a copy of the model on every process (Li et al., 2020, https://arxiv.org/abs/2006.15704)."""
+"""Distributed data parallelism (Li et al., 2020, https://arxiv.org/abs/2006.15704)."""
 
 from drivetrain.strategies.ddp.strategy import DDP
 

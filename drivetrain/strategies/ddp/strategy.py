@@ -1,4 +1,4 @@
-"""A copy of the model on every process, gradients averaged (Li et al., 2020, https://arxiv.org/abs/2006.15704)."""
+"""Data parallelism with averaged gradients (Li et al., 2020, https://arxiv.org/abs/2006.15704)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from drivetrain.strategies.ddp.wrapper import BROADCAST_BUFFERS, Copies, Distrib
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.step_module import StepModule
 
-# Gradient compression for DDP: what is sent instead of the 32-bit gradients
+# Gradient compression
 
 
 COMMUNICATION_HOOKS = ("fp16", "bf16", "powersgd", "batched_powersgd")
@@ -45,9 +45,9 @@ COMMUNICATION_WRAPPERS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Reduce a bucket in bfloat16.
+    """All-reduce a gradient bucket in bfloat16, and return a future of the averaged bucket.
 
-    Torch's own `bf16_compress_hook` asks for NCCL and so raises on gloo, which reduces bfloat16 well (torch 2.13).
+    Torch's `bf16_compress_hook` requires NCCL and raises on gloo, although gloo can reduce bfloat16 (torch 2.13).
     """
     group = group or dist.group.WORLD
     compressed = bucket.buffer().to(torch.bfloat16).div_(group.size())
@@ -65,7 +65,7 @@ def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 def register_communication_hook(
     model: parallel.DistributedDataParallel, name: str, options: dict[str, Any], wrapper: str | None = None
 ) -> None:
-    """Register one of the hooks by name."""
+    """Register a gradient compression hook on a DDP module by the hook's name."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     state: Any = None
@@ -92,7 +92,7 @@ def register_communication_hook(
 
 
 class _Bucket:
-    """A bucket as torch's PowerSGD is to see it."""
+    """Gradient bucket with a replaced buffer and replaced gradients, passed to torch's PowerSGD hook."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
         self._bucket, self._buffer, self._gradients = bucket, buffer, gradients
@@ -110,16 +110,17 @@ class _Bucket:
 def _power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # slow to import
 
+    # PowerSGD cannot handle 0-dimensional gradients.
     gradients = [each if each.dim() else each.view(1) for each in bucket.gradients()]
     seen: Any = _Bucket(bucket, bucket.buffer(), gradients)
     return powerSGD_hook.powerSGD_hook(state, seen)
 
 
 def _batched_power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Compress a bucket as one square matrix.
+    """Compress a gradient bucket with PowerSGD as one square matrix.
 
-    Torch's own `batched_powerSGD_hook` fails at its first compression, since it orthogonalizes a batch of matrices and
-    gives it one (torch 2.13).
+    Torch's `batched_powerSGD_hook` fails at its first compression: it passes one matrix to a function that
+    orthogonalizes a batch of matrices (torch 2.13).
     """
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -137,7 +138,7 @@ def _batched_power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Te
 
 
 def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """A hook that is given its bucket in another format, and whose result is in the bucket's own."""
+    """Wrap a communication hook so that it receives its bucket in another dtype. The result has the bucket's dtype."""
 
     def compressed(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         own: torch.Tensor = bucket.buffer()
@@ -155,36 +156,37 @@ def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., A
 
 
 def register_function_hook(model: parallel.DistributedDataParallel, hook: Callable[..., Any], state: Any) -> None:
-    """Register a function `(state, bucket) -> Future` with its state.
+    """Register a function `(state, bucket) -> Future` as communication hook of a DDP module.
 
-    Torch compares a hook's annotations with its own classes, which those of a module with postponed annotations,
-    being strings, never equal; a lambda has none.
+    The lambda hides the function's annotations. Torch compares them with its classes, and under
+    `from __future__ import annotations` they are strings, which never match.
     """
     model.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
 
 
 class DDP(Strategy, JoinsUnevenInputs):
-    """A copy of the model on every process; gradients are averaged during backward.
+    """Distributed data parallelism: each process holds the whole model, and backward averages gradients.
 
     Args:
-        find_unused_parameters: Look in each forward for parameters that take no part in it. After ten steps in which
-            there was none on any process, or always the same, a warning names what the search costs; with `"auto"` the
-            search ends there, and a parameter that takes part for the first time later is an error.
-        static_graph: The same parameters are used in every step, which lets some take no part without a search, and
-            allows reentrant activation checkpointing.
+        find_unused_parameters: Search each forward pass for parameters that do not contribute to the loss. After ten
+            steps without a change, a warning reports the cost of the search. With `"auto"` the search ends then, and a
+            parameter that is first used later raises an error.
+        static_graph: Declare that every step uses the same parameters. Allows unused parameters without a search, and
+            reentrant activation checkpointing.
         bucket_cap_mb: Size of the gradient buckets, in MiB.
-        gradient_as_bucket_view: Let gradients be views of the buckets, which saves a copy and its memory.
-        broadcast_buffers: Send rank 0's buffers to all before each training forward.
-        comm_hook: `"fp16"`, `"bf16"`, `"powersgd"`, `"batched_powersgd"`, or a function `(state, bucket) -> Future`,
-            to send less.
-        comm_hook_options: Arguments of the PowerSGD state, or under `"state"` the state of a function.
-        comm_wrapper: `"fp16"` or `"bf16"`: the format that a `comm_hook` by name is given gradients in.
-        sync_batchnorm: Compute batch statistics over all processes (GPU only, as torch's is).
-        check_copies_every: Steps of an optimizer after which gradients and parameters are compared between processes;
-            also done before its first step and at each save. 0 leaves it out, as does a `comm_hook` that is a function.
+        gradient_as_bucket_view: Make gradients views of the buckets, which saves memory and a copy.
+        broadcast_buffers: Broadcast rank 0's buffers before each training forward pass.
+        comm_hook: Gradient compression: `"fp16"`, `"bf16"`, `"powersgd"`, `"batched_powersgd"`, or a function
+            `(state, bucket) -> Future`.
+        comm_hook_options: Arguments of `PowerSGDState`, or the state of a function as `{"state": state}`.
+        comm_wrapper: `"fp16"` or `"bf16"`, the dtype in which a named `comm_hook` receives gradients.
+        sync_batchnorm: Compute batch normalization statistics over all processes. Needs GPUs.
+        check_copies_every: Number of optimizer steps between comparisons of gradients and parameters across processes.
+            They are also compared before the first step and when a checkpoint is saved. 0 disables the comparison, and
+            so does a `comm_hook` that is a function.
 
     Raises:
-        ConfigurationError: An option cannot be.
+        ConfigurationError: An option is invalid, or two options conflict.
     """
 
     name = "ddp"
@@ -234,7 +236,6 @@ class DDP(Strategy, JoinsUnevenInputs):
         self._copies = Copies(check_copies_every if comm_hook is None or isinstance(comm_hook, str) else 0)
 
     def setup(self, state: PartialState) -> None:
-        """Take this process's place among its peers."""
         super().setup(state)
         self.gradients = ReducedGradients(self._copies)
         self.state = CopiedState(self, self._copies)
@@ -247,7 +248,6 @@ class DDP(Strategy, JoinsUnevenInputs):
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Place a model and wrap it; one that is not trained, or has no peers, stays bare."""
         model, prepared = super().prepare(model, optimizers, precision, move)
         trainable = optimizers is not None and any(parameter.requires_grad for parameter in model.parameters())
         if not (self.topology.environment.is_distributed and trainable):
@@ -281,24 +281,19 @@ class DDP(Strategy, JoinsUnevenInputs):
         return wrapped, prepared
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The user's own module."""
         bare = super().unwrap(model)
         while isinstance(bare, DistributedDataParallel):
             bare = super().unwrap(bare.module)
         return bare
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """The DDP module; the one inside where nothing is reduced by its forward.
-
-        In evaluation processes may have different numbers of batches, so nothing is exchanged. Where the task runs
-        backward within its step, DDP's forward would prepare for it too early.
-        """
         if not isinstance(model, DistributedDataParallel):
             return model
         if stage == "evaluate" and self.wrapper_options.get(BROADCAST_BUFFERS, True):
             # Each process's batch statistics are those of its own last batch; rank 0's are what the next training
             # step and a checkpoint take.
             broadcast(list(self.unwrap(model).buffers()))
+        # A task that runs backward itself must bypass DDP's forward, which would prepare the reduction too early.
         inner: nn.Module = model.module
         return model if stage == "train" else inner
 
@@ -307,7 +302,6 @@ class DDP(Strategy, JoinsUnevenInputs):
     def forward_backward(
         self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
     ) -> list[Output]:
-        """Run forward and backward over a window; raise before peers wait for gradients that are not computed."""
         outputs = super().forward_backward(model, step_fn, microbatches)
         if isinstance(model, DistributedDataParallel):
             model.require_reduced()
@@ -316,7 +310,6 @@ class DDP(Strategy, JoinsUnevenInputs):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Step an optimizer, once all of its gradients are known to be reduced."""
         for wrapped in self._copies.held_by(optimizer).wrapped:
             wrapped.require_reduced()
         if not self._copies.must_compare(optimizer):
@@ -328,7 +321,7 @@ class DDP(Strategy, JoinsUnevenInputs):
 
     @property
     def repeats_steps(self) -> bool:  # type: ignore[override]
-        """Whether nothing is exchanged before the gradients are averaged."""
+        """True if a training step can be run again, because nothing is communicated before gradients are averaged."""
         return self.comm_hook is None and not self.sync_batchnorm
 
     @contextmanager
@@ -338,14 +331,13 @@ class DDP(Strategy, JoinsUnevenInputs):
             yield
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        """Let processes that ran out of batches shadow the collectives of the others, by torch's `Join`."""
         return self._shadowing(models)
 
     def _release(self) -> None:
-        """Free the reducers, also of modules that the user still holds.
+        """Free the reducers of all wrapped modules, including modules that the user still holds.
 
-        A reducer that is destroyed after its process group waits for gloo's thread while holding the GIL,
-        which that thread needs: about one two-process run in 40 hung at exit so (torch 2.13).
+        A reducer destroyed after its process group waits for gloo's thread while holding the GIL, which that thread
+        needs. About one two-process run in 40 hung at exit because of this (torch 2.13).
         """
         for wrapped in self._copies.wrapped:
             for name in ("reducer", "logger", "_search", "agree"):
@@ -369,7 +361,7 @@ def _refuse_hooks(hook: Any, options: dict[str, Any] | None, wrapper: str | None
 
 
 def _agreement(state: PartialState) -> Callable[[str], None]:
-    """A function that raises on all processes if it is not called with the same text on each."""
+    """Return a function that raises on all processes if its argument differs between them."""
     registry = state.registry()
     registry["trained_by"] = number = registry.get("trained_by", 0) + 1
     store = PrefixStore(f"trained/{number}", state.store or group_store())
@@ -379,17 +371,15 @@ def _agreement(state: PartialState) -> Callable[[str], None]:
 
 
 class ReducedGradients(Gradients):
-    """Gradients that backward averages over processes, bucket by bucket."""
+    """Gradients that DDP averages over processes bucket by bucket during backward."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average what an optimizer has beside the wrapped modules."""
         self._copies.average_beside(optimizers)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Skip the averaging of gradients in a context."""
         if not isinstance(model, DistributedDataParallel):
             return nullcontext()
         if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
@@ -400,14 +390,13 @@ class ReducedGradients(Gradients):
 
 
 class CopiedState(ModelState):
-    """The state of a model that every process has a copy of."""
+    """Model and optimizer state of DDP, where each process holds the whole model."""
 
     def __init__(self, strategy: Strategy, copies: Copies) -> None:
         super().__init__(strategy)
         self._copies = copies
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Parameters, which are compared between processes, and rank 0's buffers."""
         if full or not self.strategy.topology.environment.is_distributed:
             return super().model(model, full, everywhere)
         self._copies.compare_weights(model)

@@ -1,4 +1,4 @@
-"""Torch's DDP wrapper, with errors that name the parameters which took no part in a loss."""
+"""Torch's DDP wrapper, extended to follow changes of `requires_grad` and to name parameters in errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from drivetrain.runtime.logging import get_logger
 from drivetrain.strategies.base import ReducingWrapper, average_gradients, zero_loss_of
 from drivetrain.strategies.step_module import StepModule
 
-# Whether DDP's search for parameters that take no part in a loss finds any, what it costs, and the end of it
+# Search for unused parameters
 
 
 logger = get_logger(__name__)
@@ -36,9 +36,9 @@ _UNTIMED_STEPS = 2  # the first ones, in which buckets are rebuilt
 
 
 class UnusedSearch:
-    """Watches the search in the first steps, and warns once where a run does without it.
+    """Observer of DDP's search for unused parameters, which reports after the first steps if it is unnecessary.
 
-    Nothing is exchanged for it: the reducer sums over processes which parameters were used, for its own sake.
+    It needs no communication, since the reducer already sums the used parameters over all processes.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class UnusedSearch:
         self._found_here = False
 
     def search(self, forward_ended: Callable[[Any], Any], output: Any) -> Any:
-        """Run what searches the graph of an output, and time it."""
+        """Run and time DDP's post-forward function, which searches the autograd graph of `output`."""
         start = perf_counter()
         handled = forward_ended(output)
         self._searches.append(perf_counter() - start)
@@ -64,7 +64,7 @@ class UnusedSearch:
         return handled
 
     def note(self) -> bool:
-        """Take up what the last step used, as the next one begins; returns whether enough steps were seen."""
+        """Record the parameters that the previous step used. Returns True once enough steps were recorded."""
         if not self._searches:
             return False
         used = self._reducer._get_local_used_map()
@@ -75,7 +75,10 @@ class UnusedSearch:
         return len(self._searches) >= WATCHED_STEPS
 
     def never_used(self) -> list[int] | None:
-        """The places of the parameters that no process used in any step; None where processes or steps differed."""
+        """Return the indices of parameters that were unused in every step on all processes.
+
+        Returns None if the used parameters differed between processes or steps.
+        """
         assert self._fewest is not None
         assert self._most is not None
         fewest, most, everyone = self._fewest.tolist(), self._most.tolist(), dist.get_world_size()
@@ -84,7 +87,7 @@ class UnusedSearch:
         return [index for index, count in enumerate(most) if not count]
 
     def settle(self) -> list[int] | None:
-        """Decide, together with all processes, whether the search may end."""
+        """Return the indices of unused parameters if the search can end, else None. A collective call."""
         never = self.never_used()
         if never is None:
             return None
@@ -101,7 +104,7 @@ class UnusedSearch:
         return never
 
     def finish(self) -> None:
-        """Warn where all parameters were used in each step, or where the same ones never were."""
+        """Warn if the search found no unused parameters, or the same ones in each step."""
         never = self.never_used()
         if never is None:
             return
@@ -130,7 +133,7 @@ class UnusedSearch:
         )
 
 
-# Torch 2.13 warns at the old name.
+# Torch 2.13 renamed the option and warns if the old name is used.
 BROADCAST_BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(parallel.DistributedDataParallel).parameters
@@ -143,15 +146,15 @@ _INDICES = re.compile(r"did not receive grad for rank \d+:((?: ?\d+)+)")
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper):
-    """Torch's, which follows what is trained, and names parameters in its errors.
+    """Torch's DDP module, which also follows changes of `requires_grad` and names parameters in errors.
 
-    Torch reduces what required gradients when it was built, and leaves the rest to each process. Here the reducer is
-    rebuilt where other parameters do.
+    Torch reduces the parameters that required gradients at construction, and ignores later changes. This class rebuilds
+    the reducer if other parameters require gradients.
 
     Attributes:
-        agree: Called with a description before the reducer is rebuilt; raises if other processes do not, too.
-        reducers_built: How many reducers there have been.
-        reduced: The parameters whose gradients are averaged, in the reducer's order.
+        agree: Function called with a description before the reducer is rebuilt. Raises if processes differ.
+        reducers_built: Number of reducers built so far.
+        reduced: Parameters whose gradients are averaged, in the reducer's order.
     """
 
     agree: Callable[[str], None] | None = None
@@ -173,9 +176,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self._unsynced: set[tuple[bool, ...]] = set()  # what micro-batches have trained since the last reduction
 
     def follow_trained(self) -> bool:
-        """Rebuild the reducer if other parameters require gradients than those that it reduces.
+        """Rebuild the reducer if `requires_grad` has changed on any parameter. Returns False if nothing is trainable.
 
-        Where DDP searches for unused parameters, frozen ones stay: they are found to be unused.
+        With a search for unused parameters, frozen parameters stay in the reducer, since the search finds them unused.
         """
         if list(map(_REQUIRES_GRAD, self._watched)) == self._trained:
             return True
@@ -210,18 +213,21 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
             self.watch_search(self._ends_search)
 
     def watch_search(self, ends: bool) -> None:
-        """Watch in the first steps whether the search for unused parameters finds any, and end it if it need not be."""
+        """Observe the search for unused parameters in the first steps. If `ends` is True, end an unnecessary search."""
         device = next(self.module.parameters()).device
         self._search = UnusedSearch(self.reducer, self._get_ddp_logging_data, self._names_of, device)
         self._ends_search, self._watches = ends, True
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let a function exchange the gradients of a bucket, as torch's does; also in reducers that are built later."""
+        """Register a communication hook on this reducer and on all later ones."""
         super().register_comm_hook(state, hook)
         self._hook = (state, hook)
 
     def register_with(self, register: Callable[[DistributedDataParallel], None]) -> None:
-        """Let a function register the hook of each reducer, whose state may depend on the buckets."""
+        """Call a function that registers a communication hook, now and after each rebuild of the reducer.
+
+        A new hook state is created each time, because the state may depend on the buckets.
+        """
         register(self)
         self._register = register
 
@@ -249,10 +255,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         return prepared
 
     def _end_search(self, never: Sequence[int]) -> None:
-        """Reduce from here on what is used in each step, without looking for what is not.
+        """End the search for unused parameters and exclude the unused ones from the reducer.
 
-        A parameter that is left out has no gradient, as in one process. One that a later loss does depend on is an
-        error: its gradient would stay this process's own.
+        An excluded parameter has no gradient. If a later loss depends on it, a hook raises an error, because its
+        gradient would not be averaged.
         """
         left_out = [self.reduced[place] for place in never]
         hooks = {id(each): partial(_refuse, name) for each, name in zip(left_out, self._named(left_out), strict=True)}
@@ -272,6 +278,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         del self.reducer, self.logger
         parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
         names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+        # Static mode must be set again on the new reducer, so it is off while the reducer is built.
         static, self.static_graph = self.static_graph, False
         self._has_rebuilt_buckets = False
         self._ddp_init_helper(parameters, sparse, names, static)
@@ -309,11 +316,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
             self.require_backward_grad_sync, self._idles = True, False
 
     def _reduces(self) -> bool:
-        """Whether the backward of the forward that runs exchanges gradients."""
+        """Return True if the current forward pass leads to a backward pass that reduces gradients."""
         return torch.is_grad_enabled() and self.require_backward_grad_sync and not torch.compiler.is_compiling()
 
     def prepare_backward(self, loss: Tensor) -> None:
-        """Let the reducer find the parameters that the coming backward uses, as torch's own forward would."""
+        """Prepare the reducer for the backward pass of a loss, as DDP's forward pass would."""
         if not self.require_backward_grad_sync:
             return
         if self.static_graph and not self._static_graph_delay_allreduce_enqueued:
@@ -324,16 +331,17 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self.reducer.prepare_for_backward([loss])
 
     def zero_loss(self) -> Tensor:
-        """A loss with gradients of zero; of no parameter at all where DDP looks for those that take no part.
+        """Return a zero loss over the reduced parameters, or over none if DDP searches for unused parameters.
 
-        A parameter that no process used has no gradient then, as in one process, rather than one of zero to decay by.
+        With the search, a parameter that no process used keeps no gradient. A zero gradient would apply weight decay to
+        it.
         """
         if self.find_unused_parameters:
             return torch.zeros((), device=self.reduced[0].device)
         return zero_loss_of(self.reduced)
 
     def require_reduced(self) -> None:
-        """Raise where the last backward has left out parameters, whose gradients the peers wait for."""
+        """Raise if the last backward pass left out parameters whose gradients other processes wait for."""
         reducer = self.__dict__.get("reducer")
         if reducer is None:  # the strategy has been torn down
             return
@@ -359,23 +367,23 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
 
     @property
     def has_own_hook(self) -> bool:
-        """Whether a user's function exchanges gradients, which may leave the copies different on purpose."""
+        """True if the user's own communication hook is registered, which may let the processes' parameters differ."""
         return self._hook is not None and self._register is None
 
     def covered(self) -> list[nn.Parameter]:
-        """The parameters that a backward averages, and those that the user has left to each process."""
+        """Return the parameters that DDP averages, and those explicitly excluded from averaging."""
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         left_out = self._left_out or ()
         named = dict(self.module.named_parameters())
         return [*self.reduced, *(named[each] for each in (*ignored, *left_out) if each in named)]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters by the names that the user's module has for them."""
+        """Return the names and parameters of the user's module."""
         module: nn.Module = self.module
         return list((module.task if isinstance(module, StepModule) else module).named_parameters())
 
     def _names_of(self, places: Sequence[int]) -> list[str]:
-        """The names that the user's module has for parameters, by their places in the reducer."""
+        """Return the names of parameters for their indices in the reducer."""
         return self._named(self.reduced[place] for place in places)
 
     def _named(self, parameters: Iterable[nn.Parameter]) -> list[str]:
@@ -402,7 +410,7 @@ def _refuse(name: str, gradient: Any) -> None:
     )
 
 
-# The copies of a model that the processes hold: what optimizers step of them, and whether they stay the same
+# Comparison of gradients and parameters between processes
 
 
 _TOLERANCE = 1e-5  # of the norm: machines that round differently are no fault
@@ -422,9 +430,9 @@ _ADVICE = {
 
 
 class DriftCheck:
-    """Compares gradients and parameters between processes: before the first step, then once in many steps.
+    """Comparison of gradients and parameters between processes, before the first step and then every `every` steps.
 
-    Of each tensor the norm and the sum are compared, in one all-reduce of a few numbers for each.
+    The norm and the sum of each tensor are compared with one all-reduce.
     """
 
     def __init__(self, every: int) -> None:
@@ -432,18 +440,18 @@ class DriftCheck:
         self._left: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def is_due(self, optimizer: Optimizer) -> bool:
-        """Count a step of an optimizer. Returns whether to compare before it."""
+        """Count an optimizer step. Returns True if tensors must be compared before it."""
         left = self._left.get(optimizer, 0)
         self._left[optimizer] = self.every - 1 if left <= 0 else left - 1
         return left <= 0
 
     def restart(self, optimizer: Optimizer) -> None:
-        """Compare before the next step of an optimizer, which trains other parameters from now on."""
+        """Request a comparison before the next step of an optimizer, because its parameters have changed."""
         self._left.pop(optimizer, None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which processes may take different numbers of steps, so that nothing is compared."""
+        """Disable comparisons in a context in which processes may take different numbers of steps."""
         every, self.every = self.every, 0
         try:
             yield
@@ -451,12 +459,13 @@ class DriftCheck:
             self.every = every
 
     def compare(self, named: Sequence[tuple[str, nn.Parameter]], gradients: bool = True) -> None:
-        """Compare parameters, and their gradients, between all processes."""
+        """Raise if the parameters, or their gradients, differ between processes. A collective call."""
         if not named:
             return
         compared = [parameter.grad for _, parameter in named] if gradients else []
         compared += [parameter.detach() for _, parameter in named]
         own = _prints(compared, named[0][1].device)
+        # One reduction gives both extremes: the minimum is the negative of the maximum of the negated values.
         most = reduce(torch.cat([own, -own]), "max")
         different = _differ(most[: len(own)], -most[len(own) :])
         if not bool(different.any()):
@@ -474,12 +483,12 @@ class DriftCheck:
 
 @dataclass
 class Held:
-    """What an optimizer holds of the wrapped modules.
+    """Wrapped modules and other parameters that an optimizer steps.
 
     Attributes:
-        found_at: How many parameters the optimizer and how many reducers the modules had when it was found.
-        wrapped: The modules whose parameters it holds.
-        beside: The parameters that no module reduces.
+        found_at: Number of the optimizer's parameters and of the modules' reducers when this record was made.
+        wrapped: The DDP modules whose parameters the optimizer holds.
+        beside: Parameters that no DDP module reduces.
     """
 
     found_at: tuple[int, int]
@@ -488,11 +497,11 @@ class Held:
 
 
 class Copies:
-    """The wrapped modules, of which every process has a copy, and the optimizers that step them.
+    """Registry of the DDP modules and of the optimizers that step their parameters.
 
     Attributes:
-        wrapped: The wrapped modules.
-        are_several: Whether there are other processes.
+        wrapped: The DDP modules.
+        are_several: True if there is more than one process.
     """
 
     def __init__(self, every: int) -> None:
@@ -503,17 +512,15 @@ class Copies:
         self.pause = self._check.paused
 
     def add(self, wrapped: DistributedDataParallel) -> None:
-        """Take a module that was wrapped."""
         self.wrapped.add(wrapped)
         self._held.clear()
 
     def clear(self) -> None:
-        """Let all modules go."""
         self.wrapped.clear()
         self._held.clear()
 
     def held_by(self, optimizer: Optimizer) -> Held:
-        """Find what an optimizer holds, again if it has other groups or a module another reducer."""
+        """Return the DDP modules and other parameters that an optimizer holds, from a cache if nothing has changed."""
         known = self._held.get(optimizer)
         reducers = 0
         for one in self.wrapped if known is None else known.wrapped:
@@ -532,21 +539,21 @@ class Copies:
         return known
 
     def average_beside(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average the gradients that no module's backward has: of groups and layers that were added later."""
+        """Average the gradients of optimizer parameters that no DDP module reduces, such as layers added later."""
         for optimizer in optimizers if self.are_several else ():
             held = self.held_by(optimizer)
             if held.beside and all(one.require_backward_grad_sync for one in held.wrapped):
                 average_gradients([parameter for parameter in held.beside if parameter.requires_grad])
 
     def must_compare(self, optimizer: Optimizer) -> bool:
-        """Count a step of an optimizer. Returns whether to compare before it."""
+        """Count an optimizer step. Returns True if its gradients and parameters must be compared before it."""
         if not (self.are_several and self._check.every and self._check.is_due(optimizer)):
             return False
         # Within no_sync, as of LocalSGD, copies differ on purpose.
         return all(one.require_backward_grad_sync and not one.has_own_hook for one in self.held_by(optimizer).wrapped)
 
     def compare(self, optimizer: Optimizer) -> None:
-        """Compare an optimizer's gradients and parameters between processes."""
+        """Raise if an optimizer's gradients or parameters differ between processes. A collective call."""
         held = self.held_by(optimizer)
         names = {id(parameter): name for one in held.wrapped for name, parameter in one.named()}
         compared = {id(parameter) for one in held.wrapped for parameter in one.reduced}
@@ -561,7 +568,7 @@ class Copies:
         )
 
     def compare_weights(self, model: nn.Module) -> None:
-        """Compare the parameters of a module between processes, which a checkpoint takes from any of them."""
+        """Raise if a DDP module's parameters differ between processes, before a checkpoint. A collective call."""
         if not (self._check.every and isinstance(model, DistributedDataParallel)):
             return
         if model.require_backward_grad_sync and not model.has_own_hook:
@@ -570,7 +577,7 @@ class Copies:
             self._check.compare(named, gradients=False)
 
     def comparing_once(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure after whose first run the gradients are compared."""
+        """Wrap an optimizer closure so that gradients are compared after its first run."""
         waits = [True]
 
         def run() -> Any:
@@ -584,7 +591,10 @@ class Copies:
 
 
 def _prints(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """The norm of each tensor, and its sum by the root of its size, so that the norm bounds both; -1 if it is None."""
+    """Return the norm and the scaled sum of each tensor as rows, or -1 for None.
+
+    The sum is divided by the root of the size, so that the norm is an upper bound (Cauchy-Schwarz).
+    """
     absent = torch.full((), -1.0, device=device)
     norms, sums, roots = [], [], []
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Builds DeepSpeed's compiled operators ahead of time: `python -m drivetrain.strategies.deepspeed.build_ops`."""
+"""Command that compiles DeepSpeed's operators ahead of time: `python -m drivetrain.strategies.deepspeed.build_ops`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain.strategies.deepspeed.ops import BUILDERS, SHARED_MEMORY, build, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build operators, or print which there are."""
+    """Compile operators, or print the compiled ones."""
     parser = argparse.ArgumentParser(description="Build DeepSpeed's compiled operators ahead of time.")
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BUILDERS)}; what helps on this machine if none")
     parser.add_argument("--status", action="store_true", help="only say which are built")

@@ -1,4 +1,4 @@
-"""DeepSpeed's own configuration: the user's, with what the loop was given filled in, and contradictions named."""
+"""DeepSpeed's configuration: filling of `"auto"` values, and checks for conflicts with the run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _LAUNCHER = (
 
 
 def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `DeepSpeed` that keys of a `deepspeed_config` mean."""
+    """Return the arguments of `DeepSpeed` for a `deepspeed_config`."""
     for key in given:
         if key not in KEYS:
             raise ConfigurationError(
@@ -105,7 +105,7 @@ def _truth(key: str, value: Any) -> bool:
 
 
 def require_deepspeed() -> None:
-    """Raise where the package is not installed."""
+    """Raise if the deepspeed package is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigurationError(
             "strategy='deepspeed' needs the package deepspeed, which is not installed. Install it: "
@@ -114,7 +114,7 @@ def require_deepspeed() -> None:
 
 
 def import_deepspeed(kind: str) -> Any:
-    """Import the package for a kind of device; it settles on one where it is first imported."""
+    """Import the deepspeed package for a kind of device, which it selects at its first import."""
     require_deepspeed()
     if "deepspeed" not in sys.modules:
         asked = os.environ.get("DS_ACCELERATOR")
@@ -141,12 +141,12 @@ def import_deepspeed(kind: str) -> Any:
 
 
 class DummyOptim(Optimizer):
-    """Stands for the optimizer that the DeepSpeed configuration defines under `"optimizer"`.
+    """Placeholder for the optimizer in the `"optimizer"` section of the DeepSpeed configuration.
 
-    What is given here fills the `"auto"` values there.
+    The arguments replace `"auto"` values in that section.
 
     Args:
-        params: The parameters, or groups of them.
+        params: The parameters or parameter groups.
         lr: Learning rate.
         weight_decay: Weight decay.
         **kwargs: Further values for `"auto"`, such as `betas`.
@@ -157,7 +157,7 @@ class DummyOptim(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **kwargs})
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Refuse: there is nothing to step."""
+        """Raise an error, since DeepSpeed's engine steps the real optimizer."""
         raise ConfigurationError(
             "DummyOptim only stands for the optimizer of a DeepSpeed configuration. Prepare it together with its model "
             "under strategy='deepspeed', and step what prepare returned.",
@@ -165,13 +165,14 @@ class DummyOptim(Optimizer):
 
 
 class DummyScheduler:
-    """Stands for the scheduler that the DeepSpeed configuration defines under `"scheduler"`, which the engine steps.
+    """Placeholder for the learning rate scheduler in the `"scheduler"` section of the DeepSpeed configuration.
 
     Args:
-        optimizer: The optimizer that it is for.
-        total_num_steps: Fills the `"auto"` of `total_num_steps`.
-        warmup_num_steps: Fills that of `warmup_num_steps`.
-        lr_scheduler_callable: Makes the scheduler from the engine's optimizer, where the configuration defines none.
+        optimizer: The optimizer whose learning rate is scheduled.
+        total_num_steps: Value for `total_num_steps` if that is `"auto"`.
+        warmup_num_steps: Value for `warmup_num_steps` if that is `"auto"`.
+        lr_scheduler_callable: Function that creates a scheduler from the engine's optimizer, if the configuration has
+            no `"scheduler"` section.
         **kwargs: Further values for `"auto"`.
     """
 
@@ -190,35 +191,35 @@ class DummyScheduler:
         _STANDING_IN[optimizer] = self
 
     def attach(self, scheduler: Any) -> None:
-        """Take the engine's scheduler, whose state and rates are this one's from now on."""
+        """Connect the placeholder to the engine's scheduler, whose state and learning rates it then returns."""
         self.scheduler = scheduler
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the engine steps its scheduler with each optimizer step."""
+        """Do nothing, since the engine steps its scheduler with each optimizer step."""
 
     def get_last_lr(self) -> list[float]:
-        """The learning rates of the last step."""
+        """Return the learning rates of the last step."""
         if self.scheduler is None:
             return [group["lr"] for group in self.optimizer.param_groups]
         rates: list[float] = self.scheduler.get_last_lr()
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """The engine's scheduler's state."""
+        """Return the state of the engine's scheduler."""
         return {} if self.scheduler is None else self.scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the engine's scheduler's state."""
+        """Load the state of the engine's scheduler."""
         if self.scheduler is not None and state:
             self.scheduler.load_state_dict(state)
 
 
 def standing_in_for(optimizer: Optimizer) -> DummyScheduler | None:
-    """The `DummyScheduler` that was made for an optimizer."""
+    """Return the `DummyScheduler` that was created for an optimizer, or None."""
     return _STANDING_IN.get(optimizer)
 
 
-# A registry: what was made for an optimizer that may be another's class, found again when it is prepared.
+# Placeholder schedulers by optimizer. `prepare` receives only the optimizer and finds its scheduler here.
 _STANDING_IN: WeakKeyDictionary[Optimizer, DummyScheduler] = WeakKeyDictionary()
 
 
@@ -237,7 +238,7 @@ _SECTIONS = {"bf16-true": "bf16", "fp16": "fp16", "fp16-true": "fp16"}
 
 
 def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
-    """A configuration as a dict of its own."""
+    """Return a DeepSpeed configuration, given as dict, path or JSON text, as a new dict."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -261,7 +262,7 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
 
 
 def _normalised(config: Config) -> Config:
-    """Bring older and other spellings of a precision's section to those that are read here."""
+    """Convert older spellings of the precision sections to the current ones."""
     if "bfloat16" in config:
         config.setdefault("bf16", config.pop("bfloat16"))
     for name in _PRECISIONS:
@@ -273,15 +274,15 @@ def _normalised(config: Config) -> Config:
 
 @dataclass
 class Known:
-    """What the loop, the model and the optimizer give, for `"auto"` and for contradictions.
+    """Known settings of the run, which replace `"auto"` values and must not conflict with the configuration.
 
     Attributes:
-        world_size: Processes.
-        precision: The number formats; None before they are known.
-        given: By the configuration's name, the argument of the same meaning, and its value.
-        optimizer: The user's optimizer; None before it is known.
-        scheduler: What stands for the configuration's scheduler.
-        model: The model; None before it is known.
+        world_size: Number of processes.
+        precision: The numeric precision, or None if not yet known.
+        given: Argument and value by the configuration key of the same meaning.
+        optimizer: The user's optimizer, or None if not yet known.
+        scheduler: The placeholder for the configuration's scheduler.
+        model: The model, or None if not yet known.
     """
 
     world_size: int
@@ -293,7 +294,7 @@ class Known:
 
 
 def complete(config: Config, known: Known) -> Config:
-    """Fill what is `"auto"` or missing, and refuse what contradicts the loop."""
+    """Fill in missing and `"auto"` values of a configuration, and raise if a value conflicts with the run."""
     done = copy.deepcopy(config)
     _fill_given(done, known)
     _fill_batch(done, known)
@@ -312,19 +313,19 @@ def complete(config: Config, known: Known) -> Config:
 
 
 def stage_of(config: Mapping[str, Any]) -> int | None:
-    """The ZeRO stage that a configuration names."""
+    """Return the ZeRO stage in a configuration."""
     found = config.get("zero_optimization", {}).get("stage")
     return None if found is None or found == AUTO else int(found)
 
 
 def precision_of(config: Mapping[str, Any]) -> str | None:
-    """Return the name of the precision that a configuration switches on; None if it decides none, or several."""
+    """Return the name of the precision that a configuration enables, or None unless there is exactly one."""
     switched = [meaning for section, meaning in _PRECISIONS.items() if config.get(section, {}).get("enabled") is True]
     return switched[0] if len(switched) == 1 else None
 
 
 def clipping_of(config: Mapping[str, Any]) -> float | None:
-    """The norm that a configuration clips to, if it does."""
+    """Return the gradient norm to which a configuration clips, or None."""
     found = config.get("gradient_clipping")
     return float(found) if isinstance(found, int | float) and found > 0 else None
 
@@ -345,7 +346,7 @@ def _fill_given(config: Config, known: Known) -> None:
 
 
 def _fill_batch(config: Config, known: Known) -> None:
-    """Batch sizes, which DeepSpeed only counts samples with; the loaders decide them."""
+    """Fill in batch sizes, which the data loaders set and DeepSpeed uses only for counting samples."""
     micro, whole = config.get("train_micro_batch_size_per_gpu"), config.get("train_batch_size")
     steps = config["gradient_accumulation_steps"]
     share = steps * known.world_size
@@ -436,7 +437,7 @@ def _fill_zero(zero: Config, known: Known) -> None:
 
 
 def _hidden_size(model: nn.Module | None) -> int | None:
-    """The width of a transformer, as the configuration of a Hugging Face model has it."""
+    """Return the hidden size in a Hugging Face model's configuration, or None."""
     config: Any = getattr(model, "config", None)
     for owner in (config, getattr(config, "text_config", None)):
         size = getattr(owner, "hidden_size", None) or max(getattr(owner, "hidden_sizes", None) or [0])
@@ -518,7 +519,7 @@ def build_config(
     general: Mapping[str, Any],
     zero_options: Mapping[str, Any],
 ) -> tuple[Config, int]:
-    """Put arguments into the user's configuration."""
+    """Merge the arguments of `DeepSpeed` into the user's configuration."""
     config = read_config(given)
     zero = config.setdefault("zero_optimization", {})
     _add(zero, "zero_optimization.stage", "stage", stage)
@@ -543,7 +544,7 @@ def build_config(
 
 
 def check_zero_options(config: Config) -> None:
-    """Refuse names in `zero_optimization` that the installed DeepSpeed does not have."""
+    """Raise if the installed DeepSpeed lacks a key of `zero_optimization`."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     fields = DeepSpeedZeroConfig.model_fields
@@ -557,13 +558,13 @@ def check_zero_options(config: Config) -> None:
 
 
 def uses_nvme(config: Config) -> bool:
-    """Whether anything is offloaded to NVMe."""
+    """Return True if parameters or optimizer state are offloaded to NVMe."""
     zero = config["zero_optimization"]
     return any(_device(zero.get(key)) == "nvme" for key in ("offload_optimizer", "offload_param"))
 
 
 def _add(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
-    """Put an argument's value into the configuration, unless that has another value."""
+    """Set a configuration value, or raise if the configuration has another value."""
     if value is None:
         return
     key = path.rpartition(".")[2]
@@ -604,7 +605,7 @@ def _device(section: Any) -> str:
 
 @dataclass
 class Settings:
-    """One configuration."""
+    """A DeepSpeed configuration with the options that belong to it."""
 
     config: Config
     stage: int
@@ -614,10 +615,10 @@ class Settings:
 
     @property
     def clipping(self) -> float | None:
-        """The norm that the configuration clips to, if it does."""
+        """Gradient norm to which the configuration clips, or None."""
         return clipping_of(self.config)
 
     @property
     def without_training(self) -> Config:
-        """The configuration of a model that is only evaluated."""
+        """Return the configuration for a model that is only evaluated."""
         return {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}

@@ -1,4 +1,4 @@
-"""Engines, their models' parameters by name, and the optimizers that loops see."""
+"""DeepSpeed engines of prepared models, their gradients, and the optimizers that training loops step."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _ELSEWHERE = 'use strategy="ddp" or "fsdp"'
 
 
 class Participation:
-    """Records which of an engine's parameters got a gradient since its last step.
+    """Record of the parameters that received a gradient since the engine's last step.
 
     Attributes:
-        left_out: By name, how many steps have left a parameter out.
+        left_out: Number of steps without a gradient by parameter name.
     """
 
     def __init__(self, layout: Layout, grouped: Mapping[str, nn.Parameter], device: torch.device) -> None:
@@ -50,7 +50,7 @@ class Participation:
         self._watch()
 
     def _watch(self) -> None:
-        """Add a hook to each parameter that has none; those that require no gradient cannot take one."""
+        """Add a gradient hook to each trainable parameter that has none."""
         for number, parameter in self._unwatched:
             if parameter.requires_grad:
                 watched: Any = parameter  # the method has no types
@@ -58,7 +58,7 @@ class Participation:
         self._unwatched = [(number, parameter) for number, parameter in self._unwatched if not parameter.requires_grad]
 
     def require_known(self) -> None:
-        """Raise if a parameter of the optimizer is to be trained that the engine does not hold."""
+        """Raise if a trainable parameter of the optimizer is not in the engine."""
         if self._unwatched:
             self._watch()
         found = [name for name, parameter in self._frozen_before.items() if parameter.requires_grad]
@@ -70,7 +70,7 @@ class Participation:
             )
 
     def unused(self) -> list[nn.Parameter]:
-        """Return the parameters without a gradient on any process since the last step, which is now. Collective."""
+        """Return the parameters without a gradient on any process, at the end of a step. A collective call."""
         seen = reduce(self._seen.to(self._device), "max").tolist()
         self._seen.zero_()
         used = [name for name, flag in zip(self._trained, seen, strict=True) if flag]
@@ -85,7 +85,7 @@ class Participation:
         return [self._trained[name] for name in idle]
 
     def _check_late(self, names: list[str]) -> None:
-        """Report parameters that the optimizer has not stepped as often as the others of their group."""
+        """Report parameters that were stepped less often than others in their group."""
         late = [name for name in names if self._layout.counts_steps(self._trained[name])]
         for name in names:
             del self.left_out[name]
@@ -106,25 +106,24 @@ class Participation:
 
     @property
     def never_stepped(self) -> set[str]:
-        """The names of parameters that no step has changed."""
+        """Return the names of parameters that no step has changed."""
         return {name for name, steps in self.left_out.items() if steps == self._steps}
 
     def resume(self, without_state: Iterable[str]) -> None:
-        """Take parameters that a checkpoint holds no optimizer state of as ones that no step has changed."""
+        """Mark parameters without optimizer state in a checkpoint as never stepped."""
         self._steps, self.left_out = 0, dict.fromkeys((name for name in without_state if name in self._trained), 0)
 
     def discard(self) -> None:
-        """Forget which parameters got a gradient."""
         self._seen.zero_()
 
     def destroy(self) -> None:
-        """Remove the hooks."""
+        """Remove the gradient hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 def names_of(parameters: Iterable[Tensor], model: nn.Module) -> list[str]:
-    """Return the names of those of the parameters that are the model's."""
+    """Return the names of the parameters that belong to the model."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     return [known[id(parameter)] for parameter in parameters if id(parameter) in known]
 
@@ -137,22 +136,22 @@ def _setter(flags: Tensor, number: int) -> Callable[[Tensor], None]:
 
 
 def listed(names: list[str], most: int = 8) -> str:
-    """Return names as one text, beyond `most` only how many more there are."""
+    """Return up to `most` names as text, followed by the number of further names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
 
 class TrainedModel:
-    """An engine with what belongs to it.
+    """A DeepSpeed engine with its gradient state.
 
     Attributes:
-        layout: Where the engine keeps gradients and states.
-        participation: Which parameters got a gradient since the last step.
-        holds_gradients: Whether a backward has run since the last step.
-        is_complete: Whether the gradients held are those of a window that has ended.
-        pending_scale: What they are still to be multiplied with, once they are complete.
-        forwards: The number of its last forward among those of all models; 0 where a backward has followed it.
-        clipped: Whether the gradients held have been clipped to the configuration's norm.
+        layout: Access to the engine's gradients and optimizer state.
+        participation: Record of the parameters that received a gradient since the last step.
+        holds_gradients: True if backward has run since the last step.
+        is_complete: True if the gradients belong to a finished accumulation window.
+        pending_scale: Factor by which the gradients are multiplied once the window is finished.
+        forwards: Number of the engine's last forward pass among all models, 0 once backward has followed.
+        clipped: True if the gradients were clipped to the configuration's norm.
     """
 
     def __init__(self, engine: Any, bare: nn.Module, groups: list[list[str]], settings: Settings) -> None:
@@ -175,11 +174,11 @@ class TrainedModel:
 
     @property
     def is_low_precision(self) -> bool:
-        """Whether beside the model's parameters there are 32-bit master weights."""
+        """True if the engine keeps float32 master weights next to low-precision parameters."""
         return bool(self.engine.bfloat16_enabled() or self.engine.fp16_enabled())
 
     def own(self, parameters: list[torch.Tensor]) -> list[nn.Parameter]:
-        """Those of the model's parameters that are meant, by themselves or by the flat tensors that they are in."""
+        """Return the model's parameters for a list of parameters or of the flat tensors that contain them."""
         found: dict[int, nn.Parameter] = {}
         for parameter in parameters:
             if id(parameter) in self._owned:
@@ -190,18 +189,18 @@ class TrainedModel:
         return [parameter for number, parameter in found.items() if number in trained]
 
     def all_trained(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer steps."""
+        """Return the parameters that the optimizer steps."""
         return [parameter for held in self._held.values() for parameter in held]
 
     def discard_gradients(self) -> None:
-        """Forget what has been accumulated."""
+        """Drop the accumulated gradients."""
         if self.holds_gradients:
             self.layout.discard()
             self.participation.discard()
             self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Record that no gradients are held."""
+        """Record that no gradients are accumulated."""
         self.holds_gradients = self.is_complete = self.clipped = False
         self.pending_scale = 1.0
 
@@ -209,7 +208,7 @@ class TrainedModel:
         return sum(len(group["params"]) for group in self.layout.inner.param_groups)
 
     def step(self) -> None:
-        """Step the engine; parameters that took no part in the losses stay as they are. Collective."""
+        """Step the engine without changing parameters that have no gradient. A collective call."""
         if len(self.layout.inner.param_groups) > len(self.groups) or self._count() > self._settled:
             _refuse_changed_groups()
         with self.layout.untouched(self.participation.unused()):
@@ -218,13 +217,14 @@ class TrainedModel:
         self.forget_gradients()
 
     def destroy(self) -> None:
-        """Leave the process group."""
+        """Remove the gradient hooks and destroy the engine."""
         self.participation.destroy()
+        # After the hooks are removed, a later engine of the model does not report gradients to this one.
         self.engine.destroy()
 
 
 class Engines:
-    """The engines of all prepared models, and which of them the next backward is for."""
+    """Registry of the engines of all prepared models."""
 
     def __init__(self) -> None:
         self._trained: list[TrainedModel] = []
@@ -234,30 +234,28 @@ class Engines:
         return iter(self._trained)
 
     def add(self, trained: TrainedModel) -> None:
-        """Take one more engine."""
         self._trained.append(trained)
 
     def forget(self, bare: nn.Module) -> None:
-        """Destroy the engine that a model had before: its hooks would see the new one's gradients too."""
+        """Destroy a model's earlier engine, whose hooks would otherwise receive the new engine's gradients."""
         for trained in [trained for trained in self._trained if trained.bare is bare]:
             trained.destroy()
             self._trained.remove(trained)
 
     def destroy(self) -> None:
-        """Destroy all engines."""
         for trained in self._trained:
             trained.destroy()
         self._trained.clear()
 
     def find(self, model: nn.Module) -> TrainedModel | None:
-        """The engine of a model, given as it was or as it was prepared; None where it has none."""
+        """Return the engine of a prepared or original model, or None."""
         for trained in self._trained:
             if model is trained.engine or model is trained.bare or model is trained.engine.module:
                 return trained
         return None
 
     def require(self, model: nn.Module) -> TrainedModel:
-        """The engine of a model."""
+        """Return the engine of a model, or raise if there is none."""
         trained = self.find(model)
         if trained is None:
             raise ConfigurationError(
@@ -266,7 +264,7 @@ class Engines:
         return trained
 
     def stepped_by(self, optimizer: Optimizer) -> TrainedModel:
-        """The engine that steps an optimizer."""
+        """Return the engine that steps an optimizer."""
         for trained in self._trained:
             if optimizer is trained.optimizer or optimizer is trained.layout.inner:
                 return trained
@@ -276,13 +274,13 @@ class Engines:
         )
 
     def record_forward(self, trained: TrainedModel) -> None:
-        """Record that a forward has run which a backward may follow."""
+        """Record a forward pass that a backward pass may follow."""
         if torch.is_grad_enabled():
             self._forwards += 1
             trained.forwards = self._forwards
 
     def take_part(self) -> list[TrainedModel]:
-        """The models whose forward has run since the last backward, in that order; the last one if none has."""
+        """Return the models with a forward pass since the last backward, in order, or else the most recent model."""
         trainable = [trained for trained in self._trained if trained.groups]
         ran = sorted((trained for trained in trainable if trained.forwards), key=lambda trained: trained.forwards)
         for trained in ran:
@@ -291,7 +289,10 @@ class Engines:
 
 
 class EngineOptimizer(OptimizerProxy):
-    """What loops step and clear; groups, options and state are those of the optimizer inside the engine."""
+    """Optimizer for training loops that steps a DeepSpeed engine.
+
+    Parameter groups, options and state are those of the optimizer inside the engine.
+    """
 
     def __init__(self, trained: TrainedModel) -> None:
         # Not Optimizer.__init__: groups, state and defaults are those of the optimizer inside.
@@ -299,13 +300,13 @@ class EngineOptimizer(OptimizerProxy):
 
     @property
     def optimizer(self) -> Optimizer:  # type: ignore[override]
-        """The optimizer that does the sums: the user's, or that of the configuration."""
+        """The innermost optimizer: the user's, or the one that the configuration defines."""
         trained: TrainedModel = self.trained
         return trained.layout.inner
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups, with the model's own parameters in them."""
+        """Parameter groups of the inner optimizer, with the model's parameters instead of flat tensors."""
         names = self.trained.groups
         parameters = self.trained.parameters
         return _Settled(
@@ -329,15 +330,14 @@ class EngineOptimizer(OptimizerProxy):
             setattr(self.optimizer, name, value)  # such as what schedulers note about steps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that are still held; after a step the engine has done so itself."""
+        """Drop accumulated gradients. After a step, the engine has already done so."""
         self.trained.discard_gradients()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step the engine."""
         self.trained.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the engine has its parameters from the start."""
+        """Raise an error, since an engine's parameters are fixed at construction."""
         given = param_group["params"]
         names = names_of([given] if isinstance(given, torch.Tensor) else given, self.trained.bare)
         raise ConfigurationError(
@@ -356,7 +356,7 @@ def _refuse_changed_groups(*_: Any) -> NoReturn:
 
 
 class _Settled(list[Any]):
-    """Groups, or parameters of one: what the engine has. Changing the list would change nothing, so it is refused."""
+    """Read-only list of parameter groups or parameters, because changing it would not change the engine."""
 
     append = extend = insert = remove = pop = clear = _refuse_changed_groups
     __iadd__ = __setitem__ = __delitem__ = _refuse_changed_groups
@@ -366,7 +366,7 @@ class _Settled(list[Any]):
 
 
 class _Group(dict[str, Any]):
-    """A parameter group: options are read from and written to the inner optimizer's group."""
+    """Parameter group whose options are read from and written to the inner optimizer's group."""
 
     def __init__(self, inner: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         super().__init__(inner, params=parameters)
@@ -392,7 +392,7 @@ class _Group(dict[str, Any]):
 
 
 def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
-    """The norm of the gradients of some parameters over all processes, a scalar; collective."""
+    """Return the gradient norm of some parameters over all processes, as a scalar tensor. A collective call."""
     layout = trained.layout
     gradients = layout.gradients(parameters)
     infinite = norm_type == float("inf")
@@ -407,18 +407,18 @@ def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_t
 
 
 def clip_to_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients of this norm down to `max_norm` at most, as `torch.nn.utils.clip_grad_norm_` does."""
+    """Scale gradients of the given norm down to `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     scale(trained, parameters, coefficient)
 
 
 def scale(trained: TrainedModel, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
-    """Multiply gradients."""
+    """Multiply an engine's gradients by a factor."""
     _change(trained, parameters, lambda gradients: torch._foreach_mul_(gradients, factor.to(gradients[0].device)))
 
 
 def clip_to_value(trained: TrainedModel, parameters: Sequence[nn.Parameter], value: float) -> None:
-    """Clamp every gradient to [-value, value]."""
+    """Clamp each gradient element to `[-value, value]`."""
     bound = value * trained.layout.loss_scale
 
     def clamp(gradients: list[Tensor]) -> None:
@@ -439,29 +439,25 @@ def _change(trained: TrainedModel, parameters: Sequence[nn.Parameter], change: C
 
 
 class EngineGradients(Gradients):
-    """Gradients that engines reduce and keep, whole or in parts."""
+    """Gradients that DeepSpeed engines reduce and store."""
 
     def __init__(self, engines: Engines, topology: Topology) -> None:
         self._engines, self._topology = engines, topology
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context whose backwards do not end an accumulation window."""
         trained = self._engines.find(model)
         return nullcontext() if trained is None else _within_window(trained.engine)
 
     def are_held(self, model: nn.Module) -> bool:
-        """Whether the engine of a model holds gradients that it has not stepped with."""
         trained = self._engines.find(model)
         return trained is not None and trained.holds_gradients
 
     def discard(self, model: nn.Module) -> None:
-        """Forget the gradients of a window that did not end."""
         trained = self._engines.find(model)
         if trained is not None:
             trained.discard_gradients()
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale gradients down to a total norm of at most `max_norm`; returns the norm over all processes before."""
         given = list(parameters)
         norms = []
         for trained in self._engines:
@@ -486,7 +482,6 @@ class EngineGradients(Gradients):
         bound: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        """Change gradients; those of a window once it is complete: until then DeepSpeed keeps them in many places."""
         trained = None if model is None else self._engines.find(model)
         if model is not None and trained is None:
             super().scale(parameters, factor, bound)
@@ -503,14 +498,14 @@ class EngineGradients(Gradients):
 
 
 def complete(trained: TrainedModel) -> None:
-    """Multiply an engine's gradients by what the end of their window has left to do, if the window has ended."""
+    """Apply the pending scale to an engine's gradients if their accumulation window is finished."""
     if trained.is_complete and trained.pending_scale != 1.0:
         scale(trained, trained.all_trained(), torch.tensor(trained.pending_scale))
         trained.pending_scale = 1.0
 
 
 def added_to(trained: TrainedModel) -> AbstractContextManager[None]:
-    """Return a context in which a backward adds to complete gradients, which DeepSpeed would forget."""
+    """Return a context in which backward adds to finished gradients, which DeepSpeed would overwrite."""
     if not trained.is_complete or trained.layout.adds_backwards:
         return nullcontext()
     if trained.layout.offloads:

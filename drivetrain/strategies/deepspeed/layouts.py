@@ -1,7 +1,7 @@
-"""Where an engine keeps gradients, master weights and optimizer state, for each of the ways in which it may.
+"""Access to an engine's gradients, master weights and optimizer state by the model's parameters.
 
-A layout gives access to them by the model's own parameters, whole or as this process's part. `key` is the name of an
-optimizer's state, such as `"exp_avg"`, or None for the master weight itself.
+Each layout is for one way in which DeepSpeed stores them. `key` is the name of an optimizer state such as
+`"exp_avg"`, or None for the master weight.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _COUNT_WITHOUT_USE = (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adad
 
 
 class Layout(ABC):
-    """How one engine keeps what belongs to its parameters.
+    """Base class for access to the gradients and optimizer state of one engine.
 
     Attributes:
-        replicated: Whether every process holds whole gradients, so that a norm is not summed over processes.
-        adds_backwards: Whether a second backward adds to gradients that are complete already.
-        offloads: Whether gradients are kept in the memory of the CPU.
+        replicated: True if each process holds full gradients, so that norms are not summed over processes.
+        adds_backwards: True if a second backward adds to finished gradients.
+        offloads: True if gradients are stored on the CPU.
     """
 
     replicated = offloads = False
@@ -46,39 +46,42 @@ class Layout(ABC):
 
     @property
     def loss_scale(self) -> float:
-        """What the gradients are multiplied by until the step."""
+        """Factor by which the gradients are scaled until the step."""
         return float(getattr(self.optimizer, "loss_scale", 1.0))
 
     @abstractmethod
     def gradients(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """This process's part of the reduced gradients; what is written into it counts once `commit` was called."""
+        """Return this process's part of the reduced gradients. Changes take effect after `commit`."""
 
     def commit(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor]) -> None:
-        """Make changes of what `gradients` returned count."""
+        """Store changes of the tensors that `gradients` returned in the engine."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Forget gradients that no step will be made with."""
+        """Drop accumulated gradients without a step."""
 
     @abstractmethod
     def read(self, parameter: Parameter, key: str | None = None) -> Tensor:
-        """A whole tensor in 32 bits, on every process; collective."""
+        """Return a full float32 tensor on every process. A collective call."""
 
     @abstractmethod
     def write(self, parameter: Parameter, value: Tensor, key: str | None = None) -> None:
-        """Take this process's part of a whole tensor."""
+        """Store this process's part of a full tensor."""
 
     @abstractmethod
     def holders(self) -> Iterator[tuple[Tensor, list[Parameter]]]:
-        """The tensors that the inner optimizer steps on this process, and the parameters in each."""
+        """Yield each tensor that the inner optimizer steps on this process, with the parameters in it."""
 
     def parts(self, parameter: Parameter) -> dict[str | None, Tensor]:
-        """What a step changes of a parameter on this process, as views: by state, master weight, and "" for itself."""
+        """Return views of this process's part of a parameter, keyed by state name.
+
+        The key is None for the master weight and `""` for the parameter itself.
+        """
         return {}
 
     @contextmanager
     def untouched(self, parameters: Sequence[Parameter]) -> Iterator[None]:
-        """Keep a step in the body from changing these parameters, their master weights and their state."""
+        """Keep a step within the context from changing the given parameters, their master weights and their state."""
         before = [{key: part.clone() for key, part in self.parts(parameter).items()} for parameter in parameters]
         yield
         for parameter, kept in zip(parameters, before, strict=True):
@@ -89,13 +92,13 @@ class Layout(ABC):
                     part.zero_()  # made in this step
 
     def finish_window(self) -> None:
-        """Complete the gradients of a window after its last backward."""
+        """Finish the gradients of an accumulation window after its last backward."""
 
     def finish_step(self) -> None:
-        """Forget gradients that DeepSpeed keeps after a step and would take for those of the next one."""
+        """Drop gradients that DeepSpeed keeps after a step and would add to those of the next step."""
 
     def counts_steps(self, parameter: Parameter) -> bool:
-        """Whether a parameter's update depends on a count of steps that its state shares with other parameters."""
+        """Return True if a parameter's update depends on a step count shared with other parameters."""
         if isinstance(self.inner, _COUNT_WITHOUT_USE) and not self.inner.defaults.get("lr_decay"):
             return False
         return any(
@@ -103,11 +106,11 @@ class Layout(ABC):
         )
 
     def is_trained(self, parameter: Parameter) -> bool:
-        """Whether the optimizer steps a parameter."""
+        """Return True if the optimizer steps the parameter."""
         return any(_is_in(parameter, held) for _, held in self.holders())
 
     def shared_state(self) -> dict[int, tuple[list[str], State]]:
-        """For each parameter, by id: the names of its tensor states, and its other state."""
+        """Return the names of tensor states and the other state for each parameter's `id`."""
         found: dict[int, tuple[list[str], State]] = {}
         for holder, held in self.holders():
             state = self.inner.state.get(holder, {})
@@ -119,7 +122,7 @@ class Layout(ABC):
         return found
 
     def make_state(self, states: dict[int, State]) -> None:
-        """Make room for what a checkpoint holds."""
+        """Allocate optimizer state for loading a checkpoint."""
         for holder, held in self.holders():
             saved = [states[id(parameter)] for parameter in held if id(parameter) in states]
             if not saved:
@@ -143,7 +146,7 @@ class Layout(ABC):
 
 
 class PlainLayout(Layout):
-    """Stage 0 in full precision: the model and the optimizer as they are, gradients all-reduced."""
+    """Layout of stage 0 in full precision: unchanged model and optimizer, all-reduced gradients."""
 
     replicated = True
 
@@ -182,7 +185,7 @@ class PlainLayout(Layout):
 
 
 class MasterLayout(PlainLayout):
-    """Stage 0 in low precision: beside each parameter a whole 32-bit one, on every process."""
+    """Layout of stage 0 in low precision: a full float32 copy of each parameter on every process."""
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
@@ -208,7 +211,7 @@ class MasterLayout(PlainLayout):
 
 
 class FlatLayout(Layout):
-    """Stages 1 and 2: the parameters of a group one after the other in one flat tensor, each process has a slice."""
+    """Layout of stages 1 and 2: each group is one flat tensor, of which each process holds a slice."""
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
@@ -286,7 +289,7 @@ class FlatLayout(Layout):
             mine.copy_(value.reshape(-1).narrow(0, address.start, address.numel))
 
     def _slice(self, parameter: Parameter, key: str | None) -> Tensor | None:
-        """This process's part of a parameter in the flat tensor, or of a state of it."""
+        """Return this process's part of a parameter or of its optimizer state, or None if it has no part."""
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
@@ -300,7 +303,7 @@ class FlatLayout(Layout):
 
 
 class PartitionedLayout(Layout):
-    """Stage 3: each process has a part of every parameter, gradient and state, and of nothing the whole."""
+    """Layout of stage 3: each process holds a part of every parameter, gradient and optimizer state."""
 
     def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
         super().__init__(engine, parameters)
@@ -357,7 +360,7 @@ class PartitionedLayout(Layout):
             parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]  # of zero_hpz_partition_size
 
     def _part(self, parameter: Parameter, key: str | None) -> tuple[Tensor, int]:
-        """Return this process's part of a parameter's master weight or state, and the number of its group."""
+        """Return this process's part of a parameter's master weight or state, and its group's index."""
         found: tuple[Tensor, int] = self.optimizer._get_fp32_opt_state_partition(
             parameter, release_swap_buffers=False, optim_state_key=key
         )
@@ -387,7 +390,7 @@ class PartitionedLayout(Layout):
 
 
 def layout_of(engine: Any, parameters: dict[str, Parameter]) -> Layout:
-    """The layout of an engine."""
+    """Return the layout for an engine."""
     stage = engine.zero_optimization_stage()
     if stage == 3:
         return PartitionedLayout(engine, parameters)

@@ -1,10 +1,10 @@
-"""DeepSpeed's compiled operators: which are built, which are being built or were left half built, and building them.
+"""DeepSpeed's compiled operators: building them, and detecting operators that are built or left half built.
 
-DeepSpeed compiles an operator where it is first used, which takes minutes, and waits for ever where a build was killed
-and left its lock. So operators that are not needed are not asked for, and a lock that no process holds is an error.
+DeepSpeed compiles an operator at its first use, which takes minutes. It waits forever for the lock of a build that
+was killed. Unneeded operators are therefore not requested, and a lock that no process holds is an error.
 
-    python -m drivetrain.strategies.deepspeed.build_ops            # build what helps on this machine
-    python -m drivetrain.strategies.deepspeed.build_ops --status   # only print what is there
+    python -m drivetrain.strategies.deepspeed.build_ops            # build the operators useful on this machine
+    python -m drivetrain.strategies.deepspeed.build_ops --status   # only print the built operators
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LONGEST_BUILD = 3600.0
 
 
 def build_root() -> Path:
-    """The folder in which torch builds extensions, one folder an operator."""
+    """Return the folder in which torch builds extensions, with one subfolder for each operator."""
     extension = importlib.import_module("torch.utils.cpp_extension")
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     if given:
@@ -56,13 +56,13 @@ def build_root() -> Path:
 
 
 def is_built(name: str) -> bool:
-    """Whether an operator is there and would be loaded at once."""
+    """Return True if an operator is compiled and can be loaded at once."""
     folder = build_root() / name
     return (folder / f"{name}.so").is_file() and not (folder / "lock").exists()
 
 
 def check_locks(names: Sequence[str]) -> None:
-    """Raise where DeepSpeed would wait for ever for a build that was killed."""
+    """Raise if DeepSpeed would wait forever for the lock of a build that was killed."""
     for name in names:
         lock = build_root() / name / "lock"
         if is_stale(lock):
@@ -74,7 +74,7 @@ def check_locks(names: Sequence[str]) -> None:
 
 
 def is_stale(lock: Path) -> bool:
-    """Whether a build's lock is there but no process holds it."""
+    """Return True if a build's lock file exists but no process holds it."""
     try:
         age = time.time() - lock.stat().st_mtime
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def is_stale(lock: Path) -> bool:
 
 
 def _is_open(path: Path) -> bool | None:
-    """Whether a process of this machine has a file open; None where that cannot be seen."""
+    """Return True if a process on this machine has the file open, or None if this cannot be determined."""
     processes = Path("/proc")
     if not (processes / "self" / "fd").is_dir():
         return None
@@ -107,7 +107,7 @@ def _is_open(path: Path) -> bool | None:
 
 @contextmanager
 def use_shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
-    """Decide whether DeepSpeed joins its processes by shared memory too; it would build the operator for that."""
+    """Enable or disable DeepSpeed's shared-memory communication in a context. DeepSpeed would compile it if enabled."""
     use = kind == "cpu" and (is_built(SHARED_MEMORY) if wanted is None else wanted)
     if use:
         check_locks([SHARED_MEMORY])
@@ -125,7 +125,7 @@ def use_shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
 
 
 def prefer_built_optimizer(section: dict[str, Any], kind: str, zero: dict[str, Any]) -> None:
-    """Let a configuration's Adam be torch's on the CPU, where DeepSpeed's own would be compiled first."""
+    """Select torch's Adam on the CPU in a configuration if DeepSpeed's Adam would have to be compiled."""
     if str(section.get("type", "")).lower() not in ("adam", "adamw") or section["params"].get("torch_adam"):
         return
     name = "cpu_adam" if isinstance(zero.get("offload_optimizer"), dict) else "fused_adam"
@@ -140,7 +140,7 @@ def prefer_built_optimizer(section: dict[str, Any], kind: str, zero: dict[str, A
 
 
 def require_async_io() -> None:
-    """Raise where offloading to NVMe cannot work."""
+    """Raise if offloading to NVMe cannot work on this machine."""
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder(BUILDERS["async_io"])
@@ -159,7 +159,7 @@ def require_async_io() -> None:
 
 
 def build(name: str, kind: str) -> None:
-    """Build one operator."""
+    """Compile one operator."""
     from deepspeed.accelerator import get_accelerator
 
     check_locks([name])
@@ -173,7 +173,7 @@ def build(name: str, kind: str) -> None:
 
 
 class _Adagrad(Optimizer):
-    """Stands for the class of an Adagrad while an engine is built around it."""
+    """Placeholder for the class of an Adagrad optimizer while an engine is built."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise NotImplementedError
@@ -181,10 +181,10 @@ class _Adagrad(Optimizer):
 
 @contextmanager
 def kept(optimizer: Optimizer) -> Iterator[None]:
-    """Let an engine that is built in the body keep the user's Adagrad.
+    """Make an engine that is built in the context keep the user's Adagrad optimizer.
 
-    DeepSpeed 0.19 would make another one over its flat tensors, with the defaults alone and all parameters in one
-    group: a schedule over the user's would change nothing, and a second group would break the engine.
+    DeepSpeed 0.19 would replace it with one that has default options and a single parameter group. Learning rate
+    schedules would then have no effect, and a second group would break the engine.
     """
     own: Any = type(optimizer)
     if not issubclass(own, torch.optim.Adagrad):
@@ -198,7 +198,7 @@ def kept(optimizer: Optimizer) -> Iterator[None]:
 
 
 def make_state(layout: Layout) -> None:
-    """Make the state of an Adagrad for the tensors that it steps in an engine."""
+    """Create the Adagrad state for the tensors that the optimizer steps in an engine."""
     optimizer = layout.inner
     if not isinstance(optimizer, torch.optim.Adagrad):
         return
@@ -214,7 +214,7 @@ def make_state(layout: Layout) -> None:
 
 
 class DeepSpeedGroup:
-    """DeepSpeed's own idea of the process group, laid over the group that this process is in already."""
+    """DeepSpeed's process group object, created on top of the existing process group."""
 
     # Of the process, not of a run: DeepSpeed keeps its group in variables of its modules.
     _joined: ClassVar[int] = 0
@@ -235,11 +235,11 @@ class DeepSpeedGroup:
 
     @staticmethod
     def forget_secondary_group() -> None:
-        """Let the next model make its own group for `zero_hpz_partition_size`: DeepSpeed asserts that there is none."""
+        """Delete the group for `zero_hpz_partition_size`, since DeepSpeed asserts that none exists for a new model."""
         importlib.import_module("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # type: ignore[attr-defined]
 
     def leave(self) -> None:
-        """Forget the process group, which is about to be destroyed, unless engines of another run are still in it."""
+        """Release the process group before it is destroyed, unless engines of another run still use it."""
         DeepSpeedGroup._joined -= 1
         if DeepSpeedGroup._joined:
             return
@@ -260,7 +260,7 @@ class DeepSpeedGroup:
 
 
 def refuse_other_device(environment: ProcessEnvironment, device: torch.device) -> None:
-    """Refuse a device other than that of this process's number on the machine, which DeepSpeed takes by itself."""
+    """Raise if the device's index is not the local rank, since DeepSpeed always uses the device of the local rank."""
     if device.index not in (None, environment.local_rank):
         raise ConfigurationError(
             f"DeepSpeed runs on the device of the process's number on the machine ({environment.local_rank}), not on "

@@ -1,7 +1,7 @@
-"""What DeepSpeed's engine writes (`mp_rank_00_model_states.pt`, `*_optim_states.pt`), read without executing anything.
+"""Reader for DeepSpeed's checkpoint files (`mp_rank_00_model_states.pt`, `*_optim_states.pt`) that executes no code.
 
-ZeRO keeps each group of parameters as one flat tensor of 32 bits, cut into as many parts as there are processes: at
-stages 1 and 2 the whole group, at stage 3 each parameter by itself. The states of an optimizer are cut the same way.
+ZeRO stores each parameter group as one flat float32 tensor, split over the processes. Stages 1 and 2 split the whole
+group, and stage 3 splits each parameter. Optimizer states are split in the same way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 
 class _Inert:
-    """Takes the place of DeepSpeed's own objects, of which nothing is needed."""
+    """Placeholder for unpickled DeepSpeed objects, whose contents are not needed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -42,7 +42,7 @@ _ALLOWED: list[Any] = [
 
 
 def deepspeed_folder(directory: str | os.PathLike[str], tag: str | None = None) -> Path | None:
-    """The folder of one of DeepSpeed's checkpoints; None where there is none."""
+    """Return the folder of a DeepSpeed checkpoint, or None if there is none."""
     root = Path(directory)
     latest = root / LATEST
     if tag is None and latest.is_file():
@@ -52,11 +52,11 @@ def deepspeed_folder(directory: str | os.PathLike[str], tag: str | None = None) 
 
 
 class DeepSpeedShards:
-    """One checkpoint of DeepSpeed's engine, of any stage of ZeRO and any number of processes.
+    """A checkpoint of DeepSpeed's engine, of any ZeRO stage and number of processes.
 
     Attributes:
-        folder: The same.
-        stage: The stage of ZeRO.
+        folder: The checkpoint's folder.
+        stage: The ZeRO stage.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,7 +74,7 @@ class DeepSpeedShards:
             )
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers, whole, in 32 bits where DeepSpeed keeps such, under the names of the bare model."""
+        """Return full parameters and buffers by the names of the unwrapped model. Master weights are float32."""
         first = self._models[0]
         found = {name: value for name, value in (first["module"] or {}).items() if isinstance(value, Tensor)}
         found = {name: value for name, value in found.items() if value.numel() or name in first["buffer_names"]}
@@ -87,7 +87,7 @@ class DeepSpeedShards:
         return {bare_name(name): value.float() if value.is_floating_point() else value for name, value in found.items()}
 
     def optimizer(self) -> dict[str, Any]:
-        """The state of the optimizer by names of parameters; at stage 0, where it has none, by positions."""
+        """Return the optimizer state by parameter name, or by index at stage 0, which stores no names."""
         if not self._states:
             return self._unspread()
         groups = [list(map(bare_name, shapes)) for shapes in self._shapes]
@@ -119,14 +119,14 @@ class DeepSpeedShards:
         return found
 
     def _whole_tensors(self, flats: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors by name, of flat ones by process and group."""
+        """Yield the name and the full tensor of each parameter, rebuilt from flat shards."""
         if self.stage == 3:
             return _partitioned(self._shapes, [torch.cat(of_rank) for of_rank in flats])
         merged = [torch.cat(parts) for parts in zip(*flats, strict=True)]
         return _concatenated(self._shapes, merged, self._states[0].get("param_alignment_paddings"))
 
     def _frozen(self) -> dict[str, Tensor]:
-        """The parameters that are not trained, which no optimizer holds."""
+        """Return the frozen parameters, which no optimizer holds, by name."""
         shapes = self._models[0].get("frozen_param_shapes") or {}
         parts = [model["frozen_param_fragments"] for model in self._models] if shapes else []
         return {
@@ -145,7 +145,7 @@ class DeepSpeedShards:
 
 
 def _concatenated(shapes: _Shapes, merged: Sequence[Tensor], paddings: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters that lie one after the other in the flat tensor of their group."""
+    """Yield the name and tensor of each parameter in a group's flat tensor."""
     for number, (group, flat) in enumerate(zip(shapes, merged, strict=True)):
         start = 0
         for position, (name, shape) in enumerate(group.items()):
@@ -155,7 +155,7 @@ def _concatenated(shapes: _Shapes, merged: Sequence[Tensor], paddings: Any) -> I
 
 
 def _partitioned(shapes: _Shapes, flats: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of each of which every process has a part, padded to equal sizes."""
+    """Yield the name and tensor of each parameter that is split over all processes with padding."""
     start = 0
     for group in shapes:
         for name, shape in group.items():
@@ -187,7 +187,7 @@ def _read(path: Path) -> Any:
 
 
 def read_deepspeed(folder: Path, read: Callable[[DeepSpeedShards], Any]) -> Any:
-    """Read something of a checkpoint, with an error that names it where its content is not as expected."""
+    """Read part of a checkpoint, and raise an error that names the checkpoint if its content is invalid."""
     try:
         return read(DeepSpeedShards(folder))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

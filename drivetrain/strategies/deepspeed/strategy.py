@@ -1,4 +1,4 @@
-"""`DeepSpeed`: a strategy whose engine is DeepSpeed's."""
+"""`DeepSpeed` strategy: trains models with DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -55,24 +55,25 @@ _ACCELERATE_NAMES = {"32": "no", "bf16-true": "bf16", "fp16-true": "fp16"}
 
 
 class DeepSpeed(Configured):
-    """ZeRO: optimizer state (stage 1), gradients (2) and parameters (3) are spread over the processes.
+    """ZeRO by the deepspeed package: shards optimizer state (stage 1), gradients (stage 2) and parameters (stage 3).
 
     Args:
-        stage: 0 to 3; that of `config` if None, else 2.
-        offload_optimizer: `"cpu"`, `"nvme"`, or DeepSpeed's section as a dict: where optimizer state is kept.
-        offload_param: The same for parameters, at stage 3.
+        stage: ZeRO stage from 0 to 3. None uses the stage in `config`, or else 2.
+        offload_optimizer: Where optimizer state is kept: `"cpu"`, `"nvme"`, or DeepSpeed's section as a dict.
+        offload_param: Where parameters are kept at stage 3, with the values of `offload_optimizer`.
         nvme_path: The folder for `"nvme"`.
-        gradient_clipping: Clip to this norm in each step; a Trainer's `gradient_clip_val` has the same meaning.
-        gradient_accumulation_steps: Micro-batches in a step, to be held against the loop's, which decides.
-        zero_init: Whether `init_context` takes parameters apart where they are made; at stage 3, if None.
+        gradient_clipping: Largest gradient norm in each step, like a Trainer's `gradient_clip_val`.
+        gradient_accumulation_steps: Number of micro-batches in each optimizer step. Must agree with the loop's number.
+        zero_init: Shard parameters at construction in `init_context`. None does so at stage 3.
         moe_layers: Names of module classes that ZeRO-3 gathers as a whole, such as mixtures of experts.
-        shared_memory: Whether processes on one machine's CPU also talk through DeepSpeed's shared-memory operator;
-            where it is built already, if None.
-        config: A whole DeepSpeed configuration: a dict, the path of a JSON file, or JSON text. `"auto"` is filled.
-        **zero_options: Further names of DeepSpeed's `zero_optimization` section, such as `overlap_comm`.
+        shared_memory: Use DeepSpeed's shared-memory operator between processes on one machine's CPU. None uses it if it
+            is already compiled.
+        config: A complete DeepSpeed configuration as a dict, the path of a JSON file, or JSON text. Values of `"auto"`
+            are filled in.
+        **zero_options: Further keys of DeepSpeed's `zero_optimization` section, such as `overlap_comm`.
 
     Raises:
-        ConfigurationError: Deepspeed is not installed, or options cannot be.
+        ConfigurationError: The deepspeed package is not installed, or an option is invalid.
     """
 
     name = "deepspeed"
@@ -115,29 +116,32 @@ class DeepSpeed(Configured):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DeepSpeed:
-        """Make the strategy that a `deepspeed_config` describes.
+        """Create a DeepSpeed strategy from a `deepspeed_config`.
 
         Args:
-            config: Its keys and values, as in a launcher's YAML.
+            config: The options by key, as in a launcher's YAML file.
+
+        Returns:
+            The strategy.
 
         Raises:
-            ConfigurationError: A key is unknown; the nearest one is named.
+            ConfigurationError: A key is unknown. The message names the most similar key.
         """
         return cls(**arguments_from(config))
 
     @property
     def config(self) -> configuration.Config:
-        """The configuration that places what is prepared next."""
+        """DeepSpeed configuration for the next `prepare`, as a dict."""
         return self.settings.config
 
     @property
     def stage(self) -> int:
-        """That configuration's stage of ZeRO."""
+        """ZeRO stage of the selected configuration."""
         return self.settings.stage
 
     @property
     def zero_init(self) -> bool:
-        """Whether `init_context` takes parameters apart where they are made."""
+        """True if `init_context` shards parameters at construction."""
         return self.settings.zero_init
 
     @property
@@ -148,7 +152,6 @@ class DeepSpeed(Configured):
     # processes
 
     def setup(self, state: PartialState) -> None:
-        """Let DeepSpeed join the process group that this process is in."""
         super().setup(state)
         topology = self.topology
         self.gradients = EngineGradients(self._engines, topology)
@@ -160,7 +163,6 @@ class DeepSpeed(Configured):
         self.check_settings(self.settings)
 
     def check(self, options: RunOptions) -> None:
-        """Refuse what DeepSpeed cannot compute in, or not on this device; what the loop was given fills `"auto"`."""
         precision, kind = options.precision, self.topology.kind
         if precision.name == "64":
             raise ConfigurationError(
@@ -187,7 +189,7 @@ class DeepSpeed(Configured):
             self.check_settings(settings)
 
     def check_settings(self, settings: Settings) -> None:
-        """Refuse a configuration that cannot work here, or not in the run's precision."""
+        """Raise if the selected configuration conflicts with the environment or the run's precision."""
         check_zero_options(settings.config)
         if uses_nvme(settings.config):
             ops.require_async_io()
@@ -215,7 +217,6 @@ class DeepSpeed(Configured):
         )
 
     def add_configuration(self, name: str, other: Strategy) -> None:
-        """Hold the configuration of another `DeepSpeed`, which has not been set up."""
         settings = getattr(other, "settings", None)
         if not isinstance(settings, Settings):
             raise ConfigurationError(f"{name!r} is {other!r}; beside {self!r} only a DeepSpeed can be.")
@@ -225,24 +226,20 @@ class DeepSpeed(Configured):
             self.needs_even_batches = True
 
     def select_configuration(self, name: str) -> None:
-        """Place what is prepared from now on by one of them."""
         self.settings = self._configurations[name]
 
     def choose_precision(self, given: str | Precision | None) -> str | Precision | None:
-        """Return the configuration's precision if none was given, or the same one by its other name."""
         own = configuration.precision_of(self.config)
         if own is None or given is None:
             return own or given
         return own if _ACCELERATE_NAMES.get(own) == resolve_precision(given).name else given
 
     def accelerate_name(self, precision: Precision) -> str:
-        """Return DeepSpeed's name of a precision."""
         return _ACCELERATE_NAMES.get(precision.name, precision.name)
 
     # model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """At stage 3, take parameters apart as soon as they are made, so that no process ever holds the whole model."""
         if not self.zero_init:
             return nullcontext()
         DeepSpeedGroup.forget_secondary_group()
@@ -250,7 +247,7 @@ class DeepSpeed(Configured):
         return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Place a model that is only evaluated; where it is partitioned, in an engine that gathers its parameters."""
+        """Place a model for evaluation. A partitioned model gets an engine that gathers its parameters."""
         if not any(is_partitioned(parameter) for parameter in model.parameters()):
             if not self.settings.shards_frozen:
                 return super().prepare(model, None, precision, move)[0]
@@ -266,7 +263,6 @@ class DeepSpeed(Configured):
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Build the engine of a model and its optimizer; a model without one is only placed."""
         if not optimizers:
             return self._place(model, precision, move), []
         if len(optimizers) > 1:
@@ -325,7 +321,7 @@ class DeepSpeed(Configured):
         return engine, scheduler
 
     def _mark_leaves(self, model: nn.Module) -> None:
-        """Let ZeRO-3 gather the named modules as a whole: which of a mixture's experts run differs by process."""
+        """Make ZeRO-3 gather the named modules as a whole, since processes may use different experts of a layer."""
         if not self.moe_layers or self.stage != 3:
             return
         classes = {type(module).__name__: type(module) for module in model.modules()}
@@ -343,7 +339,6 @@ class DeepSpeed(Configured):
         set_z3_leaf_modules(model, chosen)
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """The engine; in evaluation the module inside, whose own hooks gather what is partitioned."""
         if stage != "evaluate":
             return model
         # Batch statistics differ by each process's own batches; rank 0's are what a checkpoint takes.
@@ -352,14 +347,12 @@ class DeepSpeed(Configured):
         return model if trained is None else trained.engine.module
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The user's own module."""
         trained = self._engines.find(model)
         return trained.bare if trained is not None and model is trained.engine else super().unwrap(model)
 
     # one optimizer step
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Let the engine differentiate a loss whose share of the window has been taken into account already."""
         if kwargs.get("inputs") is not None:
             refuse_several_losses("A DeepSpeed engine runs one backward in a step, to all of its parameters.")
         unknown = sorted(set(kwargs) - {"retain_graph"})
@@ -401,7 +394,6 @@ class DeepSpeed(Configured):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Step the engine. Returns False where it skipped the step because of an overflow."""
         if closure is not None:
             _refuse_closure(optimizer)
         trained = self._engines.stepped_by(optimizer)
@@ -413,7 +405,6 @@ class DeepSpeed(Configured):
         return bool(trained.engine.was_step_applied())
 
     def _release(self) -> None:
-        """Release engines and DeepSpeed's groups."""
         self._engines.destroy()
         if self._group is not None:
             self._group.leave()
@@ -422,29 +413,29 @@ class DeepSpeed(Configured):
     # what only DeepSpeed has
 
     def engine_of(self, model: nn.Module) -> Any:
-        """The DeepSpeed engine of a prepared model."""
+        """Return the DeepSpeed engine of a prepared model."""
         return self._engines.require(model).engine
 
     def save_native(self, model: nn.Module, directory: str | os.PathLike[str], tag: str = "native") -> None:
-        """Write DeepSpeed's own checkpoint, each process its part; call it on all.
+        """Save a checkpoint in DeepSpeed's own format, to which each process writes its part. A collective call.
 
         Args:
             model: A prepared model.
-            directory: Where to.
-            tag: The name of the folder in it.
+            directory: The checkpoint directory.
+            tag: Name of the checkpoint's folder within the directory.
         """
         zero_state.save(self._engines.require(model), directory, tag)
 
     def load_native(self, model: nn.Module, directory: str | os.PathLike[str], tag: str | None = None) -> None:
-        """Read what `save_native` wrote, on as many processes; call it on all.
+        """Load a checkpoint that `save_native` wrote with the same number of processes. A collective call.
 
         Args:
             model: A prepared model.
-            directory: Where from.
-            tag: The name of the folder in it; the latest one if None.
+            directory: The checkpoint directory.
+            tag: Name of the checkpoint's folder. None selects the latest one.
 
         Raises:
-            CheckpointError: There is none, or another number of processes wrote it.
+            CheckpointError: There is no checkpoint, or another number of processes wrote it.
         """
         zero_state.load(self._engines.require(model), directory, tag, self.topology.environment.world_size)
 
@@ -465,14 +456,14 @@ def _refuse_closure(optimizer: Optimizer) -> NoReturn:
 
 
 def _make_contiguous(model: nn.Module) -> None:
-    """Lay out tensors of another memory format, such as channels_last, as the flat tensors of ZeRO need them."""
+    """Make tensors of other memory formats, such as channels_last, contiguous for ZeRO's flat tensors."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_contiguous():
             tensor.data = tensor.data.contiguous()
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    """Raise if a module was wrapped by `torch.compile`: ZeRO-3 cannot take apart the parameters of the wrapper."""
+    """Raise if a module was wrapped by `torch.compile`, whose parameters ZeRO-3 cannot partition."""
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod"):
             inner = type(module._orig_mod).__name__
@@ -484,7 +475,7 @@ def _refuse_compiled(model: nn.Module) -> None:
 
 
 def _refuse_several_dtypes(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Raise if parameters of several dtypes are trained: ZeRO keeps them in flat tensors of one."""
+    """Raise if trained parameters have several dtypes, since ZeRO concatenates them in flat tensors."""
     by_dtype: dict[torch.dtype, list[str]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -501,7 +492,7 @@ def _refuse_several_dtypes(optimizer: Optimizer, names: Mapping[int, str]) -> No
 
 
 def _refuse_frozen_groups(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Raise if a group has no trained parameter: ZeRO makes one flat tensor of those that are trained in each."""
+    """Raise if a parameter group is frozen, since ZeRO makes a flat tensor of each group's trained parameters."""
     for number, group in enumerate(optimizer.param_groups):
         if group["params"] and not any(parameter.requires_grad for parameter in group["params"]):
             held = listed([names.get(id(parameter), "?") for parameter in group["params"]], 4)
@@ -512,7 +503,7 @@ def _refuse_frozen_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Non
 
 
 def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """The names of the parameters in each group; DeepSpeed leaves empty groups out."""
+    """Return the parameter names of each non-empty group. DeepSpeed drops empty groups."""
     groups = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:

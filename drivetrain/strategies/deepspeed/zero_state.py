@@ -1,4 +1,4 @@
-"""The state of models that have an engine each; those without one are as in the base class."""
+"""State dicts of models with a DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Holder = Callable[[int], bool]
 
 
 def read_model(trained: TrainedModel, masters: bool, holder: Holder, whole: bool = False) -> State:
-    """All parameters and buffers; collective."""
+    """Return all parameters and buffers of a model by name. A collective call."""
     state: State = {}
     seen: dict[int, Tensor | None] = {}
     for number, (name, value) in enumerate(trained.bare.state_dict(keep_vars=True).items()):
@@ -57,12 +57,12 @@ def _read_parameter(trained: TrainedModel, parameter: nn.Parameter, masters: boo
 
 
 def _kept(value: Tensor, held: bool) -> Tensor:
-    """A tensor on the CPU, or what stands for it where a peer keeps it."""
+    """Return a tensor on the CPU, or a meta tensor if another process keeps the value."""
     return value.cpu() if held else torch.empty_like(value, device="meta")
 
 
 def write_model(trained: TrainedModel, state: State, strict: bool = True) -> Any:
-    """Load whole tensors by name; collective."""
+    """Load full tensors into a model by name. A collective call."""
     own = trained.bare.state_dict(keep_vars=True)
     partitioned = {name for name, value in own.items() if is_partitioned(value)}
     _check_shapes({name: own[name] for name in partitioned}, state)
@@ -98,7 +98,7 @@ def _check_shapes(parameters: dict[str, Any], state: State) -> None:
 
 
 def read_optimizer(trained: TrainedModel, holder: Holder) -> State:
-    """`{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`; collective."""
+    """Return an optimizer's state by parameter name, with its parameter groups. A collective call."""
     known = trained.layout.shared_state()
     untouched = trained.participation.never_stepped
     state: State = {}
@@ -115,7 +115,7 @@ def read_optimizer(trained: TrainedModel, holder: Holder) -> State:
 
 
 def write_optimizer(trained: TrainedModel, saved: State) -> None:
-    """Load what `read_optimizer`, or any other strategy, returned."""
+    """Load an optimizer state by parameter name, as any strategy returns it."""
     check_groups(trained.groups, saved)
     layout = trained.layout
     for group, options in zip(layout.inner.param_groups, saved["param_groups"], strict=True):
@@ -131,12 +131,12 @@ def write_optimizer(trained: TrainedModel, saved: State) -> None:
 
 
 def is_partitioned(value: Any) -> bool:
-    """Whether ZeRO-3 has taken a parameter apart."""
+    """Return True if ZeRO-3 has partitioned the parameter."""
     return hasattr(value, "ds_id")
 
 
 def gathered(parameter: nn.Parameter) -> Tensor:
-    """A whole copy of a parameter that is partitioned; collective."""
+    """Return a full copy of a partitioned parameter. A collective call."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]), torch.no_grad():
@@ -144,7 +144,7 @@ def gathered(parameter: nn.Parameter) -> Tensor:
 
 
 def _scatter(parameter: nn.Parameter, value: Tensor) -> None:
-    """Give every process its part of a whole value."""
+    """Store each process's part of a full tensor in a partitioned parameter."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
@@ -152,7 +152,7 @@ def _scatter(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 class ZeroState(ModelState):
-    """State that ZeRO spreads over processes, put together under the names of the bare model."""
+    """Model and optimizer state that ZeRO shards over processes, by the names of the unwrapped model."""
 
     held_as = "parts"
 
@@ -161,15 +161,14 @@ class ZeroState(ModelState):
         self._engines = engines
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
-        """As everywhere; of one that ZeRO-3 has partitioned, the size that DeepSpeed has noted."""
         elements, trained = super().describe(parameter)
         return getattr(parameter, "ds_numel", elements), trained
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Parameters and buffers; unless they are to be full, in 32 bits where DeepSpeed keeps such master weights.
+        """Return parameters and buffers by name, with float32 master weights unless `full` is set.
 
-        What has to be put together from all processes is kept by one of them each, and stands as a tensor on the meta
-        device on the others, so that no process ever holds all of it.
+        Each tensor gathered from all processes is kept by one of them and is a meta tensor on the others. No process
+        holds the whole state.
         """
         trained = self._engines.find(model)
         if trained is None:
@@ -180,7 +179,6 @@ class ZeroState(ModelState):
         return read_model(trained, masters=True, holder=self._holds)
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Refuse for a model with an engine, which keeps master weights and partitions of its own."""
         if self._engines.find(model) is None:
             return super().parameters_in_place(model)
         raise ConfigurationError(
@@ -189,22 +187,19 @@ class ZeroState(ModelState):
         )
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Load whole tensors by name into parameters and master weights."""
         trained = self._engines.find(model)
         if trained is None:
             return super().load_model(model, state, strict)
         return write_model(trained, state, strict)
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """An optimizer's state by canonical parameter name, put together from all processes as in `model`."""
         return read_optimizer(self._engines.stepped_by(optimizer), self._holds)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Give each process its part of what any strategy saved."""
         write_optimizer(self._engines.stepped_by(optimizer), state)
 
     def _holds(self, number: int) -> bool:
-        """Whether this process is the one that keeps a tensor which is put together for a checkpoint."""
+        """Return True if this process keeps a gathered tensor for the checkpoint."""
         return number % self.strategy.topology.environment.world_size == self.strategy.topology.rank
 
 
@@ -216,12 +211,12 @@ _OPTIMIZER = "*_optim_states.pt"
 
 
 def save(trained: TrainedModel, directory: str | os.PathLike[str], tag: str) -> None:
-    """Let the engine write its checkpoint; collective."""
+    """Save the engine's checkpoint in DeepSpeed's format. A collective call."""
     trained.engine.save_checkpoint(os.fspath(directory), tag=tag)
 
 
 def load(trained: TrainedModel, directory: str | os.PathLike[str], tag: str | None, world_size: int) -> None:
-    """Let the engine read its checkpoint; collective."""
+    """Load the engine's checkpoint in DeepSpeed's format. A collective call."""
     folder = folder_of(directory, tag)
     written = len(list(folder.glob(_OPTIMIZER)))
     if written not in (0, 1, world_size) or (written == 1 and world_size > 1 and trained.engine.zero_optimization()):
@@ -236,7 +231,7 @@ def load(trained: TrainedModel, directory: str | os.PathLike[str], tag: str | No
 
 
 def folder_of(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """The folder of one checkpoint: by tag, by the file that names the latest one, or the directory itself."""
+    """Return a checkpoint's folder: by tag, by the file that names the latest tag, or the directory itself."""
     found = deepspeed_folder(directory, tag)
     if found is None:
         raise CheckpointError(
@@ -246,7 +241,7 @@ def folder_of(directory: str | os.PathLike[str], tag: str | None = None) -> Path
 
 
 def whole_weights(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The weights in a DeepSpeed checkpoint in 32 bits, under the names of the model. Nothing in it is executed."""
+    """Return the float32 weights in a DeepSpeed checkpoint by name, without executing code from the files."""
     weights: dict[str, Tensor] = read_deepspeed(folder_of(directory), DeepSpeedShards.weights)
     if weights and all(name.startswith("task.") for name in weights):
         # A Trainer's engine holds the task in a module of its own.
@@ -264,7 +259,7 @@ def merge_native(
     overwrite: bool = False,
     progress: bool = False,
 ) -> list[str]:
-    """Write the weights in a DeepSpeed checkpoint as plain safetensors, in the files that `consolidate` writes."""
+    """Write the weights in a DeepSpeed checkpoint as safetensors files, as `consolidate` does."""
     target = parse_dtype(dtype)
     weights = weights_below(whole_weights(directory), module, os.fspath(directory))
     if target is not None:
@@ -273,7 +268,7 @@ def merge_native(
 
 
 class DeepSpeedFormat(CheckpointFormat):
-    """What DeepSpeed's engine has written itself: its weights are merged, and a folder within a checkpoint is read."""
+    """Checkpoint format of DeepSpeed's engine."""
 
     name = "deepspeed"
 
@@ -281,13 +276,13 @@ class DeepSpeedFormat(CheckpointFormat):
         return None if deepspeed_folder(source) is None else merge_native(source, *arguments, **options)
 
     def holds_engine(self, folder: str | os.PathLike[str]) -> bool:
-        """Return whether a local folder is that of an engine."""
+        """Return True if a local folder contains an engine's checkpoint."""
         return deepspeed_folder(folder) is not None
 
     def weights(self, folder: Path) -> dict[str, Tensor]:
-        """Return the whole weights in the folder of an engine."""
+        """Return the full weights in an engine's checkpoint folder by name."""
         return read_deepspeed(folder, DeepSpeedShards.weights)  # type: ignore[no-any-return]
 
     def optimizer(self, folder: Path) -> Any:
-        """Return the state of the optimizer in the folder of an engine."""
+        """Return the optimizer state in an engine's checkpoint folder."""
         return read_deepspeed(folder, DeepSpeedShards.optimizer)

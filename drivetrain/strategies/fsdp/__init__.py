@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism on torch's `fully_shard`: each process holds a part of every parameter."""
+"""Fully sharded data parallelism with torch's `fully_shard`: each process holds a shard of every parameter."""
 
 from drivetrain.strategies.fsdp.strategy import FSDP
 

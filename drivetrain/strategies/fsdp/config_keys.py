@@ -1,4 +1,4 @@
-"""The keys of an `fsdp_config`, of both versions, in the words of `FSDP`."""
+"""Conversion of an `fsdp_config` of version 1 or 2 into arguments of `FSDP`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WITHOUT_MEANING = {
 
 
 def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `FSDP` for an `fsdp_config`."""
+    """Return the arguments of `FSDP` for an `fsdp_config`."""
     given: dict[str, Any] = {}
     for key, value in config.items():
         short = str(key).removeprefix("fsdp_")
@@ -47,7 +47,7 @@ def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sharding(given: Mapping[str, Any]) -> dict[str, Any]:
-    """How much is sharded, and when it is freed; the strategy stands under `reshard_after_forward` in version 2."""
+    """Return the arguments for the sharding strategy. Version 2 stores the strategy under `reshard_after_forward`."""
     strategy = given.get("sharding_strategy")
     resharding = given.get("reshard_after_forward")
     if isinstance(resharding, str) and resharding.upper() in _STRATEGIES:
@@ -112,7 +112,7 @@ def _the_rest(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(key: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """One of some names, or its number from 1, as a launcher's command line asks for it."""
+    """Return the chosen name, given by name or by its number counted from 1."""
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= len(allowed):
         return allowed[value - 1]
     name = str(value).upper()

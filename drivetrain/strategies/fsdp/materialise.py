@@ -1,4 +1,4 @@
-"""Building a model without its values, and giving each process the values of its shards."""
+"""Construction of models on the meta device, and initialization of their shards."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from drivetrain.strategies.fsdp.sharding import local_slices, slots_of
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Put the parameters of modules that are built in the context on the meta device; buffers stay real.
+    """Create parameters on the meta device in a context, and buffers on their real device.
 
-    Buffers are small, and tables computed in a constructor could not be computed again.
+    Buffers are small, and tables computed in a constructor could not be recomputed.
     """
     register = nn.Module.register_parameter
 
@@ -41,12 +41,12 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """The same parameter without its values."""
+    """Return a copy of a parameter on the meta device."""
     return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
 def take_values(model: nn.Module, whole: Collection[nn.Parameter]) -> dict[tuple[int, str], Tensor]:
-    """Take the values out of a model; parameters that stay whole get memory for theirs."""
+    """Move a model's parameter values into a dict. Unsharded parameters get new memory, sharded ones none."""
     twins: dict[int, nn.Parameter] = {}
     values: dict[tuple[int, str], Tensor] = {}
     for module, name, parameter in slots_of(model):
@@ -59,7 +59,7 @@ def take_values(model: nn.Module, whole: Collection[nn.Parameter]) -> dict[tuple
 
 
 def _twin(parameter: nn.Parameter, sharded: bool) -> nn.Parameter:
-    """What stands in a parameter's place until it has its values: without memory where it will be sharded."""
+    """Return a placeholder for a parameter, on the meta device if it will be sharded."""
     if parameter.is_meta == sharded:
         return parameter
     if sharded:
@@ -68,9 +68,9 @@ def _twin(parameter: nn.Parameter, sharded: bool) -> nn.Parameter:
 
 
 class Materialiser:
-    """Gives the shards of a model their values, one parameter at a time, from rank 0.
+    """Fills a model's shards with rank 0's values, one parameter at a time.
 
-    No process holds more than one whole parameter at a time, beside what rank 0 had already.
+    Other processes hold at most one full parameter at a time.
     """
 
     def __init__(self, device: torch.device, rank: int, peers: bool) -> None:
@@ -78,7 +78,7 @@ class Materialiser:
         self._is_source = rank == 0
 
     def fill(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Fill one parameter, whole or this process's shard, with the source's value."""
+        """Fill a full parameter or this process's shard with rank 0's value."""
         if self._is_source:
             assert value is not None
             whole = value.detach().to(self._device, parameter.dtype).contiguous()
@@ -93,7 +93,6 @@ class Materialiser:
                 parameter.copy_(whole)
 
     def fill_all(self, model: nn.Module, values: Mapping[tuple[int, str], Tensor]) -> None:
-        """Fill all parameters of a model."""
         done: set[int] = set()
         for module, name, parameter in slots_of(model):
             if id(parameter) not in done:
@@ -101,7 +100,7 @@ class Materialiser:
                 self.fill(parameter, values.get((id(module), name)))
 
     def fill_buffers(self, model: nn.Module) -> None:
-        """Give all processes the source's buffers."""
+        """Broadcast rank 0's buffers to all processes."""
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is None:
@@ -118,7 +117,7 @@ class Materialiser:
                     buffer.copy_(sent)
 
     def initialise(self, model: nn.Module, random_state: Tensor | None) -> None:
-        """Fill what nothing has a value for by the modules' own initialisation, run on the source, module by module."""
+        """Initialize parameters without values by the modules' own methods, run on rank 0 module by module."""
         check_initialisable(model)
         after = torch.get_rng_state()
         if random_state is not None:
@@ -139,7 +138,7 @@ class Materialiser:
 
 
 def check_initialisable(model: nn.Module) -> None:
-    """Raise where a module with parameters does not define how they are initialised."""
+    """Raise if a module with parameters defines no initialization method."""
     unknown = sorted(
         {
             type(module).__name__
@@ -156,7 +155,7 @@ def check_initialisable(model: nn.Module) -> None:
 
 
 def _initialiser_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | None:
-    """What fills a module's own parameters: its own method, or its model's, in the names of torch and transformers."""
+    """Return the function that initializes a module's own parameters, or None."""
     for name in ("reset_parameters", "_reset_parameters"):
         method = getattr(module, name, None)
         if callable(method):
@@ -171,7 +170,7 @@ def _initialiser_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | 
 
 
 def _initial_values(module: nn.Module, model: nn.Module) -> Mapping[str, Tensor]:
-    """What a module's initialisation fills its own parameters with, on the CPU; the module is left as it was."""
+    """Return initial values for a module's own parameters on the CPU, without changing the module."""
     initialise = _initialiser_of(module, model)
     assert initialise is not None
     before = dict(module._parameters)
@@ -193,7 +192,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-    """Fill a model's parameters and buffers, whole or sharded, from files; only slices are read."""
+    """Load a model's parameters and buffers from files. Each process reads only the slices of its shards."""
     place = Path(path)
     wanted = tensors_by_names(model)
     if place.is_dir() and not ((place / _INDEX).exists() or (place / _SINGLE).exists()):
@@ -221,7 +220,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = 
 
 
 def tensors_by_names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Each parameter and saved buffer of a model with all of its names; tied ones have several."""
+    """Return each parameter and saved buffer of a model with all of its names."""
     names: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -230,7 +229,7 @@ def tensors_by_names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 
 def _files_of(place: Path) -> dict[str, Path]:
-    """Which file each tensor is in."""
+    """Return a dict from tensor name to the file that contains the tensor."""
     from safetensors import safe_open
 
     if place.is_dir():

@@ -1,4 +1,4 @@
-"""`ModelSharder`: which modules of a model are units, and where their values come from."""
+"""`ModelSharder`: selection of the units of a model, and their sharding."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _INITS = ("rank0", "meta")
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """What `FSDP` was asked for; see there."""
+    """The arguments of `FSDP`, which documents them."""
 
     wrap: Any = "auto"
     reshard_after_forward: bool | int | None = None
@@ -86,11 +86,10 @@ class FSDPOptions:
             raise ConfigurationError(f"compile must be True, False or a dict of options, got {self.compile!r}.")
 
     def compile_options(self) -> dict[str, Any]:
-        """Arguments of `torch.compile`."""
         return dict(self.compile) if isinstance(self.compile, dict) else {}
 
     def changed(self) -> str:
-        """The options that are not as by default, as they would be written."""
+        """Return the non-default options as Python arguments, for `repr`."""
         return ", ".join(
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
@@ -102,11 +101,11 @@ class FSDPOptions:
 
 
 class GradientAveraging:
-    """Averages the gradients of whole parameters over the processes, as DDP would.
+    """Averages the gradients of unsharded parameters over all processes.
 
     Attributes:
-        enabled: Whether backward averages; not within an accumulation window.
-        watched: The `id` of the parameters whose gradients are averaged.
+        enabled: True if backward averages gradients, False within an accumulation window.
+        watched: The `id` of each parameter whose gradients are averaged.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -116,7 +115,7 @@ class GradientAveraging:
         self.watched: set[int] = set()
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average a parameter's gradient each time that a backward has finished it, also if it is frozen at first."""
+        """Average a parameter's gradient at the end of its accumulation in each backward, even if it is frozen now."""
         for parameter in parameters:
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 continue  # torch computes no gradients of it
@@ -137,7 +136,7 @@ class GradientAveraging:
 
 
 def parameters_to_replicate(model: nn.Module, ignored: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Parameters that cannot be sharded, or shall not be."""
+    """Return the parameters that cannot be sharded or belong to ignored modules."""
     chosen = {parameter for module in ignored for parameter in module.parameters()}
     # A scalar has no dimension to shard.
     return chosen | {parameter for parameter in model.parameters() if parameter.dim() == 0}
@@ -147,11 +146,11 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class ModelSharder:
-    """Builds models without values and shards them.
+    """Builds models without values, and shards them.
 
     Attributes:
-        options: What was asked for.
-        averaging: Of each prepared model, what averages the gradients of the parameters that stay whole.
+        options: The arguments of `FSDP`.
+        averaging: Mapping from each prepared model to the object that averages its unsharded parameters' gradients.
     """
 
     def __init__(
@@ -168,7 +167,6 @@ class ModelSharder:
         self._random_state: torch.Tensor | None = None
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Build a model without values, but for rank 0 with `init="rank0"`; `prepare` fills them in."""
         if self.options.init == "meta" or self.options.weights is not None:
             return self._without_values()
         return nullcontext() if self._topology.environment.rank == 0 else parameters_on_meta()
@@ -181,7 +179,7 @@ class ModelSharder:
         torch.randint(2, ())  # so that a second model does not get the values of the first
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Shard a model, for evaluation too: it may not fit otherwise. `move` has no meaning: shards are placed."""
+        """Shard a model and return it. Models for evaluation are sharded too, since they may not fit otherwise."""
         known = self._placed_before(model, precision)
         if known is not None:
             return known
@@ -202,7 +200,7 @@ class ModelSharder:
         return model
 
     def _placed_before(self, model: nn.Module, precision: Precision) -> nn.Module | None:
-        """What an earlier `prepare` made of the same model."""
+        """Return the model that an earlier `prepare` created from this model, or None."""
         bare = self._unwrap(model)
         inside = bare.__dict__.get("__deepcopy__")
         known = inside.outer if isinstance(inside, sharding.ShardedInside) else None
@@ -234,7 +232,7 @@ class ModelSharder:
         replicated: frozenset[nn.Parameter],
         units: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Shard a model, unit by unit from the inside, and what is left over as the outermost one."""
+        """Shard the units of a model from the inside out, and the remaining parameters as the outermost unit."""
         options = self.options
         make_contiguous(model)
         roots = self._roots(model)
@@ -270,7 +268,6 @@ class ModelSharder:
     def _refuse_mixed_units(
         self, model: nn.Module, units: Sequence[nn.Module], replicated: frozenset[nn.Parameter]
     ) -> None:
-        """Refuse a unit that trains parameters of two dtypes: torch 2.13 reduces their gradients as one."""
         names = {id(parameter): name for name, parameter in self._unwrap(model).named_parameters()}
         taken: set[int] = {id(parameter) for parameter in replicated}
         for unit in units:
@@ -283,16 +280,16 @@ class ModelSharder:
             sharding.refuse_several_dtypes(type(self._unwrap(unit)).__name__, by_dtype)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """The modules inside a model that are gathered and freed as one."""
+        """Return the submodules that are gathered and freed as one unit."""
         return units_of(model, self.options.wrap)
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The modules inside a model that are recomputed or compiled as one."""
+        """Return the submodules that are recomputed or compiled as one."""
         by_class = self.options.wrap is not None and not isinstance(self.options.wrap, int)
         return self.units(model) if by_class else repeated_blocks(model)
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
-        """The modules that are called from outside: the model, or its parts where the task runs its own backwards."""
+        """Return the model, or its children if the task runs backward itself and calls them directly."""
         if not (isinstance(model, StepModule) and model.partial_backwards):
             return [model]
         roots: list[nn.Module] = []
@@ -319,7 +316,7 @@ class ModelSharder:
                     register_fsdp_forward_method(bare, name)
 
     def rewrite_blocks(self, model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> None:
-        """Let blocks recompute their activations and be compiled, as the options ask for."""
+        """Enable activation recomputation and compilation of blocks as the options request."""
         options = self.options
         if not (options.activation_checkpointing or options.compile):
             return
@@ -355,7 +352,6 @@ class ModelSharder:
         return found
 
     def _replicated(self, model: nn.Module) -> frozenset[nn.Parameter]:
-        """The parameters that every process holds whole."""
         chosen = parameters_to_replicate(model, self._ignored_modules(model))
         roots = self._roots(model)
         if model not in roots:  # what no root has cannot be gathered with any
@@ -364,10 +360,9 @@ class ModelSharder:
         return frozenset(chosen)
 
     def _mixed_precision(self, precision: Precision) -> MixedPrecisionPolicy:
-        """The dtypes that parameters are gathered and gradients are reduced in.
+        """Return the dtypes for gathering parameters and reducing gradients.
 
-        Inputs are left as they are where the precision's own context casts what an operation wants, so that labels
-        keep their precision.
+        Under autocast inputs are not cast, so that labels keep their precision.
         """
         return MixedPrecisionPolicy(
             param_dtype=self.options.gather_dtype or precision.param_dtype,
@@ -376,7 +371,6 @@ class ModelSharder:
         )
 
     def _offload_policy(self) -> OffloadPolicy:
-        """Where shards live between uses."""
         return (
             CPUOffloadPolicy(pin_memory=self._topology.kind.name != "cpu")
             if self.options.cpu_offload
@@ -391,9 +385,9 @@ class ModelSharder:
         )
 
     def _take_values(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> dict[tuple[int, str], Any] | None:
-        """Take the values out of a model that not all processes have them of; None where all have.
+        """Remove and return the parameter values that must be sent from rank 0, or None if every process has them.
 
-        Where each process has built the whole model they are made rank 0's, as DDP does.
+        If each process has built the model, rank 0's values are used, as in DDP.
         """
         here = any(parameter.is_meta for parameter in model.parameters())
         anywhere = here
@@ -427,14 +421,14 @@ class ModelSharder:
         self.average(model, replicated)
 
     def average(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> None:
-        """Average the gradients of parameters that every process holds whole."""
+        """Average the gradients of a model's unsharded parameters after each backward."""
         if replicated and self._topology.environment.is_distributed:
             self.averaging[model] = GradientAveraging(self._mesh())
             self.averaging[model].watch(replicated)
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Lay parameters out row by row, as those in channels_last are not: torch shards no others (torch 2.13)."""
+    """Make a model's parameters contiguous, because torch 2.13 cannot shard channels_last parameters."""
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -444,7 +438,7 @@ def make_contiguous(model: nn.Module) -> None:
 
 
 class ShardMesh:
-    """All processes, in copies of a sharded model: called, it returns the mesh (shard,) or (replicate, shard)."""
+    """Callable that creates the device mesh with dimensions (shard,) or (replicate, shard)."""
 
     def __init__(self, topology: Topology, copies: int) -> None:
         world = topology.environment.world_size
@@ -464,7 +458,7 @@ class ShardMesh:
         return self._mesh
 
     def _ensure_group(self) -> None:
-        """Make a group of this process alone where there is none: a mesh needs one nevertheless."""
+        """Create a process group of one process if there is none, since a mesh needs a group."""
         if not dist.is_initialized():
             kind = self._topology.kind
             backend = "gloo" if kind.name == "cpu" else f"cpu:gloo,{kind.name}:{kind.backend}"
@@ -480,7 +474,7 @@ class ShardMesh:
         return init_device_mesh(device, (self._copies, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
 
     def leave(self) -> None:
-        """Leave the group that a world of one made for its mesh."""
+        """Destroy the process group that was created for a world of one process."""
         self._mesh = None
         if self._own_group and dist.is_initialized():
             dist.destroy_process_group()

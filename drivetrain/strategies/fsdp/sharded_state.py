@@ -1,4 +1,4 @@
-"""The state of sharded models under the names and in the shapes of the bare ones."""
+"""State dicts of sharded models, by the names and shapes of the unwrapped model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ from drivetrain.strategies.fsdp.sharding import gather, shard_like, whole_parame
 
 
 class ShardedState(ModelState):
-    """The state of models whose parameters are shards."""
+    """State dicts of models whose parameters are shards."""
 
     held_as: HeldAs = "shards"
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """This process's shards of the parameters."""
         self.reshard(model)
         return super().parameters_in_place(model)
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Shards of the parameters, and rank 0's buffers; full ones are gathered one by one."""
         self.reshard(model)
         bare = self.strategy.unwrap(model)
         state = bare.state_dict()
@@ -46,17 +44,14 @@ class ShardedState(ModelState):
         return whole
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Take this process's shards of what `model` returned under any strategy."""
         self.reshard(model)
         return super().load_model(model, state, strict)
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """An optimizer's state by canonical parameter name, its tensors sharded as the parameters are."""
         self.reshard(model)
         return super().optimizer(model, optimizer)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Take this process's shards of what `optimizer` returned under any strategy."""
         self.reshard(model)
         parameters = dict(self.strategy.unwrap(model).named_parameters())
         shards = {
@@ -67,9 +62,9 @@ class ShardedState(ModelState):
 
     @contextmanager
     def summoned(self, model: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
-        """Let a model's parameters be whole tensors in the body, in full precision; call it on all processes.
+        """Replace a model's shards with full-precision full tensors in a context. A collective call.
 
-        The model cannot be called meanwhile.
+        The model cannot run a forward pass within the context.
         """
         self.reshard(model)
         bare = self.strategy.unwrap(model)
@@ -77,17 +72,17 @@ class ShardedState(ModelState):
             yield bare
 
     def load_weights(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-        """Fill a prepared model from safetensors or a checkpoint; each process reads its shards only."""
+        """Load a prepared model's weights from safetensors or a checkpoint. Each process reads only its shards."""
         self.reshard(model)
         load_weights(self.strategy.unwrap(model), path, strict)
 
     def reshard(self, model: nn.Module) -> None:
-        """Free whatever is gathered at the moment, so that the model's parameters are its shards."""
+        """Free the gathered parameters of a model, so that its parameters are shards."""
         sharding.reshard_units(model)
 
 
 def _like(value: Any, parameter: torch.Tensor | None) -> Any:
-    """An optimizer's saved value as it belongs to a parameter: sharded alike where it is of its shape."""
+    """Return a saved optimizer value, sharded like its parameter if it has the parameter's shape."""
     if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
         return shard_like(value, parameter)
     return value

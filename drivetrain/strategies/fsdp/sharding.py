@@ -1,4 +1,4 @@
-"""Sharding one module with `fully_shard`, and what that needs around it."""
+"""Functions that shard modules with torch's `fully_shard`, and work with their shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from drivetrain.strategies.base import lay_out_state, needs_closure
 
 
 class BlockForward:
-    """Takes the place of a block's `forward`; names in the model's state stay what they are."""
+    """Replacement for a block's `forward` that recomputes activations or compiles. State dict names stay unchanged."""
 
     def __init__(
         self, block: nn.Module, recompute: bool, offload: bool, compile_options: dict[str, Any] | None
@@ -49,14 +49,14 @@ class BlockForward:
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
 
     def again_for(self, block: nn.Module) -> None:
-        """Do the same for another block."""
+        """Install an equal replacement on another block."""
         block.__dict__["forward"] = BlockForward(block, self.recompute, self.offload, self.compile_options)
 
 
 def rewrite_blocks(
     recomputed: Iterable[nn.Module], offload: bool, compiled: Iterable[nn.Module], compile_options: dict[str, Any]
 ) -> None:
-    """Let blocks recompute their activations, and compile them."""
+    """Enable activation recomputation and compilation for the given blocks."""
     again = {id(block): block for block in recomputed}
     fast = {id(block): block for block in compiled}
     for key, block in {**again, **fast}.items():
@@ -66,10 +66,10 @@ def rewrite_blocks(
 
 
 class NormInFull:
-    """Takes the place of a normalisation's `forward`: computes with its parameters in 32 bits, gathered as they may be.
+    """Replacement for a normalization layer's `forward` that computes with float32 parameters.
 
-    Torch's CPU kernels, and batch normalisation anywhere, refuse parameters in half precision beside inputs or
-    statistics in 32 bits (torch 2.13); under autocast inputs may come in either.
+    Torch's CPU kernels, and batch normalization on any device, reject half-precision parameters with float32 inputs or
+    statistics (torch 2.13). Under autocast, inputs may have either dtype.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -86,7 +86,7 @@ class NormInFull:
 
 
 def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
-    """Let a model's normalisations compute in 32 bits."""
+    """Make a model's normalization layers compute with float32 parameters."""
     batch = nn.modules.batchnorm._BatchNorm
     kinds = (batch, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm) if everywhere else (batch,)
     for module in model.modules():
@@ -98,12 +98,12 @@ def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
 
 
 class Slot(NamedTuple):
-    """A place that a parameter is registered at.
+    """A registered parameter: module, attribute name, and the parameter at the time of recording.
 
     Attributes:
-        module: Its module.
-        name: Its name there.
-        parameter: The parameter that was there when asked.
+        module: The module.
+        name: The parameter's name in the module.
+        parameter: The recorded parameter.
     """
 
     module: nn.Module
@@ -112,7 +112,7 @@ class Slot(NamedTuple):
 
 
 def refuse_for_shards(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that steps whole parameters only, if it holds shards."""
+    """Raise if an optimizer that supports only unsharded parameters holds shards."""
     if not any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
         return
     name = type(optimizer).__name__
@@ -129,10 +129,10 @@ def refuse_for_shards(optimizer: Optimizer) -> None:
 
 
 def gather(value: Tensor) -> Tensor:
-    """The whole of a tensor, also where this is a shard of it; call it on all processes that have one.
+    """Return the full tensor of a shard, or the tensor itself if it is not sharded. A collective call.
 
-    One dimension of the mesh after another, the one that was sharded last first: torch gathers over all of them as
-    well, but warns where several shard the same dimension of the tensor.
+    Mesh dimensions are gathered one by one, last first. Torch's own gather warns if several mesh dimensions shard the
+    same tensor dimension.
     """
     if not isinstance(value, DTensor):
         return value
@@ -146,7 +146,7 @@ def gather(value: Tensor) -> Tensor:
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """Every place where a parameter of a model is registered, tied ones several times."""
+    """Return a slot for each registered parameter of a model. Tied parameters have several."""
     return [
         Slot(module, name, parameter)
         for module in model.modules()
@@ -156,7 +156,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 def replaced(slots: Iterable[Slot]) -> dict[int, nn.Parameter]:
-    """What stands now in place of each parameter, by the `id` of the one before."""
+    """Return the current parameter of each slot as a dict by the `id` of the recorded parameter."""
     now: dict[int, nn.Parameter] = {}
     for slot in slots:
         current = slot.module._parameters[slot.name]
@@ -166,9 +166,9 @@ def replaced(slots: Iterable[Slot]) -> dict[int, nn.Parameter]:
 
 
 def point_optimizer(optimizer: Optimizer, now: dict[int, nn.Parameter]) -> None:
-    """Give an optimizer the parameters that stand in place of its own, and its state the same shards.
+    """Replace the parameters in an optimizer with their shards, and shard its state in the same way.
 
-    The optimizer, its groups and its options stay the objects they are, for schedulers hold on to them.
+    The optimizer and its groups stay the same objects, because learning rate schedulers hold them.
     """
     for group in optimizer.param_groups:
         group["params"] = [now.get(id(parameter), parameter) for parameter in group["params"]]
@@ -184,13 +184,13 @@ def point_optimizer(optimizer: Optimizer, now: dict[int, nn.Parameter]) -> None:
 
 
 def local_slices(like: DTensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor this process holds."""
+    """Return the slices of the full tensor that this process's shard covers."""
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
 
 
 def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
-    """This process's shard of a tensor that every process holds whole; nothing is exchanged."""
+    """Return this process's shard of a full tensor, laid out like the DTensor `like`. No communication takes place."""
     if isinstance(whole, DTensor):
         return whole
     part = whole[local_slices(like)]
@@ -203,9 +203,9 @@ def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
 
 
 class ReplacedParameters:
-    """Parameters that shards stand in place of, so that an optimizer which still holds one is found.
+    """Record of parameters that were replaced with shards, to detect optimizers that still hold the old ones.
 
-    An `id` may be another parameter's by now, hence the references.
+    Parameters are held by reference, because Python may reuse the `id` of a freed one.
     """
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ class ReplacedParameters:
         self._checked: WeakSet[Optimizer] = WeakSet()
 
     def follow(self, slots: Sequence[Slot], optimizers: Iterable[Optimizer]) -> None:
-        """Let optimizers hold what stands in place of their parameters."""
+        """Replace the parameters in optimizers with the shards that are now in the slots."""
         now = replaced(slots)
         self._gone |= {id(slot.parameter): ref(slot.parameter) for slot in slots if id(slot.parameter) in now}
         for optimizer in optimizers:
@@ -221,7 +221,7 @@ class ReplacedParameters:
             lay_out_state(optimizer)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that holds parameters as they were before, the first time that it steps."""
+        """Raise at an optimizer's first step if it holds a parameter that was replaced with a shard."""
         if optimizer in self._checked:
             return
         for group in optimizer.param_groups:
@@ -242,16 +242,16 @@ _UNITS = "_sharded_units"
 
 @dataclass(frozen=True)
 class UnitSharding:
-    """How a unit is sharded, so that a copy of it can be too.
+    """Arguments with which a unit is sharded, stored so that its copies can be sharded alike.
 
     Attributes:
-        mesh: Over what: (shard,) or (replicate, shard).
-        mixed_precision: The dtypes that it is gathered and reduced in.
-        offload: Where shards live between uses.
-        reshard_after_forward: Whether it is freed between forward and backward.
-        outermost: Whether it is called from outside, not from within another unit.
-        whole: Parameters inside that are not sharded.
-        reduce_unused: Whether parameters that a backward did not reach are reduced too, as zeros.
+        mesh: Device mesh with the dimensions (shard,) or (replicate, shard).
+        mixed_precision: Dtypes for gathering and reduction.
+        offload: Where shards are kept between uses.
+        reshard_after_forward: True if the unit is freed between forward and backward.
+        outermost: True if no other unit calls this one.
+        whole: Parameters in the unit that are not sharded.
+        reduce_unused: True if parameters that backward did not reach are reduced as zeros.
     """
 
     mesh: DeviceMesh
@@ -266,14 +266,14 @@ class UnitSharding:
         return self
 
     def for_outermost(self, whole: frozenset[nn.Parameter] | None = None, frees: bool = False) -> UnitSharding:
-        """The same for a unit that is called from outside."""
+        """Return a copy of the arguments for an outermost unit, which no other unit calls."""
         resharding = True if frees and self.reshard_after_forward is None else self.reshard_after_forward
         whole = self.whole if whole is None else whole
         return replace(self, outermost=True, reshard_after_forward=resharding, whole=whole)
 
 
 def shard_unit(unit: nn.Module, unit_sharding: UnitSharding) -> None:
-    """Shard what of a module no unit inside it has taken."""
+    """Shard the parameters of a module that no inner unit has sharded."""
     fully_shard(
         unit,
         mesh=unit_sharding.mesh,
@@ -293,7 +293,7 @@ def shard_unit(unit: nn.Module, unit_sharding: UnitSharding) -> None:
 
 
 def sharded_units(model: nn.Module) -> Sequence[FSDPModule]:
-    """The units of a model, itself among them."""
+    """Return the sharded units of a model, including the model itself if it is one."""
     known: tuple[FSDPModule, ...] | None = model.__dict__.get(_UNITS)
     if known is not None:
         return known
@@ -301,20 +301,20 @@ def sharded_units(model: nn.Module) -> Sequence[FSDPModule]:
 
 
 def remember_units(model: nn.Module) -> None:
-    """Spare each step the walk over all modules, now that nothing more will be sharded."""
+    """Cache the list of a model's units, so that a step need not search all modules."""
     model.__dict__[_UNITS] = tuple(sharded_units(model))
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether any part of a model is sharded already."""
+    """Return True if any module of a model is sharded."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Free whatever is gathered at the moment, so that the model's parameters are its shards.
+    """Free the gathered parameters of a model, so that its parameters are shards.
 
-    Backwards compute the gradients of those that are trained now: the whole parameter that a unit gathers into is made
-    once, and takes over then whether its shard is trained (torch 2.13).
+    Torch creates a unit's full parameter once and copies `requires_grad` from the shard at that time (torch 2.13).
+    Freeing it makes backward use the current `requires_grad`.
     """
     for module in sharded_units(model):
         module.reshard()
@@ -324,10 +324,10 @@ def reshard_units(model: nn.Module) -> None:
 
 
 def _allocate_outside_inference(module: nn.Module, args: Any) -> None:
-    """Let what is gathered for the first time in inference mode be fit for training too.
+    """Pre-forward hook that allocates a unit's full parameters outside inference mode.
 
-    Torch keeps the tensors that units are gathered into, and those made in inference mode refuse to be trained with
-    (torch 2.13). Validation before the first step would otherwise break the run.
+    Torch keeps these tensors, and cannot train with tensors created in inference mode (torch 2.13). Otherwise, a
+    validation before the first training step would break the run.
     """
     if not torch.is_inference_mode_enabled():
         return
@@ -339,10 +339,9 @@ def _allocate_outside_inference(module: nn.Module, args: Any) -> None:
 
 
 def _free_after_evaluation(module: nn.Module, args: Any, output: Any) -> None:
-    """Free the outermost unit after a forward that no backward follows: its parameters are its shards again.
+    """Forward hook that frees the outermost unit if no backward pass follows.
 
-    Torch keeps it gathered for the backward, which frees it. Without one, code that reads the parameters next would
-    see the whole ones, and changes to them would be lost.
+    Torch leaves it gathered until backward. Code that changes the gathered parameters would lose its changes.
     """
     if not (torch.is_grad_enabled() and _takes_gradients(output)):
         module.reshard()  # type: ignore[operator]
@@ -364,7 +363,7 @@ def _records_of(unit: Any) -> list[Any]:
 
 
 def set_shard(one: Any, local: Tensor) -> None:
-    """Give one sharded parameter its local shard."""
+    """Set the local tensor of a sharded parameter."""
     old = one.sharded_param
     shard = DTensor.from_local(
         local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
@@ -374,7 +373,7 @@ def set_shard(one: Any, local: Tensor) -> None:
 
 
 def allocate(model: nn.Module) -> None:
-    """Give every sharded parameter that is still on the meta device memory for its shard, without values."""
+    """Allocate uninitialized memory for all sharded parameters on the meta device."""
     for unit in sharded_units(model):
         for one in _records_of(unit):
             if one.sharded_param.is_meta:
@@ -387,7 +386,7 @@ def allocate(model: nn.Module) -> None:
 
 
 def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Refuse a unit that trains parameters of two dtypes, some of which were frozen when the model was sharded."""
+    """Raise if a unit trains parameters of two dtypes, for example after parameters were unfrozen."""
     names = {id(parameter): name for name, parameter in unwrap(model).named_parameters()}
     for unit in sharded_units(model):
         by_dtype: dict[torch.dtype, list[str]] = {}
@@ -398,7 +397,7 @@ def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module
 
 
 def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str]]) -> None:
-    """Refuse a unit that trains parameters of two dtypes: torch 2.13 reduces their gradients as one."""
+    """Raise if a unit trains parameters of two dtypes, since torch 2.13 reduces their gradients together."""
     if len(by_dtype) > 1:
         listed = "; ".join(f"{dtype}: {some_of(names)}" for dtype, names in by_dtype.items())
         raise ConfigurationError(
@@ -409,7 +408,7 @@ def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str
 
 
 def gathered_parameters(models: Iterable[nn.Module], shards: Iterable[Tensor]) -> list[Tensor]:
-    """For each shard, the whole parameter that a forward gathers of it; itself where it is none."""
+    """Return for each shard the full parameter that forward gathers, or the tensor itself if it is not a shard."""
     gathered = {
         id(one.sharded_param): one._unsharded_param
         for model in models
@@ -421,7 +420,7 @@ def gathered_parameters(models: Iterable[nn.Module], shards: Iterable[Tensor]) -
 
 
 def held_gradients(model: nn.Module) -> Iterator[Tensor]:
-    """The gradients that units hold whole and have not reduced yet."""
+    """Yield the unsharded gradients that units have accumulated and not yet reduced."""
     for unit in sharded_units(model):
         for one in _records_of(unit):
             if one.unsharded_accumulated_grad is not None:
@@ -432,7 +431,7 @@ def held_gradients(model: nn.Module) -> Iterator[Tensor]:
 
 
 def discard_held_gradients(model: nn.Module) -> None:
-    """Forget the gradients that units hold whole, of a window that did not end."""
+    """Drop the unsharded gradients that units have accumulated and not yet reduced."""
     for unit in sharded_units(model):
         for one in _records_of(unit):
             one.unsharded_accumulated_grad = None
@@ -444,7 +443,7 @@ def discard_held_gradients(model: nn.Module) -> None:
 
 
 def take_shards_on_load(model: nn.Module) -> None:
-    """Let `load_state_dict` take whole tensors everywhere in a model: each process keeps its shard of them."""
+    """Make a model's `load_state_dict` accept full tensors, of which each process keeps its shard."""
     for module in model.modules():
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
             module.register_load_state_dict_pre_hook(_take_shards)  # type: ignore[no-untyped-call]
@@ -467,7 +466,7 @@ def _copy_unit(unit: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_sharded(module: nn.Module, unit: nn.Module, own_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """Copy a sharded module, as `copy.deepcopy` would a plain one: the copy is sharded in the same way."""
+    """Return a deep copy of a sharded module that is sharded in the same way."""
     reshard_units(unit)
     unit_sharding: UnitSharding = unit.__dict__[UNIT_SHARDING]
     before = _records_of(unit)
@@ -494,7 +493,7 @@ def _copy_unsharded(module: nn.Module, own_class: type[nn.Module], memo: dict[in
 
 
 class ShardedInside:
-    """Takes the place of `__deepcopy__` of a module that is sharded with what is wrapped around it."""
+    """Replacement for `__deepcopy__` of a module that is sharded as part of an outer unit."""
 
     def __init__(self, module: nn.Module, outer: nn.Module) -> None:
         self.module, self.outer = module, outer
@@ -509,7 +508,7 @@ class ShardedInside:
 
 
 def _own_state(module: nn.Module) -> dict[str, Any]:
-    """What of a module's attributes are its own, not those of its being sharded."""
+    """Return a module's attributes without those that sharding added."""
     found: Any = module.__getstate__() if hasattr(type(module), "__getstate__") else None  # type: ignore[no-untyped-call]
     state: dict[str, Any] = dict(found if isinstance(found, dict) else module.__dict__)
     for key in (STATE_KEY, REGISTRY_KEY, UNIT_SHARDING, _UNITS, "__deepcopy__"):
@@ -523,7 +522,7 @@ def _own_state(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_torchs(hook: Any) -> bool:
-    """Whether a hook came with the sharding."""
+    """Return True if sharding added the hook."""
     function = getattr(hook, "hook", hook)  # torch wraps some
     function = getattr(function, "__func__", function)
     return getattr(function, "__module__", "").startswith("torch.distributed.fsdp") or function in (
@@ -533,7 +532,7 @@ def _is_torchs(hook: Any) -> bool:
 
 
 def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
-    """Let units gather those that follow while they compute."""
+    """Set the number of units that each unit gathers ahead in forward and backward."""
     for index, unit in enumerate(units):
         if forward:
             unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + forward]))
@@ -546,9 +545,9 @@ def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
 
 @contextmanager
 def whole_parameters(model: nn.Module, writeback: bool) -> Iterator[None]:
-    """Let a model's parameters be whole tensors in the body, on every process; call it on all.
+    """Replace a model's shards with full-precision full tensors in a context. A collective call.
 
-    They are in full precision, and the model cannot be called meanwhile.
+    The model cannot run a forward pass within the context.
     """
     slots = [slot for slot in slots_of(model) if isinstance(slot.parameter, DTensor)]
     whole: dict[int, nn.Parameter] = {}

@@ -1,4 +1,4 @@
-"""`FSDP`: parameters, gradients and optimizer state are sharded among the processes."""
+"""`FSDP` strategy: shards parameters, gradients and optimizer state over the processes."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ from drivetrain.strategies.precision import Precision
 
 @torch.no_grad()
 def clip_grad_norm_over_meshes_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale gradients down to a total norm of at most `max_norm`; call it on all processes.
+    """Clip gradients to a total norm of at most `max_norm`, and return the norm before clipping. A collective call.
 
-    Torch's own function refuses gradients on two meshes, and lists that mix plain tensors with sharded ones (torch
-    2.13). Here the gradients are grouped by mesh and placements; each group's norm is combined over the dimensions
-    that it is sharded in, and then those of the groups.
+    Torch's own function rejects gradients on two meshes, and lists that mix plain tensors with DTensors (torch 2.13).
+    This function groups gradients by mesh and placements, and combines the norms of all groups.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = total_norm_over_meshes(gradients, norm_type)
@@ -55,7 +54,7 @@ def clip_grad_norm_over_meshes_(parameters: Iterable[Tensor], max_norm: float, n
 
 @torch.no_grad()
 def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients together, as if they were one vector; call it on all processes."""
+    """Return the norm of all gradients, taken as one vector over all shards. A collective call."""
     norm_type = float(norm_type)
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
@@ -71,14 +70,14 @@ def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) 
 
 @torch.no_grad()
 def scale_by_norm_(gradients: list[Tensor], total: Tensor, max_norm: float) -> None:
-    """Multiply gradients by what brings their norm, `total`, down to `max_norm`; by one where it is below."""
+    """Scale gradients with norm `total` down to `max_norm`. Smaller gradients stay unchanged."""
     if not gradients or math.isinf(max_norm):
         return
     scale_tensors([local_part(each) for each in gradients], (max_norm / (total + 1e-6)).clamp(max=1.0))
 
 
 def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | None, Tensor]:
-    """A gradient's local part, and its mesh with the dimensions over which parts differ; None where it is whole."""
+    """Return a gradient's mesh with its sharded dimensions, or None if it is not sharded, and its local tensor."""
     if not isinstance(gradient, DTensor):
         return None, gradient
     if any(isinstance(placement, Partial) for placement in gradient.placements):
@@ -89,10 +88,10 @@ def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | Non
 
 
 def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: list[Tensor], p: float) -> Tensor:
-    """The sum of |g|^p over a group, or the largest |g| for p = infinity, combined over its shards."""
+    """Return the sum of |g|^p over the gradients of a group and its shards, or the largest |g| if p is infinity."""
     held = [each for each in locals_ if each.numel()]
     device = locals_[0].device
-    # The same on all processes, also where one holds nothing of any.
+    # Every process must choose the same dtype for the all-reduce, even without elements of its own.
     dtype = torch.float64 if any(each.dtype == torch.float64 for each in locals_) else torch.float32
     if held:
         norms = torch.stack([norm.to(device, dtype) for norm in torch._foreach_norm(held, p)])
@@ -115,7 +114,7 @@ def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: l
 
 
 class ShardedGradients(Gradients):
-    """Gradients that backward reduces to the shards of each process."""
+    """Gradients that FSDP reduce-scatters to each process's shards during backward."""
 
     def __init__(
         self, averaging: Mapping[nn.Module, GradientAveraging] | None = None, sync_each_batch: bool = False
@@ -125,7 +124,6 @@ class ShardedGradients(Gradients):
         self._beside: WeakKeyDictionary[Optimizer, tuple[int, list[nn.Parameter]]] = WeakKeyDictionary()
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average the gradients of whole parameters that are trained or were added since the model was sharded."""
         for optimizer in optimizers:
             count = sum(len(group["params"]) for group in optimizer.param_groups)
             known = self._beside.get(optimizer)
@@ -140,13 +138,11 @@ class ShardedGradients(Gradients):
         return {each for averaging in self._averaging.values() for each in averaging.watched}
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Keep gradients whole and unreduced in a context."""
         if self._sync_each_batch:
             return nullcontext()
         return _without_sync(sharding.sharded_units(model), self._averaging.get(model))
 
     def are_held(self, model: nn.Module) -> bool:
-        """Return whether an open window has gradients that are not in `.grad` yet."""
         return any(True for _ in sharding.held_gradients(model))
 
     def scale(
@@ -156,22 +152,19 @@ class ShardedGradients(Gradients):
         bound: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        """Change gradients, and with a model those that are not in `.grad` yet."""
         super().scale(parameters, factor, bound)
         if model is not None:
             scale_tensors(list(sharding.held_gradients(model)), factor, bound)
 
     def discard(self, model: nn.Module) -> None:
-        """Forget the gradients of an open window."""
         sharding.discard_held_gradients(model)
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale gradients down to a total norm of at most `max_norm`, over all shards."""
         return clip_grad_norm_over_meshes_(parameters, max_norm, norm_type)
 
 
 def _is_shard(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is spread over processes with other data, not just over those of a layer."""
+    """Return True if a parameter is sharded over data-parallel processes, False for tensor parallelism alone."""
     return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != ("tp",)
 
 
@@ -191,53 +184,52 @@ def _without_sync(units: Sequence[FSDPModule], averaging: GradientAveraging | No
 
 
 class Placer(Protocol):
-    """What brings models onto the processes."""
+    """Protocol of objects that shard models or place them on devices."""
 
     @property
     def averaging(self) -> Mapping[nn.Module, GradientAveraging]:
-        """Of each placed model, what averages the gradients of the parameters that stay whole."""
+        """Mapping from each placed model to the object that averages the gradients of its unsharded parameters."""
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Context in which a model is best built."""
+        """Return a context manager for constructing a model."""
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Bring a model's parameters onto the device, or parts of them."""
+        """Shard a model or move it to the device, and return it."""
 
 
 class FSDP(Strategy):
-    """Parameters, gradients and optimizer state are sharded among the processes, by torch's `fully_shard`.
+    """Fully sharded data parallelism: torch's `fully_shard` shards parameters, gradients and optimizer state.
 
     Args:
-        wrap: Which modules are gathered and freed as one: `"auto"` (what the model names in `_no_split_modules`, else
-            the blocks that repeat in a `ModuleList`), classes or their names, a number of parameters from which on a
-            module is one, a function of a module, or None for the whole model at once.
-        reshard_after_forward: Whether a unit is freed between forward and backward, which costs a gather more; or the
-            number of processes among which it stays sharded meanwhile. None frees all but the outermost.
-        replicate_size: Copies of the sharded model: each is sharded among world size / `replicate_size` processes,
-            and gradients are averaged over the copies (HYBRID_SHARD).
-        cpu_offload: Keep parameters, gradients and optimizer state on the CPU, and step there.
-        activation_checkpointing: Recompute activations in backward: True for the blocks of the model, or which modules
-            in the words of `wrap`.
-        activation_offload: Keep on the CPU what goes into those blocks.
-        ignored_modules: Modules, or names of them in the model, that every process holds whole; their gradients are
-            averaged.
-        gather_dtype: Dtype in which parameters are gathered; the precision's if None.
-        reduce_dtype: Dtype in which gradients are reduced; the precision's if None.
-        init: What `init_context()` builds: `"rank0"` the real model on rank 0 and none of its values elsewhere,
-            `"meta"` no values anywhere, which the modules' `reset_parameters` then make one by one.
-        weights: Safetensors or a checkpoint that the model's values are read from, each process its shards.
-        sync_module_states: Give all processes rank 0's values where each has built the model.
-        compile: Compile each block; a dict holds options of `torch.compile`.
-        sync_each_batch: Reduce gradients in every micro-batch of an accumulation window, which keeps no whole
-            gradients in memory meanwhile.
-        reduce_unused: Reduce parameters that a backward does not reach as zeros: needed where they are others on
-            other processes.
-        forward_prefetch: How many units ahead are gathered in forward.
-        backward_prefetch: How many units ahead are gathered in backward; 0 leaves it to torch, which gathers one.
-        forward_methods: Methods besides `forward` that the model is called by, such as `"generate"`.
+        wrap: Modules that are gathered and freed as one unit. `"auto"` selects the classes in `_no_split_modules`, or
+            else the repeated blocks of a `ModuleList`. Also classes or their names, the smallest number of parameters
+            of a unit, a function of a module, or None for the whole model.
+        reshard_after_forward: Free a unit's parameters after forward and gather them again in backward. A number keeps
+            them sharded over that many processes instead. None frees all units except the outermost.
+        replicate_size: Number of copies of the sharded model (HYBRID_SHARD). Each copy is sharded over world size /
+            `replicate_size` processes, and gradients are averaged over the copies.
+        cpu_offload: Keep parameters, gradients and optimizer state on the CPU, and run optimizer steps there.
+        activation_checkpointing: Recompute activations in backward. True selects the model's blocks. Other values
+            select modules as in `wrap`.
+        activation_offload: Keep the inputs of these blocks on the CPU until backward.
+        ignored_modules: Modules or their names that every process holds whole. Their gradients are averaged.
+        gather_dtype: Dtype in which parameters are gathered. None uses the precision's dtype.
+        reduce_dtype: Dtype in which gradients are reduced. None uses the precision's dtype.
+        init: Construction in `init_context()`. `"rank0"` builds the real model on rank 0 and a model without values on
+            other ranks. `"meta"` builds no values, and then calls `reset_parameters` of each module.
+        weights: Safetensors file or checkpoint from which each process reads its shards of the model.
+        sync_module_states: Broadcast rank 0's values if each process has built the model.
+        compile: Compile each block. A dict contains options of `torch.compile`.
+        sync_each_batch: Reduce gradients in every micro-batch of an accumulation window. Saves the memory of unsharded
+            gradients.
+        reduce_unused: Reduce zeros for parameters that backward does not reach. Needed if these parameters differ
+            between processes.
+        forward_prefetch: Number of units gathered ahead in forward.
+        backward_prefetch: Number of units gathered ahead in backward. With 0, torch gathers one.
+        forward_methods: Methods other than `forward` by which the model is called, such as `"generate"`.
 
     Raises:
-        ConfigurationError: An option cannot be.
+        ConfigurationError: An option is invalid, or two options conflict.
 
     Example:
         ```python
@@ -300,34 +292,36 @@ class FSDP(Strategy):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **options: Any) -> FSDP:
-        """Make one from an `fsdp_config`, of either version.
+        """Create an FSDP strategy from an `fsdp_config` of version 1 or 2.
 
         Args:
-            config: Its keys, with or without their `fsdp_`, as in a launcher's YAML.
-            **options: Arguments of `FSDP` that win over those that the keys mean.
+            config: The options by key, with or without the prefix `fsdp_`, as in a launcher's YAML file.
+            **options: Arguments of `FSDP`, which override the options in `config`.
+
+        Returns:
+            The strategy.
 
         Raises:
-            ConfigurationError: A key is unknown, or its value cannot be.
+            ConfigurationError: A key is unknown, or its value is invalid.
         """
         from drivetrain.strategies.fsdp.config_keys import options_from
 
         return cls(**{**options_from(config), **options})
 
-    # processes
+    # Setup
 
     def setup(self, state: PartialState) -> None:
-        """Take this process's place among its peers."""
         topology = Topology.data_parallel(state)
         mesh = ShardMesh(topology, self.options.replicate_size)
         self.assemble(topology, ModelSharder(self.options, topology, self.unwrap, mesh))
         state.before_leaving(mesh.leave)  # the group that a world of one made for it
 
     def assemble(self, topology: Topology, placer: Placer) -> None:
-        """Make the parts, from a topology and a way of placing models that may be others than this strategy's own.
+        """Set the strategy's topology, and create its objects for gradients and state.
 
         Args:
-            topology: This process's place.
-            placer: Shards models, or places them in another way.
+            topology: The position of this process in the run.
+            placer: The object that shards models.
         """
         self.topology, self._placer = topology, placer
         self.gradients = ShardedGradients(placer.averaging, self.options.sync_each_batch)
@@ -336,13 +330,11 @@ class FSDP(Strategy):
     # model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Build a model without values, but for rank 0 with `init="rank0"`; `prepare` fills them in."""
         return self._placer.init_context()
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Shard a model, for evaluation too, and let its optimizers hold the shards."""
         slots = slots_of(model)
         placed = self._placer.place(model, precision, move)
         if optimizers is None:
@@ -356,7 +348,6 @@ class FSDP(Strategy):
         return placed, list(optimizers)
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """The model itself; for evaluation all processes get rank 0's buffers, which the next checkpoint takes."""
         if stage == "evaluate" and self.topology.environment.is_distributed:
             broadcast(list(self.unwrap(model).buffers()))
         return model
@@ -366,7 +357,8 @@ class FSDP(Strategy):
     def forward_backward(
         self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
     ) -> list[Output]:
-        """Run forward and backward over a window; what an earlier one left unfinished is forgotten."""
+        # An earlier window that ended with an exception leaves unreduced gradients, which would be added to this
+        # step's.
         if self._window_is_open:
             self.gradients.discard(model)
         self._window_is_open = len(microbatches) > 1
@@ -375,11 +367,6 @@ class FSDP(Strategy):
         return outputs
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss; `inputs` may be shards, for which a forward has gathered the whole.
-
-        Raises:
-            ConfigurationError: A unit trains parameters of two dtypes, since some were unfrozen after `prepare`.
-        """
         if kwargs.get("inputs") is not None:
             kwargs["inputs"] = sharding.gathered_parameters(self._prepared, kwargs["inputs"])
         try:
@@ -392,7 +379,6 @@ class FSDP(Strategy):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Step an optimizer, once it is known to hold the shards."""
         self._replaced.check(optimizer)
         return super().optimizer_step(optimizer, precision, closure)
 

@@ -1,4 +1,4 @@
-"""Number formats: one precision a file, over `base.Precision`."""
+"""Numeric precisions, derived from `base.Precision`."""
 
 from drivetrain.strategies.precision.base import Precision, overrides
 from drivetrain.strategies.precision.fp8 import FP8

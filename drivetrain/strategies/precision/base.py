@@ -1,4 +1,4 @@
-"""`Precision`: in which number formats a model computes, and how its loss is scaled."""
+"""`Precision` base class: dtypes of parameters and computation, and loss scaling."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from drivetrain.runtime.devices import DeviceKind
 
 
 class Precision:
-    """Full precision, and the seam that every other precision overrides.
+    """Full float32 precision, and base class of all other precisions.
 
-    A precision decides dtypes and scaling; where tensors live is the strategy's business. What a
-    precision does not override costs nothing in the step.
+    A precision sets dtypes and loss scaling. The strategy places tensors on devices.
 
     Attributes:
         name: Canonical name, such as `"bf16"`.
-        param_dtype: Dtype of parameters during compute, for strategies that shard; None keeps the model's.
-        reduce_dtype: Dtype in which gradients are reduced, for strategies that shard; None keeps the model's.
+        aliases: Other names.
+        param_dtype: Dtype of parameters in the forward pass of sharded models. None keeps the model's dtype.
+        reduce_dtype: Dtype in which the gradients of sharded models are reduced. None keeps the model's dtype.
     """
 
     name: ClassVar[str] = "32"
@@ -31,57 +31,78 @@ class Precision:
     reduce_dtype: torch.dtype | None = None
 
     def setup(self, kind: DeviceKind) -> None:
-        """Bind the precision to a kind of device.
-
-        Raises:
-            ConfigurationError: This precision cannot run there; the message names the pair and what would work.
-        """
-
-    def convert(self, model: nn.Module) -> nn.Module:
-        """Bring a model's parameters into the precision's dtype; called once, before placing."""
-        return model
-
-    def convert_batch(self, batch: Any) -> Any:
-        """Bring a batch's floating-point tensors into the dtype that the model computes in."""
-        return batch
-
-    def init_context(self) -> AbstractContextManager[Any]:
-        """Context in which a model is built, so that its parameters are made in the right dtype."""
-        return nullcontext()
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Context around every forward."""
-        return nullcontext()
-
-    def autocast(self, kind: DeviceKind, enabled: bool, cache_enabled: bool) -> AbstractContextManager[Any]:
-        """Autocast with options of its own, for computations outside a model; off where the precision does not cast.
+        """Set up the precision for a kind of device.
 
         Args:
             kind: The kind of device.
-            enabled: Whether to cast.
-            cache_enabled: Whether cast copies of the weights are kept within the context.
+
+        Raises:
+            ConfigurationError: The device does not support this precision. The message names one that it supports.
+        """
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Convert a model's parameters and buffers to the precision's dtype, before the model is moved to its device.
+
+        Args:
+            model: The user's model.
+
+        Returns:
+            The converted model.
+        """
+        return model
+
+    def convert_batch(self, batch: Any) -> Any:
+        """Convert a batch's floating-point tensors to the precision's dtype, and return the batch."""
+        return batch
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new parameters have the precision's dtype."""
+        return nullcontext()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the context that surrounds each forward pass."""
+        return nullcontext()
+
+    def autocast(self, kind: DeviceKind, enabled: bool, cache_enabled: bool) -> AbstractContextManager[Any]:
+        """Return an autocast context for computations outside a model. Disabled for precisions without autocast.
+
+        Args:
+            kind: The kind of device.
+            enabled: Enable autocast.
+            cache_enabled: Cache the cast copies of weights within the context.
         """
         return torch.autocast(kind.autocast_type, enabled=False, cache_enabled=cache_enabled)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Scale a loss before its backward."""
+        """Return the loss multiplied by the loss scale, for the backward pass."""
         return loss
 
     def hold_scale_while(self, holds: Callable[[], bool]) -> None:
-        """Keep a loss scale as it is while `holds()`, since gradients that were scaled with it wait for their step."""
+        """Keep the loss scale constant while `holds()` returns True.
+
+        Accumulated gradients were computed with the current scale, so it must not change before their optimizer step.
+        """
 
     def agree_on_overflow(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Take note that each process sees a part of the gradients only, so that they must agree on overflow.
+        """Make all processes agree on gradient overflow, because each process holds only a part of the gradients.
 
         Args:
-            largest: Returns the largest value of a scalar tensor over the processes, the same on all.
+            largest: Function that returns the maximum of a scalar tensor over all processes.
         """
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring an optimizer's gradients back to their true size, before clipping."""
+        """Divide an optimizer's gradients by the loss scale, before clipping."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step an optimizer. Returns False where the step was skipped because a gradient overflowed."""
+        """Step an optimizer.
+
+        Args:
+            optimizer: The optimizer.
+            closure: Function that recomputes the loss.
+
+        Returns:
+            False if the step was skipped because a gradient overflowed, else True.
+        """
         if closure is None:
             optimizer.step()
         else:
@@ -89,47 +110,50 @@ class Precision:
         return True
 
     def check_trained(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        """Refuse parameters that cannot be trained in this precision; called once their optimizer is prepared.
+        """Raise if an optimizer holds parameters that this precision cannot train.
 
         Args:
-            optimizer: The optimizer.
-            names: The names of parameters, by their `id`.
+            optimizer: The prepared optimizer.
+            names: Parameter names by the `id` of the parameter.
 
         Raises:
-            ConfigurationError: Names the parameters.
+            ConfigurationError: A parameter cannot be trained. The message names it.
         """
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """See an optimizer once before its first step.
+        """Prepare an optimizer for this precision before its first step.
+
+        Args:
+            optimizer: The user's optimizer.
 
         Returns:
-            The optimizer to step in its place: the same, unless this precision needs one of its own.
+            The optimizer to step, which is the given one unless the precision replaces it.
         """
         return optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart, such as the loss scale."""
+        """Return the state to save in checkpoints, such as the loss scale."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Load a state that `state_dict` returned."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
 def overrides(precision: Precision, method: str) -> bool:
-    """Whether a precision's class defines a method itself, so that the step has to call it."""
+    """Return True if a precision's class overrides a method of `Precision`."""
     return getattr(type(precision), method) is not getattr(Precision, method)
 
 
-# A loss scaler for gradients of which each process holds a part
+# Loss scaler for sharded gradients
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):
-    """A `GradScaler` that checks this process's shards, and lets all processes skip a step or none.
+    """`GradScaler` for sharded gradients, with which all processes skip a step if any process finds an overflow.
 
-    Torch's own checks one process's gradients, and cannot take plain tensors and sharded ones together.
+    Torch's `GradScaler` checks one process's gradients, and cannot handle plain tensors and DTensors together.
     """
 
     def __init__(self, device: str, largest: Callable[[Tensor], Tensor], options: dict[str, Any]) -> None:

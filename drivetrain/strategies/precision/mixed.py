@@ -1,4 +1,4 @@
-"""Mixed precisions: 32-bit parameters, forward passes under `torch.autocast`."""
+"""Mixed precision: float32 parameters, and forward passes under `torch.autocast`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from drivetrain.strategies.precision.true import refuse_without_bf16
 
 
 class MixedPrecision(Precision):
-    """Forward passes under autocast to one dtype; parameters and gradients stay in 32 bits.
+    """Base class for precisions with forward passes under autocast, and parameters and gradients in float32.
 
     Args:
-        cache_enabled: Whether autocast keeps the cast copies of the weights within one forward.
+        cache_enabled: Cache the cast copies of weights within one forward pass.
 
     Attributes:
-        enabled: Whether to cast at all.
+        enabled: True if autocast is used.
     """
 
     dtype: ClassVar[torch.dtype]
@@ -35,29 +35,25 @@ class MixedPrecision(Precision):
         self._device_type = "cpu"
 
     def setup(self, kind: DeviceKind) -> None:
-        """Remember which kind of device autocast is for."""
         self._device_type = kind.autocast_type
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Autocast."""
         return torch.autocast(
             self._device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled
         )
 
     def autocast(self, kind: DeviceKind, enabled: bool, cache_enabled: bool) -> AbstractContextManager[Any]:
-        """Autocast to the precision's dtype."""
         return torch.autocast(kind.autocast_type, dtype=self.dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
 class BFloat16Mixed(MixedPrecision):
-    """Autocast to bfloat16; its range is that of 32-bit floats, so nothing is scaled."""
+    """Autocast to bfloat16, which has the range of float32 and needs no loss scaling."""
 
     name = "bf16"
     aliases = ("bf16-mixed",)
     dtype = torch.bfloat16
 
     def setup(self, kind: DeviceKind) -> None:
-        """Refuse devices without bfloat16."""
         refuse_without_bf16(self.name, kind)
         super().setup(kind)
 
@@ -65,16 +61,16 @@ class BFloat16Mixed(MixedPrecision):
 class Float16Mixed(MixedPrecision):
     """Autocast to float16 with a dynamic loss scale (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740).
 
-    A step whose gradients overflow is skipped and the scale halved. The scale is updated once all
-    optimizers of a step have stepped, that is before the next loss is scaled.
+    A step with overflowing gradients is skipped, and the loss scale is multiplied by `backoff_factor`. The scale is
+    updated before the next loss is scaled, after all optimizers have stepped.
 
     Args:
-        init_scale: First loss scale.
-        growth_factor: What the scale is multiplied by after `growth_interval` steps without overflow.
-        backoff_factor: What the scale is multiplied by after an overflow.
-        growth_interval: Steps without overflow before the scale grows.
-        enabled: Whether to scale at all.
-        cache_enabled: Whether autocast keeps the cast copies of the weights within one forward.
+        init_scale: Initial loss scale.
+        growth_factor: Factor for the scale after `growth_interval` steps without overflow.
+        backoff_factor: Factor for the scale after an overflow.
+        growth_interval: Number of steps without overflow before the scale grows.
+        enabled: Use a loss scale.
+        cache_enabled: Cache the cast copies of weights within one forward pass.
     """
 
     name = "fp16"
@@ -103,17 +99,15 @@ class Float16Mixed(MixedPrecision):
         self._stepped: dict[int, bool] = {}  # optimizers that stepped since the scale was updated, and whether really
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what belongs to a run: the scale, and what waits for a step."""
+        """Return the attributes without the state of a run, such as the current loss scale."""
         fresh = torch.amp.GradScaler(self._device_type, **self._options)  # type: ignore[arg-type]
         return {**self.__dict__, "scaler": fresh, "_held": _never, "_stepped": {}}
 
     def setup(self, kind: DeviceKind) -> None:
-        """Make the scaler for this kind of device."""
         super().setup(kind)
         self.scaler = torch.amp.GradScaler(kind.autocast_type, **self._options)  # type: ignore[arg-type]
 
     def check_trained(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        """Refuse float16 weights that are trained: their gradients have no room for the loss scale."""
         if not self.scaler.is_enabled():
             return
         found = [
@@ -130,21 +124,16 @@ class Float16Mixed(MixedPrecision):
             )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply a loss by the scale, after bringing the scale up to date with the step before."""
+        # The scale must not change while another optimizer still accumulates gradients at the old scale.
         if self._stepped and not self._held():
             self._update()
         scaled: torch.Tensor = self.scaler.scale(loss)
         return scaled
 
     def hold_scale_while(self, holds: Callable[[], bool]) -> None:
-        """Update the scale only where no accumulation window is under way.
-
-        One optimizer may step while another's gradients still accumulate in the same window, at the old scale.
-        """
         self._held = holds
 
     def agree_on_overflow(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Look for overflow in this process's shards, and skip the step on all processes where any finds it."""
         if isinstance(self.scaler, AgreeingGradScaler):
             return
         state = self.scaler.state_dict()
@@ -153,7 +142,6 @@ class Float16Mixed(MixedPrecision):
             self.scaler.load_state_dict(state)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring an optimizer's gradients from the scale to their true size, once per step."""
         if not self.scaler.is_enabled():
             return
         state = self.scaler._per_optimizer_states[id(optimizer)]
@@ -165,7 +153,6 @@ class Float16Mixed(MixedPrecision):
                 raise
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step unless a gradient is infinite or NaN."""
         if closure is not None:
             raise ConfigurationError(
                 "precision='fp16' scales the loss, which an optimizer that calls a closure cannot know. "
@@ -200,12 +187,10 @@ class Float16Mixed(MixedPrecision):
             self.scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and how long it has not overflowed."""
         self._update()
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the scale back."""
         self._stepped.clear()
         if state:
             self.scaler.load_state_dict(state)

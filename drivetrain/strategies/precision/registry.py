@@ -1,4 +1,4 @@
-"""Precisions by name."""
+"""Registry of precisions by name."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _PRECISIONS: dict[str, type[Precision]] = {}
 
 
 def register_precision(precision: type[Precision], *, replace: bool = False) -> type[Precision]:
-    """Make a `Precision` class available under its name and aliases; usable as a decorator.
+    """Register a `Precision` class under its name and aliases. Can be used as a class decorator.
 
     Args:
-        precision: The class; names are compared in lower case.
-        replace: Whether names that are taken may be taken over.
+        precision: The class. Its names are matched in lower case.
+        replace: Replace precisions that are already registered under these names.
 
     Returns:
         The class.
 
     Raises:
-        ConfigurationError: A name is taken and `replace` is False.
+        ConfigurationError: A name is registered and `replace` is False.
     """
     names = [name.lower() for name in (precision.name, *precision.__dict__.get("aliases", ()))]
     taken = [name for name in names if name in _PRECISIONS]
@@ -40,16 +40,16 @@ for _precision in (Precision, Double, BFloat16Mixed, BFloat16True, Float16Mixed,
 
 
 def available_precisions() -> list[str]:
-    """Canonical names of the registered precisions."""
+    """Return the canonical names of all registered precisions."""
     return list(dict.fromkeys(precision.name for precision in _PRECISIONS.values()))
 
 
 def resolve_precision(spec: str | int | Precision | None) -> Precision:
-    """Turn a name into a precision.
+    """Return the precision for a name. A `Precision` object is returned unchanged.
 
     Args:
-        spec: A canonical name (`"32"`, `"bf16"`, …), an alias (`"bf16-mixed"`, `"no"`, 16, 32, 64), a `Precision`,
-            or None for full precision.
+        spec: A canonical name such as `"bf16"`, an alias such as `"bf16-mixed"`, a number of bits (16, 32 or 64), a
+            `Precision`, or None for float32.
 
     Raises:
         ConfigurationError: No precision has this name.

@@ -1,4 +1,4 @@
-"""Precisions in which the whole model, its parameters included, is of one dtype."""
+"""Precisions in which parameters, activations and gradients have one dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain.strategies.precision.base import Precision
 
 
 class TruePrecision(Precision):
-    """Parameters, activations and gradients in one dtype; batches are cast to it."""
+    """Base class for precisions in which parameters, activations, gradients and batches have one dtype."""
 
     dtype: ClassVar[torch.dtype]
     complex_dtype: ClassVar[torch.dtype | None] = None  # None: as they are, since torch computes in complex64 at least
@@ -26,7 +26,6 @@ class TruePrecision(Precision):
         self.reduce_dtype = self.dtype
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Cast floating-point parameters and buffers; complex ones stay complex."""
         return model._apply(self._cast)  # type: ignore[no-untyped-call, no-any-return]
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -36,20 +35,17 @@ class TruePrecision(Precision):
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def convert_batch(self, batch: Any) -> Any:
-        """Cast floating-point tensors; complex ones stay complex, integers and booleans as they are."""
         return recursively_apply(self._cast, batch)
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Make new parameters in the dtype."""
         return _default_dtype(self.dtype)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Make tensors that the forward creates without a dtype in the dtype too."""
         return _default_dtype(self.dtype)
 
 
 class Double(TruePrecision):
-    """64-bit floats throughout."""
+    """float64 for parameters, activations and gradients."""
 
     name = "64"
     aliases = ("64-true", "fp64", "double")
@@ -57,7 +53,6 @@ class Double(TruePrecision):
     complex_dtype = torch.complex128
 
     def setup(self, kind: DeviceKind) -> None:
-        """Refuse Apple's GPU, which has no 64-bit floats."""
         if kind.name == "mps":
             raise ConfigurationError(
                 "precision='64' cannot run on mps, which has no 64-bit floats. Use '32' or the CPU."
@@ -65,18 +60,20 @@ class Double(TruePrecision):
 
 
 class BFloat16True(TruePrecision):
-    """bfloat16 throughout: half the memory, no scaling, 8 bits of mantissa."""
+    """bfloat16 for parameters, activations and gradients, without loss scaling."""
 
     name = "bf16-true"
     dtype = torch.bfloat16
 
     def setup(self, kind: DeviceKind) -> None:
-        """Refuse devices without bfloat16."""
         refuse_without_bf16(self.name, kind)
 
 
 class Float16True(TruePrecision):
-    """float16 throughout, without loss scaling: for inference and for models known to stay in its range."""
+    """float16 for parameters, activations and gradients, without loss scaling.
+
+    Suited to inference, and to training if gradients stay within float16's range.
+    """
 
     name = "fp16-true"
     aliases = ("16-true",)
@@ -84,7 +81,7 @@ class Float16True(TruePrecision):
 
 
 def refuse_without_bf16(name: str, kind: DeviceKind) -> None:
-    """Raise where a device has no bfloat16 arithmetic."""
+    """Raise a `ConfigurationError` if a device does not support bfloat16."""
     if not kind.supports_bf16():
         raise ConfigurationError(
             f"precision={name!r} needs bfloat16, which this machine's {kind.name} device does not support. "

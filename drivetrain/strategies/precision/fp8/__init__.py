@@ -1,4 +1,4 @@
-"""Training in 8-bit floats: one backend a file, over `base.FP8Backend`."""
+"""Training in float8, with one backend per file, derived from `base.FP8Backend`."""
 
 from drivetrain.strategies.precision.fp8.base import FP8Backend
 from drivetrain.strategies.precision.fp8.msamp import MSAMP

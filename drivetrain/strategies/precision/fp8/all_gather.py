@@ -1,8 +1,7 @@
-"""Gathering weights in float8 under FSDP: shards are cast before they are sent.
+"""Float8 all-gather of weights under FSDP.
 
-torchao does so with a tensor subclass as the parameter. Here the parameter stays a plain sharded tensor, so that
-checkpoints, exports, optimizers and copies see nothing else; torchao's subclass wraps the shard beside it, for FSDP's
-extension of the all-gather and for the scales.
+torchao replaces each parameter with a tensor subclass. Here parameters stay plain DTensors for checkpoints and
+optimizers. A second layer holds torchao's subclass over the same shard, for FSDP's all-gather extension.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _version = attrgetter("_version")  # torch counts the changes in place
 
 
 class GatheredWeight:
-    """One sharded weight that is gathered in float8.
+    """A sharded weight that FSDP gathers in float8.
 
     Attributes:
-        twin: A layer beside the real one, whose weight is torchao's subclass over the same shard.
+        twin: A second layer whose weight is torchao's tensor subclass over the same shard.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -63,15 +62,15 @@ class GatheredWeight:
         self._shard.fsdp_post_all_gather = self._cast.fsdp_post_all_gather
 
     def is_of(self, layer: Any) -> bool:
-        """Whether a layer's weight still is the shard that this was made for."""
+        """Return True if a layer's weight is still the recorded shard."""
         return layer.weight._local_tensor is self._shard
 
     def mark_scaled(self) -> None:
-        """Take note that the scale is that of the values that the shard has now."""
+        """Record that the scale matches the shard's current values."""
         self._scaled = self._versions()
 
     def _versions(self) -> tuple[int, int]:
-        """How often the weight was changed, whole and through its local part; the same on all processes."""
+        """Return the version counters of the weight and its local shard, which are equal on all processes."""
         return _version(self._weight), _version(self._shard)
 
     def _pre_all_gather(self, mesh: DeviceMesh) -> Any:
@@ -81,14 +80,14 @@ class GatheredWeight:
 
 
 class Float8AllGather:
-    """The weights that are gathered in float8, and the optimizers that change them."""
+    """The weights that FSDP gathers in float8, and the optimizers that change them."""
 
     def __init__(self) -> None:
         self._weights: WeakKeyDictionary[nn.Module, GatheredWeight] = WeakKeyDictionary()
         self._groups: WeakKeyDictionary[Optimizer, list[list[nn.Module]]] = WeakKeyDictionary()
 
     def attach(self, models: Iterable[nn.Module], optimizer: Optimizer) -> None:
-        """Let the float8 layers of sharded models gather in float8."""
+        """Enable the float8 all-gather for the layers of sharded models."""
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         by_mesh: dict[Any, list[nn.Module]] = defaultdict(list)
         for model in models:
@@ -103,7 +102,7 @@ class Float8AllGather:
         self._groups[optimizer] = list(by_mesh.values())
 
     def compute_scales(self, optimizer: Optimizer) -> None:
-        """Compute the scales of the weights that an optimizer has changed; a collective."""
+        """Compute the scales of weights that an optimizer has changed. A collective call."""
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         for layers in self._groups.get(optimizer, ()):
@@ -114,10 +113,10 @@ class Float8AllGather:
 
 
 def _sharded_layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """The float8 layers of a model whose weights FSDP gathers, each with FSDP's record of its weight.
+    """Yield each float8 layer whose weight FSDP gathers, with FSDP's record of the weight.
 
-    Left out are weights that are sharded unevenly, for which torchao's cast cannot pad, and those that stay sharded
-    over fewer processes between forward and backward, where FSDP has no such extension (torch 2.13).
+    Skips unevenly sharded weights, since torchao's cast cannot pad. Skips weights resharded over fewer processes after
+    forward, since FSDP has no all-gather extension for them (torch 2.13).
     """
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):

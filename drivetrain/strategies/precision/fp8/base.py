@@ -1,4 +1,4 @@
-"""`FP8Backend`: which package computes in 8-bit floats, and what it needs around a model."""
+"""`FP8Backend` base class for packages that compute in float8, and selection of the layers to convert."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 
 
 class FP8Backend(ABC):
-    """A package that computes in 8-bit floats.
+    """Base class for packages that compute linear layers in float8.
 
     Attributes:
-        name: The name that users write.
-        recipes: The names of its ways of scaling, the default first.
-        recipe: The one in use.
+        name: Name for `FP8(backend=name)`.
+        recipes: Names of the scaling recipes, the default first.
+        recipe: The selected recipe.
     """
 
     name: ClassVar[str]
@@ -30,33 +30,33 @@ class FP8Backend(ABC):
 
     @abstractmethod
     def setup(self, kind: DeviceKind) -> None:
-        """Bind the backend to a kind of device."""
+        """Set up the backend for a kind of device."""
 
     @abstractmethod
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Let layers of a model compute in 8-bit floats; their parameters and names stay what they are."""
+        """Convert layers of a model to float8 computation in place. Parameters and their names stay unchanged."""
 
     def context(self) -> AbstractContextManager[Any] | None:
-        """What a forward must run in; None where nothing is needed."""
+        """Return the context that a forward pass needs, or None."""
         return None
 
     def prepare_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> Optimizer:
-        """See an optimizer once before its first step."""
+        """Prepare an optimizer before its first step, and return the optimizer to step."""
         return optimizer
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Bring up to date what depends on the parameters that an optimizer has just changed."""
+        """Update values that depend on the parameters, such as scales, after an optimizer step."""
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """What scaling must remember over a restart, such as the largest values of past steps."""
+        """Return the scaling state to save in checkpoints, such as the largest values of past steps."""
         return {}
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Load a scaling state that `state_dict` returned."""
 
 
 def check_choice(option: str, given: Any, allowed: Sequence[str]) -> str:
-    """One of some names, whatever its case."""
+    """Return the choice that matches a name regardless of case, or raise if there is none."""
     names = {name.lower(): name for name in allowed}
     if not isinstance(given, str) or given.lower() not in names:
         raise ConfigurationError(
@@ -86,13 +86,13 @@ _SHARED = (
 
 @dataclass
 class ChosenLayers:
-    """The linear layers of a model, by name.
+    """Linear layers of a model by name, sorted into layers to convert and others.
 
     Attributes:
-        converted: Those that are to compute in 8-bit floats.
-        kept: The others.
-        misfits: Those among the others whose sizes do not fit, as the names and sizes to list.
-        before: How many compute in 8-bit floats already.
+        converted: Layers to convert to float8.
+        kept: All other layers.
+        misfits: Names and sizes of layers whose sizes do not fit.
+        before: Number of layers that already compute in float8.
     """
 
     converted: dict[str, nn.Linear] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class ChosenLayers:
 def choose_layers(
     model: nn.Module, multiple_of: int, keep_first_and_last: bool, wanted: LayerFilter | None
 ) -> ChosenLayers:
-    """Choose the layers of a model."""
+    """Sort a model's linear layers into those to convert to float8 and others."""
     linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     ends = {id(linear[0][1]), id(linear[-1][1])} if linear and keep_first_and_last else set()
     chosen = ChosenLayers()
@@ -128,9 +128,9 @@ def choose_layers(
 
 
 def _computes_by_itself(layer: nn.Linear) -> bool:
-    """Whether a layer's own forward is that of `nn.Linear`, and is what computes.
+    """Return True if the layer uses the forward of `nn.Linear` and is itself called.
 
-    A subclass may have a forward of its own; `nn.MultiheadAttention` reads the weight of its layer and never calls it.
+    A subclass may override it. `nn.MultiheadAttention` reads its layer's weight and never calls the layer.
     """
     if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear) or "forward" in layer.__dict__:
         return False
@@ -138,17 +138,16 @@ def _computes_by_itself(layer: nn.Linear) -> bool:
 
 
 def listed(names: list[str]) -> str:
-    """Some names, the first of them where there are many."""
+    """Return names as text for a message, shortened if there are many."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    """Put modules in the place of others, wherever those are registered.
+    """Replace modules in a model at each place of registration.
 
-    Parameters and hooks are those of the module before: both share the dicts that hold them. So an optimizer, a
-    strategy that puts shards in the place of parameters, and the handle of a hook that is removed later find what they
-    expect.
+    A replacement shares the dicts of parameters and hooks with the old module. Optimizers, sharding and hook handles
+    that were created for the old module therefore stay valid.
     """
     for old, new in replacements.items():
         new.__dict__["_parameters"] = old._parameters

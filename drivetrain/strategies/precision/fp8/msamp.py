@@ -1,4 +1,4 @@
-"""Microsoft's MS-AMP: weights, gradients and optimizer states in low precision too."""
+"""Float8 backend on Microsoft's MS-AMP, with low-precision weights, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _KEEP = "use_fp32_linear"
 
 
 class MSAMP(FP8Backend):
-    """MS-AMP (Peng et al., 2023, https://arxiv.org/abs/2310.18313), for one process on an NVIDIA GPU.
+    """Float8 backend on MS-AMP (Peng et al., 2023, https://arxiv.org/abs/2310.18313), for one NVIDIA GPU.
 
-    The package is not developed any more. It replaces the optimizer, which must be Adam or AdamW, and keeps its
-    weights in scaled float16.
+    The package is no longer developed. It replaces an Adam or AdamW optimizer, and keeps weights in scaled float16.
     """
 
     name = "msamp"
@@ -33,7 +32,6 @@ class MSAMP(FP8Backend):
         self._initialized = False
 
     def setup(self, kind: DeviceKind) -> None:
-        """Import the package; refuse other devices, and several processes."""
         elsewhere = "It runs on one NVIDIA GPU; FP8(backend='torchao') runs anywhere but on mps, with any strategy."
         try:
             import msamp
@@ -53,12 +51,11 @@ class MSAMP(FP8Backend):
         self._msamp = msamp
 
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Mark what stays as it is; MS-AMP converts the others together with their optimizer."""
+        """Mark the layers to leave unchanged. MS-AMP converts the other layers together with the optimizer."""
         for layer in kept:
             setattr(layer, _KEEP, True)
 
     def prepare_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> Optimizer:
-        """Convert the model and its optimizer, which is replaced."""
         known = list(models)
         if len(known) != 1 or self._initialized:
             raise ConfigurationError(
@@ -76,7 +73,7 @@ class MSAMP(FP8Backend):
 
 
 def _plain_tensors(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Let a state dict hold plain tensors in 32 bits."""
+    """Convert scaled tensors in a state dict to float32."""
     for name in module._parameters:
         value = state.get(prefix + name)
         if value is not None and hasattr(value, "meta"):
@@ -84,7 +81,7 @@ def _plain_tensors(module: nn.Module, state: dict[str, Any], prefix: str, metada
 
 
 def _scaled_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Scale plain tensors as the module's own weights are, before they are copied there."""
+    """Scale the tensors of a state dict like the module's weights, before they are loaded."""
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
         if isinstance(value, Tensor) and parameter is not None and hasattr(parameter, "meta"):

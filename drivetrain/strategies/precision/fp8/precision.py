@@ -1,4 +1,4 @@
-"""`FP8`: linear layers compute in 8-bit floats, everything else in bfloat16 or in 32 bits."""
+"""`FP8` precision: linear layers in float8, and other operations in bfloat16 or float32."""
 
 from __future__ import annotations
 
@@ -30,29 +30,28 @@ _BASES = ("bf16", "32")
 
 
 class FP8(MixedPrecision):
-    """Linear layers compute in 8-bit floats (Micikevicius et al., 2022, https://arxiv.org/abs/2209.05433).
+    """Precision with linear layers in float8 (Micikevicius et al., 2022, https://arxiv.org/abs/2209.05433).
 
-    Parameters, gradients and the optimizer stay in 32 bits, or in whatever the model was built in, and so do
-    checkpoints and exports, under the names of the plain model. The first and the last linear layer, and layers whose
-    sizes do not fit, are kept out.
+    Parameters, gradients and optimizer state keep the model's dtype, usually float32. Checkpoints and exports have the
+    names of the unconverted model.
 
     Args:
-        backend: `"torchao"`, `"te"` (TransformerEngine), `"msamp"`, or one of their objects, such as `TorchAO()`.
-        recipe: How values are scaled into the range of 8 bits; the backend's default if None. torchao: `"tensorwise"`,
-            `"rowwise"`, `"rowwise_gw_hp"`; te: `"delayed"`, `"current"`, `"mxfp8"`; msamp: `"O1"`, `"O2"`.
-        filter: Called with a linear layer and its name in the model: whether it computes in 8-bit floats. None for all.
-        keep_first_and_last: Whether the first and the last linear layer are kept out.
-        multiple_of: What the sizes of a layer must be a multiple of; others are kept out. Where tensor parallelism
-            splits layers over n processes, 16 n.
-        base: What everything else computes in: `"bf16"` by autocast, or `"32"`.
-        cache_enabled: Whether autocast keeps the cast copies of the weights within one forward.
-        **options: Further options of the backend, as its class takes them.
+        backend: `"torchao"`, `"te"` (TransformerEngine), `"msamp"`, or a backend object such as `TorchAO()`.
+        recipe: How values are scaled into float8's range. None selects the backend's default. torchao: `"tensorwise"`,
+            `"rowwise"`, `"rowwise_gw_hp"`. te: `"delayed"`, `"current"`, `"mxfp8"`. msamp: `"O1"`, `"O2"`.
+        filter: Function of a linear layer and its name that returns True to convert the layer. None converts all.
+        keep_first_and_last: Do not convert the first and the last linear layer.
+        multiple_of: Convert only layers whose sizes are multiples of this number. With tensor parallelism over n
+            processes, give 16 n.
+        base: Precision of other operations: `"bf16"` for autocast to bfloat16, or `"32"`.
+        cache_enabled: Cache autocast's cast copies of weights within one forward pass.
+        **options: Further arguments of the backend's class.
 
     Attributes:
-        backend: The backend.
+        backend: The backend object.
 
     Raises:
-        ConfigurationError: An option cannot be.
+        ConfigurationError: An option is invalid.
 
     Example:
         ```python
@@ -90,25 +89,26 @@ class FP8(MixedPrecision):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FP8:
-        """Make one from an `fp8_config`, in either spelling of its keys.
+        """Create an FP8 precision from an `fp8_config`.
 
         Args:
-            config: Its keys, with or without their `fp8_`, as in a launcher's YAML.
+            config: The options by key, with or without the prefix `fp8_`, as in a launcher's YAML file.
+
+        Returns:
+            The precision.
 
         Raises:
-            ConfigurationError: A key is unknown, or its value cannot be.
+            ConfigurationError: A key is unknown, or its value is invalid.
         """
         return cls(**arguments_from(config))
 
     def setup(self, kind: DeviceKind) -> None:
-        """Bind the backend, and refuse devices that cannot run it."""
         self.backend.setup(kind)
         if self.enabled:
             refuse_without_bf16(self.name, kind)
         super().setup(kind)
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Let linear layers compute in 8-bit floats, in place; list once which layers do not fit."""
         bare = _bare(model)
         chosen = choose_layers(bare, self._multiple_of, self._keep_ends, self._filter)
         if chosen.misfits:
@@ -134,35 +134,29 @@ class FP8(MixedPrecision):
         return model
 
     def _models(self) -> list[nn.Module]:
-        """The bare models that were converted and are still there."""
+        """Return the converted models that still exist, without wrappers."""
         return [model for held in self._converted if (model := held()) is not None]
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Autocast for what is not in 8-bit floats, and the backend's own context."""
         autocast, inner = super().forward_context(), self.backend.context()
         return autocast if inner is None else _both(autocast, inner)
 
     def autocast(self, kind: DeviceKind, enabled: bool, cache_enabled: bool) -> AbstractContextManager[Any]:
-        """Autocast to bfloat16, unless `base` is `"32"`."""
         return super().autocast(kind, enabled and self.base == "bf16", cache_enabled)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Let the backend see an optimizer, which it may replace."""
         return self.backend.prepare_optimizer(optimizer, self._models())
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step, and bring up to date what the backend derives from the parameters."""
         stepped = super().step(optimizer, closure)
         self.backend.after_step(optimizer)
         return stepped
 
     def state_dict(self) -> dict[str, Any]:
-        """What the backend's scaling must remember; nothing where scales are computed from the values at hand."""
         state = self.backend.state_dict(self._models())
         return {"backend": self.backend.name, "recipe": self.backend.recipe, "scaling": state} if state else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it back; what another backend, recipe or precision has written is left out."""
         if not state:
             return
         written = (state.get("backend"), state.get("recipe"))
@@ -200,7 +194,7 @@ def _make_backend(spec: str | FP8Backend, recipe: str | None, options: dict[str,
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    """The user's own module, whose names filters and messages use."""
+    """Return the user's module without wrappers, whose names filters and messages use."""
     while True:
         if isinstance(model, StepModule):
             model = model.task
@@ -244,9 +238,9 @@ _KNOWN = {"backend", *(key for keys in _KEYS.values() for key in keys)}
 
 
 def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `FP8` for an `fp8_config`.
+    """Return the arguments of `FP8` for an `fp8_config`.
 
-    Defaults are those of the files' own launcher, so a run that moves over computes the same layers.
+    Missing keys have the defaults of the launcher that writes these files, so that the same layers are converted.
     """
     given: dict[str, Any] = {}
     for key, value in config.items():
@@ -276,7 +270,7 @@ def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _backend(named: Any, given: Mapping[str, Any]) -> str:
-    """The backend by its name, else the one that the keys belong to."""
+    """Return the configured backend's name, or the backend to which the other keys belong."""
     if named is not None and str(named).upper() != "NO":
         return _BACKENDS[check_choice("fp8_config's backend", named, tuple(_BACKENDS))]
     return next((backend for backend, keys in _KEYS.items() if any(key in keys for key in given)), "torchao")

@@ -1,4 +1,4 @@
-"""NVIDIA's TransformerEngine: its own modules in the place of linear layers and layer normalisations."""
+"""Float8 backend that replaces layers with modules of NVIDIA's TransformerEngine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HELD = ("scale", "amax_history")
 
 
 class TransformerEngine(FP8Backend):
-    """TransformerEngine (https://docs.nvidia.com/deeplearning/transformer-engine), for NVIDIA GPUs from Ada on."""
+    """Float8 backend for NVIDIA GPUs from Ada on (https://docs.nvidia.com/deeplearning/transformer-engine)."""
 
     name = "te"
     recipes = ("delayed", "current", "mxfp8")
@@ -56,7 +56,6 @@ class TransformerEngine(FP8Backend):
         self._recipe: Any = None
 
     def setup(self, kind: DeviceKind) -> None:
-        """Import the package, and ask it whether the device can run the recipe."""
         elsewhere = (
             "It runs on NVIDIA GPUs of compute capability 8.9 or newer"
             + (" (10.0 for recipe='mxfp8')" if self.recipe == "mxfp8" else "")
@@ -87,7 +86,6 @@ class TransformerEngine(FP8Backend):
         return kind(fp8_format=format)
 
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Put TransformerEngine's modules in the place of layers, and of layer normalisations."""
         linear, norm = _plain(self._te.Linear), _plain(self._te.LayerNorm)
         new: dict[nn.Module, nn.Module] = {}
         for layer in layers:
@@ -105,7 +103,7 @@ class TransformerEngine(FP8Backend):
         replace_layers(model, new)
 
     def context(self) -> AbstractContextManager[Any]:
-        """TransformerEngine's autocast, which must close before the backward."""
+        """Return TransformerEngine's autocast context, which must close before backward."""
         return self._autocast(self.in_evaluation or torch.is_grad_enabled())
 
     def _autocast(self, enabled: bool) -> AbstractContextManager[Any]:
@@ -120,7 +118,6 @@ class TransformerEngine(FP8Backend):
     # the history of delayed scaling; a module's own `_extra_state` is a pickle, which no checkpoint holds
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """Scales and the largest values of past steps, by the names of the layers."""
         if self.recipe != "delayed":
             return {}
         return {
@@ -129,7 +126,6 @@ class TransformerEngine(FP8Backend):
         }
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
-        """Give the layers their history back."""
         # Without gradients: as this context closes with them, TransformerEngine would count it as a step.
         with torch.no_grad(), self._autocast(True):
             for index, model in enumerate(models):
@@ -141,7 +137,7 @@ class TransformerEngine(FP8Backend):
 
 
 def _support(te: Any, recipe: str) -> tuple[bool, str]:
-    """Whether the device can run a recipe, and the package's reason where not."""
+    """Return True if the device supports a recipe, and otherwise False with the package's reason."""
     block = recipe == "mxfp8"
     modern = getattr(te, "is_mxfp8_available" if block else "is_fp8_available", None)
     if modern is not None:  # 2.8 and newer
@@ -154,7 +150,7 @@ def _support(te: Any, recipe: str) -> tuple[bool, str]:
 
 
 def _plain(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class of TransformerEngine without the pickled `_extra_state`, so that names are the plain model's."""
+    """Return a subclass of a TransformerEngine class without `_extra_state` in its state dict."""
     own = {"get_extra_state": nn.Module.get_extra_state, "set_extra_state": nn.Module.set_extra_state}
     return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
 
@@ -166,7 +162,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _history(module: Any) -> dict[str, dict[str, Tensor]]:
-    """What a module remembers; nothing before its first forward."""
+    """Return a module's scaling history, which is empty before the first forward pass."""
     found = {key: module.fp8_meta[key] for key in _SCALING if key in module.fp8_meta}
     return {key: {name: getattr(meta, name).detach().cpu() for name in _HELD} for key, meta in found.items()}
 

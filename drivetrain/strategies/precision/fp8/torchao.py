@@ -1,4 +1,4 @@
-"""Float8 training by torchao: `torch._scaled_mm` on operands that are scaled as they come."""
+"""Float8 backend on torchao, which computes with `torch._scaled_mm`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _TORCHAOS_NAMES = {"rowwise_gw_hp": "rowwise_with_gw_hp"}
 
 
 class TorchAO(FP8Backend):
-    """Float8 training by torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
+    """Float8 backend on torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
 
-    Scales are computed from the values at hand, so there is no state to save. It also runs where there is no float8
-    arithmetic, emulated.
+    Scales are computed from the current values, so there is no state to save. On devices without float8 arithmetic,
+    the computation is emulated.
     """
 
     name = "torchao"
@@ -62,7 +62,6 @@ class TorchAO(FP8Backend):
         self._kind: DeviceKind | None = None
 
     def setup(self, kind: DeviceKind) -> None:
-        """Find the package, and whether the device has float8 arithmetic."""
         if importlib.util.find_spec("torchao") is None:
             raise ConfigurationError(
                 "precision='fp8' needs torchao, which is not installed: pip install \"drivetrain[fp8]\"."
@@ -92,7 +91,7 @@ class TorchAO(FP8Backend):
         return not self._kind.supports_float8() if given is None else given
 
     def config(self) -> Float8LinearConfig:
-        """What torchao is asked for; the gather is this backend's own, since parameters stay plain tensors."""
+        """Return torchao's configuration. Its float8 all-gather stays off, since it would replace the parameters."""
         from torchao.float8 import Float8LinearConfig
 
         config = self._given
@@ -102,7 +101,6 @@ class TorchAO(FP8Backend):
         return replace(config, emulate=self._emulates(), enable_fsdp_float8_all_gather=False)
 
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Put torchao's `Float8Linear` in the place of each layer."""
         convert_to_float8_training = _import_convert()
         config = self.config()
         new: dict[nn.Module, nn.Module] = {}
@@ -113,19 +111,17 @@ class TorchAO(FP8Backend):
         replace_layers(model, new)
 
     def prepare_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> Optimizer:
-        """Let weights that are sharded by now be gathered in float8."""
         if self._gathers:
             self._all_gather.attach(models, optimizer)
         return optimizer
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Compute the scales of the weights that will be gathered, all in one reduction."""
         if self._gathers:
             self._all_gather.compute_scales(optimizer)
 
 
 def _import_convert() -> Any:
-    """Import the entry point; that warns about kernels of devices that are not there (0.18)."""
+    """Import torchao's conversion function without its warnings about missing kernels (torchao 0.18)."""
     import logging
 
     quiet = logging.getLogger("torchao")
@@ -142,18 +138,16 @@ def _import_convert() -> Any:
 
 @cache
 def float8_layer() -> type[nn.Module]:
-    """The layer of torchao as it is under autocast on any device, and in inference mode.
+    """Return torchao's layer class, extended for inference mode and for autocast on any device.
 
-    torchao's own asks for CUDA's autocast alone; and in inference mode torch does not take apart the operations on its
-    tensors that it has no rules for (torchao 0.18).
+    torchao 0.18 supports only CUDA's autocast. In inference mode, torch does not decompose operations on its tensors.
     """
     from torchao.float8.float8_linear import Float8Linear
 
     class Float8Layer(Float8Linear):  # type: ignore[misc, no-any-unimported, unused-ignore]
-        """A linear layer in 8-bit floats."""
+        """Linear layer that computes in float8."""
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
-            """Compute `input @ weight.T + bias` in 8-bit floats."""
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False), torch.no_grad():
                     return self.forward(input)
