@@ -1,8 +1,8 @@
-"""Long sequences split over processes: which part is whose, and exact attention over all parts.
+"""Context parallelism: sequences that are split over processes, with exact attention over all tokens.
 
-Keys and values are gathered from all processes (Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2); each process
-computes the attention of its own queries. Under a causal mask later queries see more keys, so each process takes one
-chunk from the front and its mirror from the back: all then compute as much.
+Keys and values are gathered from all processes (Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2). Each process
+computes the attention of its own queries. Under a causal mask later queries attend to more keys. To balance the cost,
+each process takes one chunk from the front of a sequence and the mirrored chunk from the back.
 """
 
 from __future__ import annotations
@@ -31,22 +31,29 @@ from drivetrain.strategies.base import View
 
 Batch = TypeVar("Batch")
 
-# Torch's own context parallelism puts another function in its place.
+# Saved at import, because torch's `context_parallel` replaces `F.scaled_dot_product_attention`.
 _ATTENTION = F.scaled_dot_product_attention
 
-# Functions that compute attention inside, where no call of `scaled_dot_product_attention` can be seen.
+# Functions that compute attention without a call of `scaled_dot_product_attention` that can be intercepted.
 _OWN_ATTENTION = (
     F.multi_head_attention_forward,
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
 )
-# Torch 2.13 warns at the older name.
+# Torch 2.13 warns about the older name `all_gather_tensor_autograd`.
 _all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
 
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Which tokens of every sequence are this process's."""
+    """Part of every sequence that one context-parallel process has.
+
+    Attributes:
+        group: Process group over which sequences are split.
+        index: Index of this process in the group.
+        count: Number of processes in the group.
+        balanced: True if each process has a chunk from the front and the mirrored chunk from the back.
+    """
 
     group: ProcessGroup
     index: int
@@ -55,16 +62,20 @@ class SequenceShard:
 
     @property
     def chunks(self) -> int:
-        """Into how many chunks a sequence is cut."""
+        """Number of chunks that each sequence is cut into."""
         return 2 * self.count if self.balanced else self.count
 
     @property
     def own_chunks(self) -> tuple[int, ...]:
-        """The numbers of this process's chunks."""
+        """Indices of this process's chunks in the sequence."""
         return (self.index, self.chunks - 1 - self.index) if self.balanced else (self.index,)
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
-        """This process's part of a tensor that holds whole sequences."""
+        """Return this process's part of a tensor of full sequences, split along `dim`.
+
+        Raises:
+            ConfigurationError: The sequence length is no multiple of `chunks`.
+        """
         length = tensor.size(dim)
         if length % self.chunks:
             raise ConfigurationError(
@@ -76,8 +87,8 @@ class SequenceShard:
         return torch.cat([parts[number] for number in self.own_chunks], dim)
 
     def join(self, tensor: Tensor, dim: int) -> Tensor:
-        """The whole sequences in their order, from all processes' parts; gradients flow back to each part."""
-        # Along the first dimension, where each part arrives in its place; along another torch would copy them there.
+        """Gather the parts of all processes into full sequences. Gradients flow back to each part."""
+        # Gather along dimension 0, where the parts arrive contiguously. For other dimensions torch adds a copy.
         gathered: Tensor = _all_gather(tensor.contiguous(), 0, self.group)
         if isinstance(gathered, funcol.AsyncCollectiveTensor):
             gathered = gathered.wait()
@@ -88,12 +99,16 @@ class SequenceShard:
         return torch.cat([*(front for front, _ in halves), *(back for _, back in reversed(halves))], dim)
 
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
-        """Where this process's tokens stand in the whole sequence."""
+        """Return the positions of this process's `length` tokens in the full sequence, as an int64 tensor."""
         size = length // len(self.own_chunks)
         return torch.cat([torch.arange(n * size, (n + 1) * size, device=device) for n in self.own_chunks])
 
     def split_batch(self, batch: Batch, dim: int = 1) -> Batch:
-        """This process's part of a batch: every tensor that has a dimension `dim` is split along it."""
+        """Return this process's part of a batch. Every tensor that has a dimension `dim` is split along it.
+
+        Raises:
+            ConfigurationError: The tensors differ in the size of `dim`, or it is no multiple of `chunks`.
+        """
         lengths: dict[int, list[tuple[int, ...]]] = {}
 
         def note(tensor: Tensor) -> Tensor:
@@ -113,7 +128,10 @@ class SequenceShard:
         return split
 
     def join_output(self, output: Any, length: int, dim: int = 1) -> Any:
-        """What a step returned, whole again: tensors whose dimension `dim` is as long as this process's part."""
+        """Return a step's output with full sequences.
+
+        Tensors whose dimension `dim` has the size `length` are gathered from all processes. Others are unchanged.
+        """
         return recursively_apply(lambda t: self.join(t, dim) if t.dim() > dim and t.size(dim) == length else t, output)
 
 

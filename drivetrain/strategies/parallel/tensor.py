@@ -1,8 +1,8 @@
-"""Tensor and sequence parallelism: layers split over processes by a plan of module names.
+"""Tensor and sequence parallelism: layers that are split over processes by a plan of module names.
 
-The styles are torch's (`torch.distributed.tensor.parallel`). What is added here: plans are checked before anything is
-split, by names and by sizes; frozen parameters stay frozen and tied ones tied; and gradients that are sums over
-processes are added up before anybody reads them.
+The styles are those of `torch.distributed.tensor.parallel`. This module adds checks of a plan's names and sizes before
+any layer is split. It keeps frozen parameters frozen and tied parameters tied. Gradients that are partial sums are
+reduced before they are used.
 """
 
 from __future__ import annotations
@@ -392,27 +392,27 @@ def _from_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
-# Layers that are split over tensor-parallel processes, or whole on each
+# Splitting layers over tensor-parallel processes
 
 
 class Layers:
-    """Layers of which every process computes all."""
+    """Splitter that leaves every layer whole, used without tensor parallelism."""
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
-        """Split layers, in place."""
+        """Split the model's layers in place. `elsewhere` holds the ids of modules on other stages."""
 
     def begin(self, model: nn.Module) -> None:
-        """Get ready for training a prepared model."""
+        """Prepare torch and the random state for training a distributed model."""
 
     def check(self, optimizer: Optimizer) -> None:
-        """Compare, the first time that an optimizer steps, what must be the same on all processes."""
+        """Check at the first optimizer step that gradients of replicated parameters agree on all processes."""
 
     def teardown(self) -> None:
-        """Undo what `begin` did to torch."""
+        """Undo the changes that `begin` made to torch."""
 
 
 class SplitLayers(Layers):
-    """Processes share the computation of each layer."""
+    """Splitter of layers over tensor-parallel processes."""
 
     def __init__(
         self,
@@ -427,7 +427,6 @@ class SplitLayers(Layers):
         self._copies: CopyCheck | None = None
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
-        """Split layers over the processes."""
         bare = self._unwrap(model)
         plan = plan_of_model(bare) if isinstance(self._plan, str) else self._plan
         root = apply_plan(bare, self._mesh, plan, elsewhere)
@@ -435,19 +434,17 @@ class SplitLayers(Layers):
             whole_outputs_without_gradients(root)
 
     def begin(self, model: nn.Module) -> None:
-        """Let losses take split logits, and dropout leave out the same on all processes."""
+        # Shared random state: dropout must drop the same elements of replicated activations on every process.
         if self._loss is not None:
             self._loss.enable()
         share_random_state(self._mesh, self._kind)
         self._copies = CopyCheck(self._mesh, self._unwrap(model))
 
     def check(self, optimizer: Optimizer) -> None:
-        """See once that copies have the same gradients."""
         if self._copies is not None:
             self._copies.check(optimizer)
             self._copies = None
 
     def teardown(self) -> None:
-        """Let losses be torch's own again."""
         if self._loss is not None:
             self._loss.disable()
