@@ -1,6 +1,6 @@
-"""Several kinds of parallelism over one grid of processes.
+"""Strategies that combine data, sharded, tensor, context and pipeline parallelism on one device mesh.
 
-Names are resolved on first use: what they need of torch takes longer to import than torch itself.
+Public names are imported on first use, because the parts of torch behind them are slow to import.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Long sequences split over processes: which part is whose, and exact attention over all parts.
+"""Context parallelism: sequences that are split over processes, with exact attention over all tokens.
 
-Keys and values are gathered from all processes (Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2); each process
-computes the attention of its own queries. Under a causal mask later queries see more keys, so each process takes one
-chunk from the front and its mirror from the back: all then compute as much.
+Keys and values are gathered from all processes (Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2). Each process
+computes the attention of its own queries. Under a causal mask later queries attend to more keys. To balance the cost,
+each process takes one chunk from the front of a sequence and the mirrored chunk from the back.
 """
 
 from __future__ import annotations
@@ -31,22 +31,29 @@ from drivetrain.strategies.base import View
 
 Batch = TypeVar("Batch")
 
-# Torch's own context parallelism puts another function in its place.
+# Saved at import, because torch's `context_parallel` replaces `F.scaled_dot_product_attention`.
 _ATTENTION = F.scaled_dot_product_attention
 
-# Functions that compute attention inside, where no call of `scaled_dot_product_attention` can be seen.
+# Functions that compute attention without a call of `scaled_dot_product_attention` that can be intercepted.
 _OWN_ATTENTION = (
     F.multi_head_attention_forward,
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
 )
-# Torch 2.13 warns at the older name.
+# Torch 2.13 warns about the older name `all_gather_tensor_autograd`.
 _all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
 
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Which tokens of every sequence are this process's."""
+    """Part of every sequence that one context-parallel process has.
+
+    Attributes:
+        group: Process group over which sequences are split.
+        index: Index of this process in the group.
+        count: Number of processes in the group.
+        balanced: True if each process has a chunk from the front and the mirrored chunk from the back.
+    """
 
     group: ProcessGroup
     index: int
@@ -55,16 +62,20 @@ class SequenceShard:
 
     @property
     def chunks(self) -> int:
-        """Into how many chunks a sequence is cut."""
+        """Number of chunks that each sequence is cut into."""
         return 2 * self.count if self.balanced else self.count
 
     @property
     def own_chunks(self) -> tuple[int, ...]:
-        """The numbers of this process's chunks."""
+        """Indices of this process's chunks in the sequence."""
         return (self.index, self.chunks - 1 - self.index) if self.balanced else (self.index,)
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
-        """This process's part of a tensor that holds whole sequences."""
+        """Return this process's part of a tensor of full sequences, split along `dim`.
+
+        Raises:
+            ConfigurationError: The sequence length is no multiple of `chunks`.
+        """
         length = tensor.size(dim)
         if length % self.chunks:
             raise ConfigurationError(
@@ -76,8 +87,8 @@ class SequenceShard:
         return torch.cat([parts[number] for number in self.own_chunks], dim)
 
     def join(self, tensor: Tensor, dim: int) -> Tensor:
-        """The whole sequences in their order, from all processes' parts; gradients flow back to each part."""
-        # Along the first dimension, where each part arrives in its place; along another torch would copy them there.
+        """Gather the parts of all processes into full sequences. Gradients flow back to each part."""
+        # Gather along dimension 0, where the parts arrive contiguously. For other dimensions torch adds a copy.
         gathered: Tensor = _all_gather(tensor.contiguous(), 0, self.group)
         if isinstance(gathered, funcol.AsyncCollectiveTensor):
             gathered = gathered.wait()
@@ -88,12 +99,16 @@ class SequenceShard:
         return torch.cat([*(front for front, _ in halves), *(back for _, back in reversed(halves))], dim)
 
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
-        """Where this process's tokens stand in the whole sequence."""
+        """Return the positions of this process's `length` tokens in the full sequence, as an int64 tensor."""
         size = length // len(self.own_chunks)
         return torch.cat([torch.arange(n * size, (n + 1) * size, device=device) for n in self.own_chunks])
 
     def split_batch(self, batch: Batch, dim: int = 1) -> Batch:
-        """This process's part of a batch: every tensor that has a dimension `dim` is split along it."""
+        """Return this process's part of a batch. Every tensor that has a dimension `dim` is split along it.
+
+        Raises:
+            ConfigurationError: The tensors differ in the size of `dim`, or it is no multiple of `chunks`.
+        """
         lengths: dict[int, list[tuple[int, ...]]] = {}
 
         def note(tensor: Tensor) -> Tensor:
@@ -113,7 +128,10 @@ class SequenceShard:
         return split
 
     def join_output(self, output: Any, length: int, dim: int = 1) -> Any:
-        """What a step returned, whole again: tensors whose dimension `dim` is as long as this process's part."""
+        """Return a step's output with full sequences.
+
+        Tensors whose dimension `dim` has the size `length` are gathered from all processes. Others are unchanged.
+        """
         return recursively_apply(lambda t: self.join(t, dim) if t.dim() > dim and t.size(dim) == length else t, output)
 
 
@@ -121,7 +139,10 @@ class SequenceShard:
 def split_in_place(
     shard: SequenceShard, buffers: Sequence[Tensor], dims: Sequence[int], keep: Collection[Tensor] = ()
 ) -> Iterator[None]:
-    """Let tensors be this process's part of themselves in the body."""
+    """Replace each buffer's data by this process's part of the sequence while the context is active.
+
+    Afterwards the buffers have their full data again, except those in `keep`.
+    """
     if len(buffers) != len(dims):
         raise ConfigurationError(
             f"Each buffer needs the dimension that is its sequence, got {len(buffers)} buffers and {len(dims)} in "
@@ -144,17 +165,17 @@ def split_in_place(
 
 
 def sequence_length(batch: Any, dim: int) -> int | None:
-    """The length of a batch's sequences; None where it has none."""
+    """Return the size along `dim` of a batch's first tensor with that dimension, or None if no tensor has it."""
     found: list[int] = []
     recursively_apply(lambda t: found.append(t.size(dim)) if t.dim() > dim else None, batch)
     return found[0] if found else None
 
 
 class SharedAttention(TorchFunctionMode):
-    """Context in which `F.scaled_dot_product_attention` attends to the tokens of all processes.
+    """Context in which `F.scaled_dot_product_attention` attends to the tokens of all context-parallel processes.
 
     Attributes:
-        calls: How often attention was computed.
+        calls: Number of attention calls so far.
     """
 
     def __init__(self, shard: SequenceShard) -> None:
@@ -163,7 +184,7 @@ class SharedAttention(TorchFunctionMode):
         self.calls = 0
 
     def check(self, since: int) -> None:
-        """Raise where no attention was computed, although sequences are split."""
+        """Raise `ConfigurationError` if `calls` still equals `since`: then no attention call crossed processes."""
         if self.calls == since:
             raise ConfigurationError(
                 f"cp={self.shard.count} splits sequences over processes, but nothing called "
@@ -172,7 +193,7 @@ class SharedAttention(TorchFunctionMode):
             )
 
     def entered(self) -> AbstractContextManager[Any]:
-        """This context, or one that changes nothing where one like it is entered already."""
+        """Return the attention context, or an empty context if one is active already."""
         return self if active_shard() is None else nullcontext()
 
     def __torch_function__(
@@ -182,7 +203,7 @@ class SharedAttention(TorchFunctionMode):
             self.calls += 1
             return attend(self.shard, *args, **(kwargs or {}))
         if func is Tensor.backward:
-            with self:  # a mode is left while a function that it sees runs, but blocks may be recomputed in this one
+            with self:  # torch leaves the mode during `backward`, in which checkpointed blocks run again
                 _backward(*args, **(kwargs or {}))
             return None
         if func in _OWN_ATTENTION:
@@ -195,9 +216,10 @@ class SharedAttention(TorchFunctionMode):
 
 
 class RingAttention(SharedAttention):
-    """The same through torch's `context_parallel`, which never holds the keys and values of all processes.
+    """Ring attention through torch's `context_parallel`.
 
-    It sends them around a ring while it computes (Liu et al., 2023, https://arxiv.org/abs/2310.01889).
+    Keys and values travel around a ring during the computation, so no process ever holds all of them (Liu et al.,
+    2023, https://arxiv.org/abs/2310.01889).
     """
 
     def __init__(self, shard: SequenceShard, mesh: DeviceMesh, device: torch.device) -> None:
@@ -211,7 +233,7 @@ class RingAttention(SharedAttention):
             from torch.distributed.tensor.experimental import _attention
 
             self._ring.enter_context(_set(_attention._cp_options, "enable_load_balance", self.shard.balanced))
-            # It wants something to split, by whose length it chooses the order of chunks: ours.
+            # `context_parallel` needs a buffer to split, and takes the order of chunks from its length.
             chunks = torch.zeros(self.shard.chunks, device=self._device)
             self._ring.enter_context(_attention.context_parallel(self._mesh, buffers=[chunks], buffer_seq_dims=[0]))
         self._depth += 1
@@ -249,7 +271,10 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """`Tensor.backward`, past those of its functions that modes see, each of which would leave the mode again."""
+    """Run `Tensor.backward` through the autograd engine directly.
+
+    Torch's own function is seen by function modes, and each such call would leave the attention context.
+    """
     chosen = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     seeds = torch.autograd._make_grads((tensor,), (gradient,), is_grads_batched=False)
     keep = create_graph if retain_graph is None else retain_graph
@@ -269,7 +294,10 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` where each process has some of the tokens."""
+    """Compute `F.scaled_dot_product_attention` for sequences that are split over processes.
+
+    Returns the output for this process's queries.
+    """
     if isinstance(query, DTensor):
         return _attend_on_shards(shard, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is not None:
@@ -283,7 +311,7 @@ def attend(
             "attention's dropout to 0; dropout elsewhere works.",
         )
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    if key.shape == value.shape and key.dtype == value.dtype:  # then one collective does
+    if key.shape == value.shape and key.dtype == value.dtype:  # stacked, they need one collective instead of two
         keys, values = shard.join(torch.stack((key, value)), -2)
     else:
         keys, values = shard.join(key, -2), shard.join(value, -2)
@@ -306,9 +334,9 @@ def attend(
 
 
 def _aligned_to_the_last(size: int, seen: int) -> Tensor:
-    """The mask of a chunk whose last token sees all keys up to its own.
+    """Return the causal mask of `size` queries that are the last of `seen` tokens.
 
-    Torch cannot make one within a dispatch mode, such as its counter of operations (torch 2.13).
+    The dispatch modes are disabled, because torch 2.13 cannot create the mask within one.
     """
     if torch.compiler.is_compiling():
         return causal_lower_right(size, seen)
@@ -317,7 +345,7 @@ def _aligned_to_the_last(size: int, seen: int) -> Tensor:
 
 
 def _attend_on_shards(shard: SequenceShard, query: DTensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    """The same on tensors whose heads are split over tensor-parallel processes too."""
+    """Compute attention on DTensors whose heads are split over tensor-parallel processes."""
     heads = (query.dim() - 3) % query.dim()
     if any(not (placement.is_replicate() or placement.is_shard(heads)) for placement in query.placements):
         raise ConfigurationError(
@@ -331,7 +359,7 @@ def _attend_on_shards(shard: SequenceShard, query: DTensor, key: Tensor, value: 
 
 
 def active_shard() -> SequenceShard | None:
-    """Which tokens are this process's in the step that is running; None where sequences are whole."""
+    """Return the sequence shard of the active attention context, or None if sequences are not split."""
     modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     for mode in reversed(modes):
         if isinstance(mode, SharedAttention):
@@ -340,32 +368,32 @@ def active_shard() -> SequenceShard | None:
 
 
 def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """Where this process's tokens stand in their sequences.
+    """Return the positions of this process's tokens in the full sequences.
 
-    For models that make positions themselves: `torch.arange(x.shape[1])` would number each process's part from 0.
-    Without context parallelism it is exactly that `arange`.
+    Use this function in models that create position ids themselves. With context parallelism,
+    `torch.arange(x.shape[1])` would number each process's part from 0. Without it, the result is that `arange`.
 
     Args:
-        length: How many tokens of each sequence this process has: `x.shape[1]`.
-        device: Where to put the positions.
+        length: Number of tokens of each sequence on this process, such as `x.shape[1]`.
+        device: Device of the returned tensor.
 
     Returns:
-        `length` numbers, int64.
+        An int64 tensor of shape `(length,)`.
     """
     shard = active_shard()
     return torch.arange(length, device=device) if shard is None else shard.positions(length, device)
 
 
-# Sequences that are split over processes, or whole on each
+# Splitting sequences over processes
 
 
 class Sequences:
-    """Sequences that every process has whole."""
+    """Splitter that leaves every sequence whole, used without context parallelism."""
 
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
     ) -> AbstractContextManager[Any]:
-        """Return a context in which tensors are this process's part of themselves."""
+        """Return a context that splits the buffers along their sequence dimensions. This one changes nothing."""
         return nullcontext()
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
@@ -382,10 +410,10 @@ class Sequences:
 
 
 class SplitSequences(Sequences):
-    """Processes share each sequence.
+    """Splitter of sequences over context-parallel processes.
 
     Attributes:
-        shard: Which tokens are this process's.
+        shard: The part of each sequence that this process has.
     """
 
     def __init__(
@@ -398,16 +426,14 @@ class SplitSequences(Sequences):
         self.shard, self._attention, self._seq_dim, self._shard_batch = shard, attention, seq_dim, shard_batch
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """The model on this process's tokens; in evaluation what a step returns is made whole."""
+        """Return a module that runs steps on this process's tokens. In evaluation it joins the outputs of all."""
         joined_dim = self._seq_dim if stage == "evaluate" else None
         return SequenceStep(model, self._attention, self.shard_batch, joined_dim)
 
     def attention(self) -> AbstractContextManager[Any]:
-        """Context in which attention is over the tokens of all processes that share a sequence."""
         return self._attention.entered()
 
     def shard_batch(self, batch: Any) -> Any:
-        """This process's tokens of a batch of whole sequences."""
         if self._shard_batch is not None:
             return self._shard_batch(batch, self.shard)
         return self.shard.split_batch(batch, self._seq_dim)
@@ -416,7 +442,7 @@ class SplitSequences(Sequences):
     def split(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor]
     ) -> Iterator[None]:
-        """Split tensors over the processes that share sequences, and let attention see all of them."""
+        """Split buffers over processes while the context is active. Raises if no attention was computed in it."""
         before = self._attention.calls
         with split_in_place(self.shard, buffers, seq_dims, keep), self.attention():
             yield
@@ -424,7 +450,7 @@ class SplitSequences(Sequences):
 
 
 class SequenceStep(nn.Module):
-    """Called with whole batches as `module(step, batch, ...)`, runs the step on this process's tokens."""
+    """Module that is called as `module(step, batch, ...)` and runs the step on this process's tokens."""
 
     def __init__(
         self, inner: nn.Module, attention: SharedAttention, split: Callable[[Any], Any], joined_dim: int | None = None
@@ -435,7 +461,7 @@ class SequenceStep(nn.Module):
         self._checked = False
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run `step` on a part of `batch`."""
+        """Run `step` on this process's part of `batch`. Returns its output, joined over processes in evaluation."""
         own = self._split(batch)
         before = self._attention.calls
         with self._attention.entered():
@@ -449,7 +475,7 @@ class SequenceStep(nn.Module):
         return output if length is None else self._attention.shard.join_output(output, length, self._joined_dim)
 
 
-# How attention on the CPU runs on split tensors: torch 2.13 has rules for the kernels of GPUs only
+# DTensor sharding rules for the CPU's attention kernel: torch 2.13 has them only for GPU kernels
 
 
 aten = torch.ops.aten
@@ -460,7 +486,7 @@ _SPLIT = (Shard(0), Shard(1), Replicate())
 
 @cache
 def let_attention_run_split() -> None:
-    """Register the rules of the CPU's kernel, once."""
+    """Register DTensor sharding rules for attention on the CPU. Later calls do nothing."""
 
     @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)  # type: ignore[untyped-decorator]
     def forward(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which processes share what: the sizes of the dimensions, and this process's place in each."""
+"""Device mesh: the number of processes along each dimension, and the coordinates of each rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Outermost first: neighbouring ranks, which share a machine, talk most.
+# Outermost first. Tensor parallelism communicates most, so its ranks must be neighbours, which share a machine.
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 REST = -1
 
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """How many processes there are along each dimension."""
+    """Number of processes along each dimension of the device mesh.
+
+    A `dp_shard` of -1 stands for all processes that the other sizes leave over.
+    """
 
     dp_replicate: int = 1
     dp_shard: int = REST
@@ -38,7 +41,10 @@ class MeshSizes:
                 raise ConfigurationError(f"{field.name} must be {allowed}, got {size!r}.")
 
     def fill(self, world_size: int) -> MeshSizes:
-        """The same with `dp_shard` known."""
+        """Return a copy of the mesh sizes in which a `dp_shard` of -1 is replaced by a number.
+
+        Raises `ConfigurationError` if the sizes do not multiply to `world_size`.
+        """
         others = prod(getattr(self, name) for name in DIMENSIONS if not (name == "dp_shard" and self.dp_shard == REST))
         asked = " x ".join(
             f"{name}={getattr(self, name)}" for name in DIMENSIONS if getattr(self, name) not in (1, REST)
@@ -58,12 +64,15 @@ class MeshSizes:
         return self
 
     def shape(self) -> tuple[int, ...]:
-        """Sizes in the order of `DIMENSIONS`."""
+        """Return the mesh sizes as a tuple, in the order of `DIMENSIONS`."""
         return tuple(getattr(self, name) for name in DIMENSIONS)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MeshSizes:
-        """Read names such as `tp_size`, or `tp`."""
+        """Build mesh sizes from a mapping with keys such as `tp_size` or `tp`.
+
+        Values of None are skipped, and `dp_shard` is 1 if the mapping has no such key.
+        """
         own = {field.name for field in fields(cls)}
         names = {**{name: name for name in own}, **{f"{name}_size": name for name in own}}
         sizes: dict[str, int] = {"dp_shard": 1}
@@ -82,21 +91,28 @@ class MeshSizes:
 
 @dataclass(frozen=True)
 class MeshPlace:
-    """One process's place in the grid of all."""
+    """Position of one rank in the device mesh.
+
+    Attributes:
+        sizes: Number of processes along each dimension.
+        rank: Global rank of the process.
+        loss_index: Index along `pp` of the processes that compute losses. None is the last index.
+    """
 
     sizes: MeshSizes
     rank: int
     loss_index: int | None = None
 
     def coordinates(self) -> dict[str, int]:
-        """This process's index along each dimension."""
+        """Return a dict from each dimension's name to the rank's index along it."""
+        # The last dimension varies fastest, so the rank is taken apart from the innermost dimension outwards.
         found, rest = {}, self.rank
         for name, size in reversed(list(zip(DIMENSIONS, self.sizes.shape(), strict=True))):
             rest, found[name] = divmod(rest, size)
         return found
 
     def rank_of(self, **coordinates: int) -> int:
-        """The rank at the given indices, and this process's own along the other dimensions."""
+        """Return the rank at the given mesh coordinates. Dimensions not given keep this process's index."""
         at, rank = {**self.coordinates(), **coordinates}, 0
         for name, size in zip(DIMENSIONS, self.sizes.shape(), strict=True):
             rank = rank * size + at[name]
@@ -104,45 +120,51 @@ class MeshPlace:
 
     @property
     def _last(self) -> int:
-        """The index along `pp` of the processes that compute losses."""
+        """Index along `pp` of the processes that compute losses."""
         return self.sizes.pp - 1 if self.loss_index is None else self.loss_index
 
     @property
     def loss_rank(self) -> int:
-        """The rank that computes the losses of this process's pipeline."""
+        """Global rank that computes the losses of this process's pipeline."""
         return self.rank_of(pp=self._last)
 
     @property
     def data_shard(self) -> DataShard:
-        """Which share of the data this process loads: the same where processes share a batch."""
+        """Shard of the dataset that this process loads.
+
+        Ranks that differ only along `pp`, `cp` or `tp` share batches, so they get equal shards.
+        """
         at = self.coordinates()
         count = self.sizes.dp_replicate * self.sizes.dp_shard
         return DataShard(at["dp_replicate"] * self.sizes.dp_shard + at["dp_shard"], count)
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
-        """For each data shard the rank whose rows stand for it: of its last stage, where losses are computed."""
+        """One rank for each data shard: the process that computes losses and has index 0 along `cp` and `tp`."""
         last = self._last
         shards = product(range(self.sizes.dp_replicate), range(self.sizes.dp_shard))
         return tuple(self.rank_of(pp=last, dp_replicate=r, dp_shard=s, cp=0, tp=0) for r, s in shards)
 
     @property
     def value_ranks(self) -> tuple[int, ...]:
-        """The ranks whose values together are those of the global batch: each part of a sequence counts, copies not."""
+        """Ranks whose values together cover the global batch exactly once.
+
+        Each context-parallel part of a sequence counts. Tensor-parallel copies do not.
+        """
         last = self._last
         parts = product(range(self.sizes.dp_replicate), range(self.sizes.dp_shard), range(self.sizes.cp))
         return tuple(self.rank_of(pp=last, dp_replicate=r, dp_shard=s, cp=c, tp=0) for r, s, c in parts)
 
 
 def make_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh | None:
-    """The grid of all processes, with a dimension for each size above 1; None for one process alone.
+    """Create the device mesh, with one dimension for each size above 1, or return None if every size is 1.
 
-    A collective: all processes make it together.
+    Every rank must call this function, because it creates process groups.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
     dimensions = {name: size for name, size in zip(DIMENSIONS, sizes.shape(), strict=True) if size > 1}
-    if "dp_replicate" in dimensions:  # copies of a model sharded over one process: `fully_shard` wants both
+    if "dp_replicate" in dimensions:  # `fully_shard` needs a shard dimension next to a replicate one, even of size 1
         dimensions = {name: getattr(sizes, name) for name in DIMENSIONS if name in {*dimensions, "dp_shard"}}
     if not dimensions:
         return None
@@ -150,7 +172,7 @@ def make_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh | None:
 
 
 def submesh(mesh: DeviceMesh | None, *names: str) -> DeviceMesh | None:
-    """This process's peers along some dimensions, as one dimension; None where it has none."""
+    """Return the mesh's named dimensions, flattened to one dimension, or None if the mesh has none of them."""
     present = tuple(name for name in names if mesh is not None and name in (mesh.mesh_dim_names or ()))
     if mesh is None or not present:
         return None

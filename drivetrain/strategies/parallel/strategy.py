@@ -1,7 +1,7 @@
-"""`Parallel`: data, sharded, tensor, context and pipeline parallelism over one grid of processes.
+"""Strategy that combines data, sharded, tensor, context and pipeline parallelism on one device mesh.
 
-What each dimension needs is elsewhere: the grid in `mesh`, layers split over processes in `tensor`, sequences in
-`context`, stages in `pipeline`; sharding is that of `FSDP`. `Parallel.setup` puts together what the sizes ask for.
+Each kind of parallelism has its own module: `mesh`, `tensor`, `context` and `pipeline`. Sharding uses `FSDP`.
+`Parallel.setup` combines the kinds whose size is above 1.
 """
 
 from __future__ import annotations
@@ -35,37 +35,41 @@ from drivetrain.strategies.precision import Precision
 
 
 class Parallel(Strategy, SplitsSequences):
-    """Several kinds of parallelism over one grid of processes.
+    """Strategy that combines data, sharded, tensor, context and pipeline parallelism on one device mesh.
+
+    The product of the five sizes must equal the world size.
 
     Args:
-        dp_replicate: Copies of the sharded model, each for other data.
-        dp_shard: Processes over which parameters, gradients and optimizer state are sharded, each for other data; -1
-            takes all that are left by the other sizes.
-        tp: Processes that share the computation of each layer, and the batch.
-        cp: Processes that share each sequence; parameters are sharded over them too.
-        pp: Stages that the layers are spread over.
-        tp_plan: Which layers are split how, by patterns of module names, as in
-            `{"layers.*.attention.wq": Colwise(), "layers.*.attention.wo": Rowwise()}`; `"auto"` takes the model's own.
-        loss_parallel: Let `F.cross_entropy` take logits that are split by class, from a last layer
+        dp_replicate: Number of replicas of the sharded model. Each replica trains on other data.
+        dp_shard: Number of processes over which parameters, gradients and optimizer state are sharded. Each trains on
+            other data. The default of -1 uses all processes that the other sizes leave over.
+        tp: Number of tensor-parallel processes. They split layers and share each batch.
+        cp: Number of context-parallel processes. They split each sequence. Parameters are sharded over them too.
+        pp: Number of processes in each pipeline. They split the model's layers into stages.
+        tp_plan: Mapping from patterns of module names to tensor-parallel styles, as in
+            `{"layers.*.attention.wq": Colwise(), "layers.*.attention.wo": Rowwise()}`. `"auto"` uses the plan that the
+            model carries. Required if `tp` is above 1.
+        loss_parallel: Compute `F.cross_entropy` on logits that are sharded by class. The last layer must be
             `Colwise(use_local_output=False)`.
-        cp_seq_dim: Which dimension of a batch's tensors is the sequence.
-        cp_load_balance: Give each process a chunk of every sequence from the front and its mirror from the back, which
-            makes causal attention cost the same on all.
-        cp_attention: `"gather"` collects the keys and values of all processes, on any device; `"ring"` is torch's
-            `context_parallel`, which passes them on while it computes, on GPUs.
-        cp_shard_batch: Splits a batch instead, called with it and a `SequenceShard`.
-        **options: Those of `FSDP`, such as `wrap`, and of the pipeline, which begin with `pp_`.
+        cp_seq_dim: Sequence dimension of the batch's tensors.
+        cp_load_balance: Give each process one chunk from the front of every sequence and the mirrored chunk from the
+            back, so that causal attention costs the same on all processes.
+        cp_attention: `"gather"` all-gathers keys and values, on any device. `"ring"` uses torch's `context_parallel`,
+            which sends them around a ring during the computation, on GPUs only.
+        cp_shard_batch: Function that splits a batch, called with the batch and a `SequenceShard`. The default splits
+            the batch's tensors along `cp_seq_dim`.
+        **options: Options of `FSDP`, such as `wrap`, and pipeline options, which begin with `pp_`.
 
     Attributes:
-        sizes: Those of the grid; `dp_shard` is known once the strategy is set up.
-        options: Those of `FSDP`.
-        place_in_mesh: This process's place in the grid.
-        layers: Splits layers over processes, or leaves them whole.
-        sequences: Splits sequences over processes, or leaves them whole.
-        inner: The strategy that places and runs models on this grid.
+        sizes: Sizes of the device mesh. A `dp_shard` of -1 is replaced by a number in `setup`.
+        options: Options of `FSDP`.
+        place_in_mesh: Position of this process in the device mesh.
+        layers: Splitter of tensor-parallel layers. It leaves layers whole if `tp` is 1.
+        sequences: Splitter of sequences. It leaves sequences whole if `cp` is 1.
+        inner: Strategy that places and runs models on the mesh.
 
     Raises:
-        ConfigurationError: An option cannot be.
+        ConfigurationError: An option is invalid or does not fit the sizes.
     """
 
     name = "parallel"
@@ -108,14 +112,18 @@ class Parallel(Strategy, SplitsSequences):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **options: Any) -> Parallel:
-        """Make one from the names of a `ParallelismConfig`.
+        """Create a `Parallel` strategy from a mapping with the field names of `ParallelismConfig`.
 
         Args:
-            config: `dp_replicate_size`, `dp_shard_size`, `tp_size`, `cp_size`, `pp_size`; those left out are 1.
-            **options: Everything else.
+            config: Mapping with the keys `dp_replicate_size`, `dp_shard_size`, `tp_size`, `cp_size` and `pp_size`.
+                Missing sizes are 1.
+            **options: Other arguments of `Parallel`, such as `tp_plan`.
+
+        Returns:
+            The strategy.
 
         Raises:
-            ConfigurationError: A name is not a size.
+            ConfigurationError: A key is not the name of a size.
         """
         sizes = MeshSizes.from_config(config)
         return cls(
@@ -130,10 +138,10 @@ class Parallel(Strategy, SplitsSequences):
     # processes
 
     def setup(self, state: PartialState) -> None:
-        """Take this process's place in the grid, and make what the sizes ask for; a collective.
+        """Create the device mesh and the strategies for its dimensions. Every rank must call this method.
 
         Raises:
-            ConfigurationError: An option cannot be on this device, or with these sizes.
+            ConfigurationError: The sizes do not fit the world size, or an option does not work on the device.
         """
         self.sizes = self.sizes.fill(state.num_processes)
         mesh = make_mesh(self.sizes, state.device.type)
@@ -163,7 +171,7 @@ class Parallel(Strategy, SplitsSequences):
         return SplitSequences(shard, attention, self._cp_seq_dim, self._cp_shard_batch)
 
     def _shard_mesh(self, mesh: DeviceMesh | None) -> DeviceMesh | None:
-        """Return the processes with other data or other parts of sequences; None if there are no others."""
+        """Return the mesh over which parameters are sharded and replicated, or None if they are not sharded."""
         shard = submesh(mesh, "dp_shard", "cp")
         if mesh is None or shard is None or self.sizes.dp_replicate == 1:
             return shard
@@ -171,7 +179,7 @@ class Parallel(Strategy, SplitsSequences):
         return mesh["dp_replicate", shard.mesh_dim_names[0]]
 
     def _make_sharded(self, state: PartialState, mesh: DeviceMesh | None) -> Strategy:
-        """Make the strategy of a grid without stages."""
+        """Create the inner strategy for a mesh without pipeline stages."""
         self.place_in_mesh = MeshPlace(self.sizes, state.process_index)
         topology = Topology.in_grid(state, self.place_in_mesh)
         strategy = FSDP(**self._sharding)
@@ -183,7 +191,7 @@ class Parallel(Strategy, SplitsSequences):
         return strategy
 
     def _make_pipeline(self, state: PartialState, mesh: DeviceMesh | None, stages: DeviceMesh) -> Strategy:
-        """Make the strategy of a grid with stages."""
+        """Create the inner strategy for a mesh with pipeline stages."""
         from drivetrain.strategies.parallel.pipeline.schedule import PipelineGroup, PipelineOptions
         from drivetrain.strategies.parallel.pipeline.strategy import Pipeline, StagePlacer  # its part of torch is slow
 
@@ -201,26 +209,32 @@ class Parallel(Strategy, SplitsSequences):
     def split_sequences(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
     ) -> AbstractContextManager[Any]:
-        """Split tensors over the processes that share sequences, and let attention see all of them."""
+        """Return a context in which buffers hold this process's part of each sequence.
+
+        Within the context, attention covers the tokens of all context-parallel processes.
+        """
         return self.sequences.split(buffers, seq_dims, keep)
 
     # model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Build a model without values where they are filled in shard by shard, else as usual."""
+        """Return the inner strategy's context for building a model."""
         return self.inner.init_context()
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Spread a model over stages, split its layers, shard what is left, and let its optimizers hold the parts."""
+        """Distribute a model over the mesh: pipeline stages, then tensor-parallel layers, then shards.
+
+        Returns the distributed model and its optimizers.
+        """
         prepared = self.inner.prepare(model, optimizers, precision, move)
         if optimizers is not None:
             self.layers.begin(prepared[0])
         return prepared
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """The module to call with whole batches."""
+        """Return the module that runs the model on whole batches."""
         return self.sequences.view(self.inner.view(model, stage), stage)
 
     # one optimizer step
@@ -233,13 +247,13 @@ class Parallel(Strategy, SplitsSequences):
             return self.inner.forward_backward(model, step_fn, microbatches)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss, scaled already."""
+        """Compute the gradients of a loss that is already scaled."""
         self.inner.backward(loss, **kwargs)
 
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Step an optimizer; the first time, see that copies have the same gradients."""
+        """Step an optimizer. The first step checks that tensor-parallel copies have equal gradients."""
         if closure is None:
             self.layers.check(optimizer)
         return self.inner.optimizer_step(optimizer, precision, closure)

@@ -1,8 +1,8 @@
-"""Tensor and sequence parallelism: layers split over processes by a plan of module names.
+"""Tensor and sequence parallelism: layers that are split over processes by a plan of module names.
 
-The styles are torch's (`torch.distributed.tensor.parallel`). What is added here: plans are checked before anything is
-split, by names and by sizes; frozen parameters stay frozen and tied ones tied; and gradients that are sums over
-processes are added up before anybody reads them.
+The styles are those of `torch.distributed.tensor.parallel`. This module adds checks of a plan's names and sizes before
+any layer is split. It keeps frozen parameters frozen and tied parameters tied. Gradients that are partial sums are
+reduced before they are used.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
     "whole_outputs_without_gradients",
 ]
 
-# Names as in the plans that transformers' models carry; None: the module stays as it is on every process.
+# Style names used by plans in transformers' models. None leaves the module replicated.
 _STYLES: dict[str, Any] = {
     "colwise": lambda: ColwiseParallel(),
     "rowwise": lambda: RowwiseParallel(),
@@ -77,7 +77,10 @@ _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_valu
 
 
 def plan_of_model(module: nn.Module) -> dict[str, str]:
-    """The plan that a model carries, as those of transformers do."""
+    """Return the tensor-parallel plan that a model carries in `tp_plan` or `_tp_plan`.
+
+    Raises `ConfigurationError` if neither the model nor a submodule has a plan.
+    """
     for name, part in module.named_modules():
         plan = getattr(part, "tp_plan", None) or getattr(part, "_tp_plan", None)
         if isinstance(plan, Mapping) and plan:
@@ -91,7 +94,7 @@ def plan_of_model(module: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PlanMatch:
-    """One module that a plan splits."""
+    """Module that a tensor-parallel plan splits, with its name and style."""
 
     name: str
     module: nn.Module
@@ -99,7 +102,10 @@ class PlanMatch:
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: frozenset[int] = frozenset()) -> nn.Module:
-    """Split a module's layers over processes, in place."""
+    """Split a module's layers over the mesh's processes, in place, by a tensor-parallel plan.
+
+    Returns the submodule in which the plan's names begin. Modules with ids in `elsewhere` are skipped.
+    """
     let_attention_run_split()
     root, matches = _matches(module, plan)
     _check_sizes(module, matches, mesh.size())
@@ -115,6 +121,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
                 f"{type(match.module).__name__}. Name the layers inside it.",
                 see="parallel.md",
             ) from None
+    # `parallelize_module` makes new parameters: restore frozen ones, then ties, before hooks are registered.
     for name, parameter in module.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(before[name].requires_grad)
     _tie_again(module, before)
@@ -125,14 +132,17 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
 
 
 def plan_matches(module: nn.Module, plan: Plan, count: int) -> list[PlanMatch]:
-    """The modules that a plan splits."""
+    """Return the modules that a tensor-parallel plan splits, after a check of their sizes."""
     _, matches = _matches(module, plan)
     _check_sizes(module, matches, count)
     return matches
 
 
 def whole_outputs_without_gradients(module: nn.Module) -> None:
-    """Let a module return plain tensors in evaluation, also where a loss in training wants them split by class."""
+    """Register a forward hook that converts DTensor outputs to plain tensors if gradients are disabled.
+
+    With gradients, the outputs stay sharded by class for the parallel loss.
+    """
 
     def make_whole(module: nn.Module, inputs: Any, output: Any) -> Any:
         if torch.is_grad_enabled():
@@ -143,7 +153,10 @@ def whole_outputs_without_gradients(module: nn.Module) -> None:
 
 
 class _AddUp:
-    """Brings a gradient into its parameter's placements: that of a layer that saw parts of sequences is a sum."""
+    """Gradient hook that redistributes a DTensor gradient to its parameter's placements.
+
+    Layers that process part of a sequence have partial gradients, which must be summed over processes.
+    """
 
     def __init__(self, placements: tuple[Placement, ...]) -> None:
         self.placements = placements
@@ -155,7 +168,7 @@ class _AddUp:
 
 
 def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[PlanMatch]]:
-    """The outermost module in which a plan's names begin, and those that it names, each with its style."""
+    """Return the outermost module in which all patterns of a plan match, and the matches in it."""
     roots = [("", module), *((name, part) for name, part in module.named_modules() if name and name.count(".") < 2)]
     for prefix, root in roots:
         names = dict(root.named_modules())
@@ -171,7 +184,7 @@ def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[PlanMatch]]
 
 
 def _no_match(module: nn.Module, plan: Plan) -> str:
-    """The message about the patterns that match nothing in the root where most match."""
+    """Return the error message for patterns that match no module of the best root."""
     roots = [module, *(part for name, part in module.named_modules() if name and name.count(".") < 2)]
     missing: list[list[str]] = []
     for root in roots:
@@ -188,7 +201,7 @@ def _no_match(module: nn.Module, plan: Plan) -> str:
 
 
 def _pattern(pattern: str) -> re.Pattern[str]:
-    """A pattern of names; `*` is one part, or some letters of one."""
+    """Compile a pattern of module names. `*` matches any characters except a dot."""
     return re.compile("".join("[^.]*" if piece == "*" else re.escape(piece) for piece in re.split(r"(\*)", pattern)))
 
 
@@ -205,7 +218,7 @@ def _style(pattern: str, given: Any) -> ParallelStyle | None:
 
 
 def _check_sizes(module: nn.Module, matches: list[PlanMatch], count: int) -> None:
-    """Raise where a size is not a multiple of the number of processes."""
+    """Raise `ConfigurationError` if a layer size or head count is no multiple of the number of processes."""
     modules = dict(module.named_modules())
     for match in matches:
         for what, size in _split_sizes(match):
@@ -248,7 +261,10 @@ def _heads(attention: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _tie_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
-    """Make parameters one that were one before."""
+    """Tie the parameters that were tied before the split.
+
+    Raises `ConfigurationError` if the plan places tied parameters differently.
+    """
     groups: dict[int, list[str]] = defaultdict(list)
     for name, parameter in before.items():
         groups[id(parameter)].append(name)
@@ -269,15 +285,15 @@ def _placement(parameter: Tensor) -> str:
     return str(parameter.placements[0]) if isinstance(parameter, DTensor) else "a whole copy on each process"
 
 
-# Keeping what tensor-parallel processes hold in copies the same: random numbers and gradients
+# Consistency of replicated values: random state and gradients
 
 
-# Copies are computed alike, so they differ by nothing or by much.
+# Copies of a gradient are computed alike, so real differences are far above this relative tolerance.
 _TOLERANCE = 1e-3
 
 
 def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
-    """Give all processes of a mesh the random state of its first: dropout of copies must leave out the same."""
+    """Broadcast the first rank's random state over the mesh, so that dropout on replicated tensors agrees."""
     group = mesh.get_group()
     states = [torch.get_rng_state(), None if kind.name == "cpu" else kind.get_rng_state()]
     dist.broadcast_object_list(states, src=dist.get_global_rank(group, 0), group=group)
@@ -288,9 +304,9 @@ def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
 
 
 class CopyCheck:
-    """Sees once that parameters which all processes of a mesh hold whole have the same gradients on all of them.
+    """Check that replicated parameters have equal gradients on all processes of a mesh.
 
-    They drift apart otherwise, without any error.
+    With unequal gradients the copies would drift apart without an error.
     """
 
     def __init__(self, mesh: DeviceMesh, model: nn.Module) -> None:
@@ -298,7 +314,7 @@ class CopyCheck:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def check(self, optimizer: Optimizer) -> None:
-        """Compare the gradients of an optimizer's parameters."""
+        """Raise `ConfigurationError` if gradient norms of replicated parameters differ between processes."""
         copies = [
             (self._names.get(id(parameter), "?"), parameter.grad)
             for group in optimizer.param_groups
@@ -322,7 +338,7 @@ class CopyCheck:
             )
 
     def _is_split(self, parameter: Tensor) -> bool:
-        """Whether processes of the mesh hold different parts of a parameter."""
+        """Return True if the parameter is sharded over tensor-parallel processes."""
         if not isinstance(parameter, DTensor):
             return False
         names = parameter.device_mesh.mesh_dim_names or ()
@@ -330,7 +346,7 @@ class CopyCheck:
         return "tp" in placements and not placements["tp"].is_replicate()
 
 
-# Cross entropy of logits that are split over processes by class (Megatron-LM, https://arxiv.org/abs/1909.08053)
+# Cross entropy of logits that are sharded by class (Megatron-LM, https://arxiv.org/abs/1909.08053)
 
 
 aten = torch.ops.aten
@@ -340,17 +356,17 @@ _BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 
 class LossParallel:
-    """Lets `F.cross_entropy` take such logits from `enable` to `disable`.
+    """Switch that makes `F.cross_entropy` accept logits that are sharded by class.
 
-    Torch's `loss_parallel` returns losses that are DTensors, which mix with no plain tensor; here they are plain, so
-    that a task that weighs, logs and adds them up stays as it is.
+    Torch's `loss_parallel` returns DTensor losses, which cannot be combined with plain tensors. This class returns
+    plain losses, so that a task can weigh, log and add them as usual.
     """
 
     def __init__(self) -> None:
         self._context: AbstractContextManager[Any] | None = None
 
     def enable(self) -> None:
-        """Start; nothing happens where it has been started."""
+        """Enable the parallel loss. Nothing changes if it is enabled already."""
         if self._context is not None:
             return
         self._context = loss_parallel()
@@ -362,7 +378,7 @@ class LossParallel:
             handlers[op] = _from_plain_loss(handlers[op])
 
     def disable(self) -> None:
-        """Stop."""
+        """Disable the parallel loss."""
         if self._context is not None:
             self._context.__exit__(None, None, None)
             self._context = None
@@ -392,27 +408,27 @@ def _from_plain_loss(handler: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
-# Layers that are split over tensor-parallel processes, or whole on each
+# Splitting layers over tensor-parallel processes
 
 
 class Layers:
-    """Layers of which every process computes all."""
+    """Splitter that leaves every layer whole, used without tensor parallelism."""
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
-        """Split layers, in place."""
+        """Split the model's layers in place. `elsewhere` holds the ids of modules on other stages."""
 
     def begin(self, model: nn.Module) -> None:
-        """Get ready for training a prepared model."""
+        """Prepare torch and the random state for training a distributed model."""
 
     def check(self, optimizer: Optimizer) -> None:
-        """Compare, the first time that an optimizer steps, what must be the same on all processes."""
+        """Check at the first optimizer step that gradients of replicated parameters agree on all processes."""
 
     def teardown(self) -> None:
-        """Undo what `begin` did to torch."""
+        """Undo the changes that `begin` made to torch."""
 
 
 class SplitLayers(Layers):
-    """Processes share the computation of each layer."""
+    """Splitter of layers over tensor-parallel processes."""
 
     def __init__(
         self,
@@ -427,7 +443,6 @@ class SplitLayers(Layers):
         self._copies: CopyCheck | None = None
 
     def split(self, model: nn.Module, elsewhere: frozenset[int] = frozenset()) -> None:
-        """Split layers over the processes."""
         bare = self._unwrap(model)
         plan = plan_of_model(bare) if isinstance(self._plan, str) else self._plan
         root = apply_plan(bare, self._mesh, plan, elsewhere)
@@ -435,19 +450,17 @@ class SplitLayers(Layers):
             whole_outputs_without_gradients(root)
 
     def begin(self, model: nn.Module) -> None:
-        """Let losses take split logits, and dropout leave out the same on all processes."""
+        # Shared random state: dropout must drop the same elements of replicated activations on every process.
         if self._loss is not None:
             self._loss.enable()
         share_random_state(self._mesh, self._kind)
         self._copies = CopyCheck(self._mesh, self._unwrap(model))
 
     def check(self, optimizer: Optimizer) -> None:
-        """See once that copies have the same gradients."""
         if self._copies is not None:
             self._copies.check(optimizer)
             self._copies = None
 
     def teardown(self) -> None:
-        """Let losses be torch's own again."""
         if self._loss is not None:
             self._loss.disable()

@@ -1,4 +1,4 @@
-"""Placing a model that every process holds whole, but for layers that are split over tensor-parallel processes."""
+"""Placement of a model that is replicated on every rank, except for its tensor-parallel layers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from drivetrain.strategies.fsdp.model_sharding import GradientAveraging
 from drivetrain.strategies.parallel.mesh import MeshSizes
 from drivetrain.strategies.precision import Precision
 
-# Where a model keeps what it was placed as, and over which grid.
+# Attribute of the bare model: the placed model and the mesh sizes of an earlier `prepare`.
 _MEMORY = "_placed_as"
 
 
 class WholeModelPlacer:
-    """Gives all processes rank 0's values, and splits layers."""
+    """Placer that broadcasts rank 0's parameters and buffers and splits the tensor-parallel layers."""
 
     def __init__(
         self,
@@ -37,16 +37,20 @@ class WholeModelPlacer:
         self._split_layers, self._rewrite_blocks = split_layers, rewrite_blocks
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Build a model as usual."""
+        """Return a context in which a model is built without changes."""
         return nullcontext()
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Bring a model onto the device and split its layers."""
+        """Move a model to the device and split its layers. Returns the placed model.
+
+        A model that was placed before with the same mesh sizes is returned as it was placed then.
+        """
         bare = self._unwrap(model)
         known = placed_before(bare, self._sizes)
         if known is not None:
             return known
         model = precision.convert(model)
+        # Broadcast before the split: afterwards the ranks hold different shards, and rank 0's would overwrite them.
         if self._topology.environment.is_distributed:
             with torch.no_grad():
                 broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
@@ -60,7 +64,10 @@ class WholeModelPlacer:
 
 
 def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
-    """What an earlier `prepare` made of the same model."""
+    """Return the placed model that an earlier `prepare` created for this bare model, or None.
+
+    Raises `ConfigurationError` if the earlier mesh had other sizes.
+    """
     known, before = bare.__dict__.get(_MEMORY, (None, None))
     if known is None or before == sizes:
         return known  # type: ignore[no-any-return]
@@ -71,10 +78,11 @@ def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
 
 
 def remember_placed(bare: nn.Module, model: nn.Module, sizes: MeshSizes) -> None:
-    """Let a model keep what it was placed as."""
+    """Store the placed model and its mesh sizes on the bare model, for `placed_before`."""
+    # Written to `__dict__`: `nn.Module.__setattr__` would register the placed model as a submodule of the bare one.
     bare.__dict__[_MEMORY] = (model, sizes)
 
 
 def move_real_tensors(model: nn.Module, device: torch.device) -> None:
-    """Bring to a device what of a model has values."""
+    """Move a model's parameters and buffers to a device, except those on the meta device."""
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Models on XLA devices: one, or all devices of a process as one mesh."""
+"""Strategies for XLA devices such as TPUs."""
 
 from drivetrain.strategies.xla.strategy import XLA, XLAFSDP
 

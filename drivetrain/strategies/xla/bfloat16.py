@@ -1,4 +1,4 @@
-"""Letting XLA round floats to bfloat16 wherever they are, which torch does not see."""
+"""Rounding of float tensors to bfloat16 inside XLA, while torch still reports float32."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from drivetrain.runtime.logging import get_logger
 logger = get_logger(__name__)
 
 DOWNCAST_VARIABLE = "DRIVETRAIN_DOWNCAST_BF16"
-"""Set to 1 by `drivetrain launch --downcast_bf16`."""
+"""Environment variable that `drivetrain launch --downcast_bf16` sets to 1."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What XLA makes of floats before it computes."""
+    """Option and environment variable with which torch_xla rounds floats to bfloat16; both None for no rounding."""
 
     option: str | None = None
     variable: str | None = None
 
     @classmethod
     def choose(cls, downcast: bool | None, use: bool) -> Rounding:
-        """What the options ask for."""
+        """Build the rounding from the options `downcast_bf16` and `use_bf16`.
+
+        A `downcast` of None is read from `DRIVETRAIN_DOWNCAST_BF16`. Raises `ConfigurationError` if both are set.
+        """
         if downcast and use:
             raise ConfigurationError("downcast_bf16=True keeps 64-bit floats apart, use_bf16=True does not. Give one.")
         if use:
@@ -36,7 +39,10 @@ class Rounding:
         return cls("downcast_bf16=True", "XLA_DOWNCAST_BF16") if downcast else cls()
 
     def apply(self) -> None:
-        """Ask torch_xla for it, which reads the variable when its runtime starts."""
+        """Set the environment variable of the rounding.
+
+        Raises `ConfigurationError` if the XLA runtime has started, because torch_xla reads the variable only then.
+        """
         if self.variable is None or os.environ.get(self.variable) == "1":
             return
         if xla.is_started():
@@ -47,7 +53,7 @@ class Rounding:
         os.environ[self.variable] = "1"
 
     def check(self, precision: str) -> None:
-        """Refuse a precision that asks for something else, and warn where torch_xla ignores the variable."""
+        """Raise `ConfigurationError` unless the precision is `"bf16"`, and warn if torch_xla ignores the variable."""
         if self.variable is None:
             return
         if precision != "bf16":
@@ -55,6 +61,7 @@ class Rounding:
                 f"{self.option} is a way to compute in bfloat16, but the precision is {precision!r}. Give "
                 "precision='bf16' with it, or leave it out.",
             )
+        # 1 + 2^-12 needs more than the 8 bits of bfloat16's significand, so it becomes 1.0 if XLA rounds.
         value = torch.tensor([1.0 + 2.0**-12], device=xla.device()).cpu()
         if value.item() != 1.0:
             logger.warning(

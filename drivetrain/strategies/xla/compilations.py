@@ -1,4 +1,4 @@
-"""How often XLA compiles, and a warning that names what changed where it compiles in step after step."""
+"""Counter of XLA compilations, with a warning that names the changed shapes if XLA keeps recompiling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from drivetrain.runtime.logging import get_logger
 logger = get_logger(__name__)
 
 _WARM_UP = 2
-"""The first step, and the second, in which optimizers have their state, are compiled in every run."""
+"""Steps that compile in every run: the first, and the second, which is the first with optimizer state."""
+# Warn if at least `_MANY` of the last `_WINDOW` steps compiled a graph.
 _WINDOW, _MANY = 6, 3
 _SHOWN = 4
 
@@ -22,7 +23,7 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Compilations:
-    """Counts compilations in steps and in batches that no step follows, as in evaluation.
+    """Counter of the graphs that XLA compiles in optimizer steps and in evaluation batches.
 
     Attributes:
         steps: Optimizer steps so far.
@@ -43,26 +44,27 @@ class Compilations:
 
     @property
     def total(self) -> int:
-        """Graphs that this process has compiled."""
+        """Number of graphs that this process has compiled."""
         return int(self._metrics.counter_value("UncachedCompile") or 0)
 
     @property
     def count(self) -> int:
-        """Graphs that were compiled since the strategy was set up."""
+        """Number of graphs compiled since the counter was created."""
         return self.total - self._started
 
     @property
     def seconds(self) -> float:
-        """Seconds that this process has spent on compiling."""
+        """Seconds that this process has spent compiling graphs."""
         data = self._metrics.metric_data("CompileTime")
+        # torch_xla returns (count, total in nanoseconds, samples).
         return data[1] / 1e9 if data else 0.0
 
     def record_batch(self, batch: Any) -> None:
-        """Keep the shapes of a batch, with which the next graph is compiled."""
+        """Store the shapes of a batch's tensors, for the warning about recompilations."""
         self._batch = shapes_of(batch)
 
     def end_step(self) -> None:
-        """Look whether a graph was compiled in the step that ends, and warn where that happens again and again."""
+        """Count an optimizer step, and warn if XLA compiled graphs in several of the last steps."""
         self.steps += 1
         self._stepped = True
         compiled = self._in_steps.note(self.total, self._batch)
@@ -71,11 +73,12 @@ class Compilations:
             return
         self.recompiled += compiled
         if compiled and sum(self._in_steps.recent) >= _MANY and self.recompiled >= self._next_warning:
+            # Ten times as many recompilations until the next warning, so that a long run logs few of them.
             self._next_warning = self.recompiled * 10
             self._warn(f"{self.recompiled} of {self.steps} steps", self._in_steps)
 
     def end_batch(self) -> None:
-        """Look whether a graph was compiled for a batch that no step followed, as in evaluation."""
+        """Record a batch without an optimizer step, as in evaluation. Warn if each recent batch compiled a graph."""
         if self._stepped:
             self._stepped = False
             self._between.seen = self.total
@@ -94,7 +97,7 @@ class Compilations:
 
 
 class _Watched:
-    """Whether each of the last few graphs had to be compiled, and the shapes of their batches."""
+    """History of the last few graphs: if XLA compiled each of them, and the shapes of their batches."""
 
     def __init__(self, seen: int) -> None:
         self.seen = seen
@@ -102,7 +105,7 @@ class _Watched:
         self.shapes: deque[Shapes] = deque(maxlen=_WINDOW)
 
     def note(self, total: int, shapes: Shapes) -> bool:
-        """Take note of one graph; returns whether anything was compiled since the one before."""
+        """Record one graph. Returns True if XLA compiled anything since the previous graph."""
         compiled, self.seen = total != self.seen, total
         self.recent.append(compiled)
         self.shapes.append(shapes)
@@ -110,7 +113,7 @@ class _Watched:
 
 
 def shapes_of(batch: Any, name: str = "batch") -> Shapes:
-    """The shapes of the tensors in a batch, each with where it is."""
+    """Return pairs of a tensor's path in the batch, such as `batch['x']`, and its shape."""
     if isinstance(batch, torch.Tensor):
         return ((name, tuple(batch.shape)),)
     if isinstance(batch, Mapping):
@@ -121,7 +124,7 @@ def shapes_of(batch: Any, name: str = "batch") -> Shapes:
 
 
 def describe_change(seen: list[Shapes]) -> str:
-    """What differed between batches, and what to do about it."""
+    """Return a text that names the tensors whose shapes differed between batches, with advice to the user."""
     by_name: dict[str, list[tuple[int, ...]]] = {}
     for shapes in seen:
         for name, shape in shapes:

@@ -1,1 +1,1 @@
-"""Pipeline parallelism over torch's schedules."""
+"""Pipeline parallelism with the schedules of `torch.distributed.pipelining`."""

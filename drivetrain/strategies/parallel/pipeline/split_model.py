@@ -1,4 +1,4 @@
-"""`SplitModel`: a model whose layers are spread over stages, and this process's part of it."""
+"""A model whose layers are split over pipeline stages, and the interception of its forward calls."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from drivetrain.strategies.parallel.pipeline.split import (
 from drivetrain.strategies.parallel.pipeline.stage import CALL, Call, StageModule, StageState
 from drivetrain.strategies.precision import Precision
 
-# Where a task keeps the split that it is in.
+# Attribute of the task that holds its `SplitModel`, so that a second trainer finds the split.
 _MEMORY = "_pipelined"
 
 
 @dataclass(frozen=True)
 class SplitModel:
-    """A task that is spread over stages.
+    """A task with one module that is split over pipeline stages.
 
     Attributes:
         bare: The task.
-        whole: The module in it whose layers are spread.
-        outline: Its forward without weights.
-        stage_state: Which process holds what.
-        modules: The modules of this process's stages.
-        precision: The number formats.
-        made_with: The options of the pipeline, and how many stages there are on each process.
+        whole: The task's module whose layers are split over stages.
+        outline: The module's forward without weights, from which routes through the stages are traced.
+        stage_state: Maps each parameter and buffer to the rank that holds it.
+        modules: The stage modules of this process.
+        precision: The precision of the forward.
+        made_with: The schedule kind, the stages per rank and the pipeline options that the split was made with.
     """
 
     bare: nn.Module
@@ -61,7 +61,10 @@ class SplitModel:
         precision: Precision,
         whole_outside: bool,
     ) -> SplitModel:
-        """Keep the parameters of this process's stages; others' are on the meta device from now on."""
+        """Split a task over the pipeline's stages. Returns the split model.
+
+        Parameters and buffers that other ranks hold are replaced by tensors on the meta device.
+        """
         name = find_pipelined(bare, options.module)
         whole = bare.get_submodule(name)
         if not whole_outside:
@@ -75,7 +78,10 @@ class SplitModel:
 
     @staticmethod
     def found_in(bare: nn.Module, options: PipelineOptions, place: PipelineGroup) -> SplitModel:
-        """The split that a task is in already, as that of the trainer before."""
+        """Return the split that an earlier trainer stored on a task, bound to the new process group.
+
+        Raises `ConfigurationError` if the pipeline options differ from the earlier ones.
+        """
         split: SplitModel = bare.__dict__[_MEMORY].split
         if split.made_with != _signature(options, place):
             raise ConfigurationError(
@@ -85,11 +91,11 @@ class SplitModel:
         return replace(split, stage_state=split.stage_state.among(place.group))
 
     def remember(self) -> None:
-        """Let the task keep this split, so that another pipeline finds it."""
+        """Store the split on the task, so that a later trainer finds it."""
         self.bare.__dict__[_MEMORY] = _Memory(self)
 
     def put_back(self) -> None:
-        """Show the model the parameters that its stages hold for it."""
+        """Put the parameters of this process's stages back into the original model."""
         for module in self.modules:
             module.put_back()
 
@@ -115,7 +121,7 @@ def _refuse_outside(bare: nn.Module, whole: nn.Module) -> None:
 
 
 class _Memory:
-    """The split that a task is in; a copy of the task is in none."""
+    """Holder of a task's split that is emptied when the task is copied or pickled."""
 
     def __init__(self, split: SplitModel | None = None) -> None:
         self.split = split
@@ -124,19 +130,22 @@ class _Memory:
         return _Memory, ()
 
 
-# What a call of the module that is split does, while a task's step runs
+# Calls of the split module within a step
 
 
-# Routes of so many different shapes of inputs are kept.
+# Size of the cache of routes, which has one entry for each signature of inputs.
 _MOST_ROUTES = 64
 
 
 class Caught(BaseException):
-    """A step called the model and must not continue: not an `Exception`, which a step might catch."""
+    """Signal that ends a step as soon as the step calls the split module.
+
+    It is no `Exception`, so that a step's own `except Exception` does not catch it.
+    """
 
 
 class ModelCalls:
-    """Answers the calls of the module that is split."""
+    """Interceptor of forward calls to the split module."""
 
     def __init__(self, split: SplitModel, stages: int) -> None:
         self.split = split
@@ -152,12 +161,13 @@ class ModelCalls:
                 f"{self.name} is spread over {self._stages} stages, so it can only be called within "
                 "training_step, validation_step, test_step and predict_step, once in each.",
             )
+        # Reset first: a second call in one step must raise, because stages run once a step.
         answer, self._answer = self._answer, None
         return answer(*args, **kwargs)
 
     @contextmanager
     def answered(self, answer: Callable[..., Any]) -> Iterator[None]:
-        """Let the next call be answered so."""
+        """Pass the next call of the split module to the function `answer` while the context is active."""
         self._answer = answer
         try:
             yield
@@ -166,11 +176,14 @@ class ModelCalls:
 
     @property
     def was_called(self) -> bool:
-        """Whether the answer has been asked for."""
+        """True if the split module was called since `answered` was entered."""
         return self._answer is None
 
     def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """A call and how the stages run it."""
+        """Return the call with its route through the stages.
+
+        Raises `ConfigurationError` if an argument requires gradients.
+        """
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise ConfigurationError(
@@ -191,5 +204,5 @@ class ModelCalls:
         return self._routes[key]
 
     def close(self) -> None:
-        """Let the module be called as any other again; parameters of other stages stay away."""
+        """Stop intercepting calls of the split module. Parameters of other stages stay on the meta device."""
         self.split.whole.__dict__.pop(CALL, None)
