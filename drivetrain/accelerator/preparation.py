@@ -1,4 +1,4 @@
-"""Preparation: models, optimizers, schedulers and loaders as the processes of a run need them."""
+"""Preparation of models, optimizers, schedulers and loaders for distributed training."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ _ENGINE = "engine"
 
 @dataclass
 class EngineRecord:
-    """What an engine was made with, in the names of its arguments.
+    """Settings with which an Accelerator was created, under the names of its arguments.
 
     Attributes:
-        mixed_precision: Name of the precision; full precision is `"no"`.
-        distributed_type: How the run is spread; as its processes are if None.
-        plugins: The plugins that were given, by the name of their argument.
-        is_fsdp2: Whether parameters are sharded by torch's `fully_shard`.
-        configured: The strategy, if it may hold several configurations.
+        mixed_precision: The name of the precision. Full precision is `"no"`.
+        distributed_type: The kind of distributed setup. None derives it from the processes.
+        plugins: The plugins that were passed, by argument name.
+        is_fsdp2: True if parameters are sharded by torch's `fully_shard`.
+        configured: The strategy, if it may have several configurations.
     """
 
     mixed_precision: str = "no"
@@ -86,18 +86,17 @@ class EngineRecord:
 
 
 class AcceleratorState(PartialState):
-    """This process among its peers, and what its engine was made with: `accelerator.state`.
+    """Process state of a run together with the settings of its Accelerator (`accelerator.state`).
 
-    Made by itself it shows the engine that was made last; each `Accelerator` has its own.
+    An instance that a script creates shows the Accelerator that was created last. Each Accelerator has its own.
 
     Args:
-        mixed_precision: What it must be; anything if None.
-        cpu: As `PartialState` takes it.
-        **options: As `PartialState` takes them, and plugins as `Accelerator` takes them, for a state that is made
-            before any engine.
+        mixed_precision: The expected precision. None accepts any.
+        cpu: True to use the CPU, as in `PartialState`.
+        **options: Arguments of `PartialState`, and plugins of `Accelerator` for a state created before any Accelerator.
 
     Raises:
-        ConfigurationError: There is an engine of another precision.
+        ConfigurationError: An Accelerator with another precision exists.
     """
 
     __slots__ = ("engine_record",)
@@ -121,14 +120,14 @@ class AcceleratorState(PartialState):
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
-        """Forget the engine that was made last, and with `reset_partial_state` the process too."""
+        """Forget the Accelerator that was created last. With `reset_partial_state`, also forget the process state."""
         cls.registry().pop(_ENGINE, None)
         if reset_partial_state:
             super()._reset_state()
 
     @property
     def record(self) -> EngineRecord:
-        """What the engine was made with."""
+        """The settings with which the Accelerator was created."""
         try:
             found: EngineRecord = self.engine_record
         except AttributeError:  # out of a pickle
@@ -137,64 +136,64 @@ class AcceleratorState(PartialState):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the run is spread: by its strategy if `DistributedType` has that, else as its processes are."""
+        """The kind of distributed setup, from the strategy if `DistributedType` has it, else from the processes."""
         return self.record.distributed_type or super().distributed_type
 
     @property
     def mixed_precision(self) -> str:
-        """Name of the precision; full precision is `"no"`."""
+        """The name of the precision. Full precision is `"no"`."""
         return self.record.mixed_precision
 
     @property
     def deepspeed_plugins(self) -> Any:
-        """The DeepSpeed plugins that were given, by name or one alone."""
+        """The DeepSpeed plugins that were passed: a dict by name, or a single one."""
         return self.record.plugins.get("deepspeed_plugins")
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed plugin in use."""
+        """The active DeepSpeed plugin, or None."""
         return self.record.plugins.get("deepspeed_plugin")
 
     @property
     def fsdp_plugin(self) -> Any:
-        """The FSDP plugin."""
+        """The FSDP plugin, or None."""
         return self.record.plugins.get("fsdp_plugin")
 
     @property
     def megatron_lm_plugin(self) -> Any:
-        """The Megatron plugin."""
+        """The Megatron plugin, or None."""
         return self.record.plugins.get("megatron_lm_plugin")
 
     @property
     def torch_tp_plugin(self) -> Any:
-        """The plugin for tensor parallelism."""
+        """The tensor-parallel plugin, or None."""
         return self.record.plugins.get("torch_tp_plugin")
 
     @property
     def dynamo_plugin(self) -> Any:
-        """The plugin for compilation."""
+        """The compilation plugin, or None."""
         return self.record.plugins.get("dynamo_plugin")
 
     @property
     def parallelism_config(self) -> Any:
-        """The sizes of the grid of processes."""
+        """The configured sizes of the device mesh, or None."""
         return self.record.plugins.get("parallelism_config")
 
     @property
     def device_mesh(self) -> Any:
-        """The mesh of a grid of processes, if there is one."""
+        """The device mesh, or None."""
         return self.record.plugins.get("device_mesh")
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether parameters are sharded by torch's `fully_shard`."""
+        """True if parameters are sharded by torch's `fully_shard`."""
         return self.record.is_fsdp2
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """One of several DeepSpeed plugins.
+        """Return one of several DeepSpeed plugins by its name.
 
         Raises:
-            ConfigurationError: There is none of this name.
+            ConfigurationError: No plugin has this name.
         """
         plugins = self.deepspeed_plugins
         if not isinstance(plugins, dict) or name not in plugins:
@@ -206,16 +205,15 @@ class AcceleratorState(PartialState):
         return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Let one of several DeepSpeed plugins place what is prepared from now on.
+        """Activate one of several DeepSpeed plugins for the following calls of `prepare`.
 
-        What has been prepared keeps the configuration that it was prepared with. `deepspeed_plugin` returns the
-        selected one.
+        Objects that are already prepared keep their configuration. `deepspeed_plugin` returns the active plugin.
 
         Args:
-            name: Its key in `Accelerator(deepspeed_plugins=...)`; nothing changes if None.
+            name: The plugin's key in `Accelerator(deepspeed_plugins=...)`. None changes nothing.
 
         Raises:
-            ConfigurationError: There is none of this name.
+            ConfigurationError: No plugin has this name.
         """
         if name is None:
             return
@@ -233,14 +231,14 @@ class AcceleratorState(PartialState):
 def autocast_context(
     precision: Precision, kind: DeviceKind, options: AutocastKwargs | None
 ) -> AbstractContextManager[Any]:
-    """The precision's context for computations outside a model."""
+    """Return the precision's autocast context for computations outside a model."""
     if options is None:
         return precision.forward_context()
     return precision.autocast(kind, options.enabled, options.cache_enabled)
 
 
 def under_precision(function: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
-    """A function that runs in a precision's forward context; itself where the precision has none."""
+    """Wrap a function so that it runs in the precision's forward context, or return it unchanged if there is none."""
     if not overrides(precision, "forward_context"):
         return function
 
@@ -252,9 +250,10 @@ def under_precision(function: Callable[..., Any], precision: Precision) -> Calla
 
 
 class PrecisionForward:
-    """Takes the place of a module's `forward`: casts inputs, opens the precision's context, returns 32-bit outputs.
+    """Replacement for a module's `forward` that applies a precision.
 
-    Outputs come back in 32 bits under the mixed precisions, so that a loss outside the model is computed in full.
+    It casts inputs, enters the precision's context, and converts outputs to float32 under mixed precision, so that a
+    loss outside the model is computed in float32.
     """
 
     def __init__(self, forward: Callable[..., Any], precision: Precision) -> None:
@@ -279,13 +278,13 @@ class PrecisionForward:
 
     @staticmethod
     def remove(model: nn.Module) -> None:
-        """Give a module its own forward back."""
+        """Restore a module's original forward."""
         if isinstance(model.__dict__.get("forward"), PrecisionForward):
             del model.__dict__["forward"]
 
 
 def wrap_forward(model: nn.Module, precision: Precision) -> None:
-    """Let a module's forward run under a precision, and no longer under another one it was prepared for before."""
+    """Apply a precision to a module's forward, replacing one that was applied before."""
     wrapped = model.__dict__.get("forward")
     if isinstance(wrapped, PrecisionForward):
         if wrapped.precision is precision:
@@ -311,7 +310,7 @@ def make_precision(
     launched: Launched,
     strategy: Strategy | None = None,
 ) -> Precision:
-    """Make the precision asked for, else the launcher's, else that of the strategy's own configuration."""
+    """Create the requested precision, or else that of the launcher, or else that of the strategy's configuration."""
     if spec is None:
         asked = launched.settings.get("mixed_precision", "no")
         spec = None if asked == "no" else asked  # which configuration files have if nothing was chosen
@@ -341,21 +340,21 @@ def make_precision(
 
 
 def accelerate_name(precision: Precision, strategy: Strategy) -> str:
-    """Return a precision's name as `mixed_precision` spells it; full precision is `"no"`."""
+    """Return the name of a precision as a `mixed_precision` value. Full precision is `"no"`."""
     if isinstance(strategy, Configured):
         return strategy.accelerate_name(precision)
     return "no" if precision.name == "32" else precision.name
 
 
 def backend_of(precision: Precision) -> str | None:
-    """Which package computes a precision, such as `"torchao"`; None where torch itself does."""
+    """Return the name of the package that computes a precision, such as `"torchao"`, or None for torch itself."""
     return getattr(getattr(precision, "backend", None), "name", None)
 
 
 def set_up_strategy(
     spec: str | Strategy, plugins: Plugins, launched: Launched, process: PartialState, handlers: Sequence[Any]
 ) -> Strategy:
-    """Return the strategy asked for by its name, a plugin or the launcher, in its place among the processes."""
+    """Create the strategy that a name, a plugin or the launcher selects, and set it up on this process."""
     asked = (plugins.fsdp_plugin, plugins.deepspeed_plugin, plugins.parallelism_config, plugins.megatron_lm_plugin)
     chosen: str | Strategy = spec
     options = find_handler(handlers, DistributedDataParallelKwargs)
@@ -408,7 +407,7 @@ def make_state(
     launched: Launched,
     dynamo: TorchDynamoPlugin | None,
 ) -> AcceleratorState:
-    """Return what `accelerator.state` is: the process, and what the engine was made with."""
+    """Create `accelerator.state`, which combines the process state with the Accelerator's settings."""
     shown = {name: value for name, value in vars(plugins).items() if value is not None}
     if launched.settings:
         asked = {
@@ -430,7 +429,7 @@ def make_state(
 def make_project(
     directory: str | os.PathLike[str] | None, configuration: ProjectConfiguration | None
 ) -> ProjectConfiguration:
-    """Where the run writes."""
+    """Return the settings of the run's output directory."""
     given = None if directory is None else os.fspath(directory)
     if configuration is None:
         return ProjectConfiguration(project_dir=given)
@@ -445,7 +444,7 @@ def make_project(
 
 
 def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
-    """How loaders are sharded."""
+    """Return the settings by which loaders are sharded over processes."""
     if given is None:
         return DataLoaderConfiguration(split_batches=split_batches)
     if split_batches and not given.split_batches:
@@ -458,7 +457,7 @@ def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration |
 def make_accumulation(
     steps: int | None, plugin: GradientAccumulationPlugin | None, launched: Launched
 ) -> GradientAccumulationPlugin:
-    """How gradients accumulate: as asked for, else as the launcher was started."""
+    """Return the settings of gradient accumulation: those passed, or else those of the launcher."""
     if plugin is not None and steps is not None and steps != plugin.num_steps:
         raise ConfigurationError(
             f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin, which says "
@@ -472,7 +471,7 @@ def make_accumulation(
 
 
 def is_scheduler(item: Any) -> bool:
-    """Whether an object is a learning-rate scheduler."""
+    """Return True if an object is a learning-rate scheduler."""
     if isinstance(item, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
         return True
     # transformers' and others' schedulers that do not subclass torch's
@@ -488,15 +487,15 @@ FUSED_HINT = "Optimizers are stepped as they were made: give fused=True to the o
 
 @dataclass
 class PreparationOptions:
-    """How objects are prepared; each may change at any time, for what is prepared from then on.
+    """Options of `prepare`. Changes apply to objects that are prepared later.
 
     Attributes:
-        device_placement: Whether models and batches are moved to the device.
-        dataloader_config: How loaders are sharded.
-        step_scheduler_with_optimizer: Whether schedulers follow the optimizers.
-        step_scheduler_per_process: Whether a scheduler steps once per process for each optimizer step, unless
-            `split_batches`.
-        compilation: How models are compiled; None if they are not.
+        device_placement: True to move models and batches to the device.
+        dataloader_config: Settings by which loaders are sharded over processes.
+        step_scheduler_with_optimizer: True if schedulers step together with their optimizers.
+        step_scheduler_per_process: True if a scheduler steps once per process for each optimizer step, unless
+            `split_batches` is set.
+        compilation: Options for compiling models, or None.
     """
 
     device_placement: bool
@@ -510,8 +509,8 @@ class Preparation:
     """Prepares the objects of a run, records them in `Prepared`, and releases them.
 
     Attributes:
-        compilation: How models are compiled; None where they are not.
-        batch_placement: The strategy's own way of bringing batches over, if it has one.
+        compilation: Options for compiling models, or None.
+        batch_placement: The strategy's own function for moving batches to the device, or None.
     """
 
     def __init__(
@@ -533,7 +532,7 @@ class Preparation:
         self._step, self._prepared, self._active = step, prepared, active
 
     def objects(self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None) -> Any:
-        """Prepare models, optimizers, loaders and schedulers, in any order; see `Accelerator.prepare`."""
+        """Prepare models, optimizers, loaders and schedulers in any order. See `Accelerator.prepare`."""
         if device_placement is not None and len(device_placement) != len(objects):
             raise ConfigurationError(
                 f"device_placement has {len(device_placement)} entries for {len(objects)} objects; give one for each.",
@@ -562,7 +561,7 @@ class Preparation:
     # models
 
     def model(self, model: nn.Module, device_placement: bool | None, evaluation_mode: bool) -> nn.Module:
-        """Prepare one model; see `Accelerator.prepare_model`."""
+        """Prepare one model. See `Accelerator.prepare_model`."""
         return self._model_with(model, [], device_placement, evaluation_mode)[0]
 
     def _model_with(
@@ -595,7 +594,7 @@ class Preparation:
         return prepared, rewrapped
 
     def unwrap_model(self, model: nn.Module, keep_forward: bool, keep_compiled: bool) -> nn.Module:
-        """The user's own module."""
+        """Return the original module of a prepared model. See `Accelerator.unwrap_model`."""
         bare = self._strategy.unwrap(model)
         if not keep_forward:
             PrecisionForward.remove(bare)
@@ -603,13 +602,13 @@ class Preparation:
         return bare if compiled is None else compiled
 
     def whole_state(self, model: nn.Module) -> dict[str, Any]:
-        """All parameters and buffers of a model; see `Accelerator.get_state_dict`."""
+        """Collect a model's full state dict on the CPU. See `Accelerator.get_state_dict`."""
         return self._strategy.state.model(model, full=True, everywhere=True)
 
     # optimizers and schedulers
 
     def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """Prepare one optimizer, so that it steps where accumulation windows end."""
+        """Prepare one optimizer, so that it steps only at the end of a gradient accumulation window."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         for known in self._prepared.optimizers:
@@ -626,7 +625,7 @@ class Preparation:
         return prepared
 
     def scheduler(self, scheduler: Any, steps_per_call: int | None = None) -> PreparedScheduler:
-        """Prepare one learning-rate scheduler; see `Accelerator.prepare_scheduler`."""
+        """Prepare one learning-rate scheduler. See `Accelerator.prepare_scheduler`."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         for known in self._prepared.schedulers:
@@ -661,7 +660,7 @@ class Preparation:
         shard: DataShard | None = None,
         fill: bool | None = None,
     ) -> PreparedLoader:
-        """Prepare one loader; see `Accelerator.prepare_data_loader`."""
+        """Prepare one data loader. See `Accelerator.prepare_data_loader`."""
         if isinstance(data_loader, PreparedLoader | SkippingLoader):
             return cast("PreparedLoader", data_loader)
         config = self.options.dataloader_config
@@ -691,13 +690,13 @@ class Preparation:
         return prepared
 
     def forget_loader(self, loader: Any) -> None:
-        """Release a prepared loader, so that the run's state no longer includes it, and end its workers."""
+        """Release a prepared loader and stop its workers, so that checkpoints no longer include its position."""
         for inner in getattr(loader, "loaders", [loader]):
             inner.end_workers()
             self._prepared.loaders[:] = [known for known in self._prepared.loaders if known is not inner]
 
     def default_placement(self) -> Callable[[Any], Any] | None:
-        """The function that moves a batch to the device; None on the CPU, where loaders make their batches."""
+        """Return the function that moves a batch to the device, or None on the CPU."""
         kind, device = self._state.kind, self._state.device
         if kind.name == "cpu":
             return None
@@ -706,7 +705,7 @@ class Preparation:
 
     @contextmanager
     def uneven_inputs(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
-        """Context in which processes may have different numbers of batches; see `Accelerator.join_uneven_inputs`."""
+        """Allow processes to have different numbers of batches in the body. See `Accelerator.join_uneven_inputs`."""
         joining = joined(self._strategy, models)
         if joining is None and self._state.use_distributed:
             warnings.warn(
@@ -731,7 +730,7 @@ class Preparation:
                 loader.tail = tail
 
     def release(self, objects: Sequence[Any]) -> list[None]:
-        """Release everything prepared and give memory back to the device; see `Accelerator.free_memory`."""
+        """Release all prepared objects and free cached device memory. See `Accelerator.free_memory`."""
         for loader in self._prepared.loaders:
             self._active.leave(loader)
         self._prepared.clear()
@@ -745,17 +744,17 @@ class Preparation:
 
 
 def _tail(even_batches: bool | None) -> TailPolicy:
-    """What happens at the end of a loader whose number of batches is no multiple of the processes."""
+    """Return the treatment of last batches whose number is not a multiple of the number of processes."""
     return TailPolicy.COMPLETE if even_batches else TailPolicy.UNEVEN
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether a model, or one inside of it, is on several devices by a map of its own (`hf_device_map`)."""
+    """Return True if a model or a submodule is spread over several devices by an `hf_device_map`."""
     return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
 
 def _compiled_around(bare: nn.Module, model: nn.Module) -> nn.Module | None:
-    """What `torch.compile` made of a module, inside or around what was prepared of it; None where nothing did."""
+    """Return the module that `torch.compile` returned for a prepared model, or None if it is not compiled."""
     while model is not bare:
         inner = getattr(model, "_orig_mod", None)
         if inner is bare:

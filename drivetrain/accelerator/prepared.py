@@ -1,4 +1,4 @@
-"""What an engine has prepared: the models, optimizers, schedulers and loaders of a run, in the order of preparation."""
+"""Prepared models, optimizers, schedulers and loaders of a run, in the order of preparation."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prepared:
-    """The objects that a run consists of, each list in the order of preparation.
+    """Prepared objects of a run. Each list is in the order of preparation.
 
     Attributes:
-        models: The modules to call, as the strategy made them.
-        optimizers: The optimizers, each over parameters of the models.
+        models: The modules to call, as the strategy returned them.
+        optimizers: The optimizers of the models' parameters.
         schedulers: The learning-rate schedulers.
         loaders: The sharded loaders.
-        registered: Further objects whose state belongs to the run.
+        registered: Further objects whose state is saved with the run.
     """
 
     models: list[nn.Module] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Prepared:
     registered: list[Any] = field(default_factory=list)
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
-        """The bare optimizers that hold any of a model's parameters; all of them where there is one model only."""
+        """Return the unwrapped optimizers that hold parameters of a model. With a single model, return all of them."""
         bare = [optimizer.optimizer for optimizer in self.optimizers]
         if len(self.models) == 1:
             return bare
@@ -50,24 +50,24 @@ class Prepared:
         return [one for one in bare if any(id(parameter) in own for parameter in parameters_of(one))]
 
     def owners_of(self, parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
-        """The bare optimizers that hold any of some parameters."""
+        """Return the unwrapped optimizers that hold any of the given parameters."""
         wanted = {id(parameter) for parameter in parameters}
         bare = (optimizer.optimizer for optimizer in self.optimizers)
         return [one for one in bare if any(id(parameter) in wanted for parameter in parameters_of(one))]
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step of any optimizer was skipped on overflow."""
+        """True if the last step of any optimizer was skipped because gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
     def forget(self, objects: Sequence[Any]) -> None:
-        """Leave objects out of the run, by identity; those that were never prepared are ignored."""
+        """Remove objects from the run, compared by identity. Unknown objects are ignored."""
         gone = {id(item) for item in objects}
         for group in self._groups():
             group[:] = [item for item in group if id(item) not in gone]
 
     def forget_model(self, model: nn.Module) -> None:
-        """Leave a model out of the run, with the optimizers over nothing but its parameters and their schedulers."""
+        """Remove a model from the run, together with optimizers that hold only its parameters, and their schedulers."""
         own = {id(parameter) for parameter in model.parameters()}
         optimizers = [o for o in self.optimizers if all(id(parameter) in own for parameter in parameters_of(o))]
         gone = {id(optimizer) for optimizer in optimizers}
@@ -75,7 +75,7 @@ class Prepared:
         self.forget([model, *optimizers, *schedulers])
 
     def clear(self) -> None:
-        """Leave everything out but what was registered."""
+        """Remove all objects except the registered ones."""
         for group in self._groups():
             group.clear()
 
@@ -84,7 +84,7 @@ class Prepared:
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All parameters of an optimizer, group by group."""
+    """Return all parameters of an optimizer, group by group."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -95,14 +95,14 @@ _GRADIENTS = "gradients"
 
 
 class GradientState:
-    """A view of an engine's accumulation window and of the loaders that it iterates: `accelerator.gradient_state`.
+    """View of an Accelerator's gradient accumulation and of the loaders being iterated (`accelerator.gradient_state`).
 
-    Made by itself it is a view of the engine that was made last.
+    An instance that a script creates shows the Accelerator that was created last.
 
     Args:
-        gradient_accumulation_plugin: How gradients accumulate, where there is no engine to ask.
-        window: The window of an engine.
-        active: Its loaders.
+        gradient_accumulation_plugin: The accumulation settings, if there is no Accelerator.
+        window: The accumulation window of an Accelerator.
+        active: The loaders being iterated.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class GradientState:
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Forget the engine that was made last."""
+        """Forget the Accelerator that was created last."""
         PartialState.registry().pop(_GRADIENTS, None)
 
     def _find(self) -> tuple[AccumulationWindow | None, ActiveLoaders | None]:
@@ -129,7 +129,7 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """Whether there is an engine."""
+        """True if an Accelerator exists."""
         return self._find()[0] is not None
 
     @property
@@ -140,6 +140,7 @@ class GradientState:
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
+        """True if the current micro-batch is the last of a gradient accumulation window."""
         window, _ = self._find()
         if window is None:
             self._synchronises = value
@@ -151,67 +152,67 @@ class GradientState:
 
     @property
     def plugin(self) -> GradientAccumulationPlugin:
-        """How gradients accumulate."""
+        """The settings of gradient accumulation."""
         window, _ = self._find()
         return self._plugin if window is None else window.plugin
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """Return the options as a dict; an entry that is assigned holds from the next micro-batch on."""
+        """The accumulation settings as a dict. Assigned entries apply from the next micro-batch on."""
         return vars(self.plugin)
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches of a window."""
+        """The number of micro-batches per optimizer step."""
         return self.plugin.num_steps
 
     @property
     def adjust_scheduler(self) -> bool:
-        """As the plugin has it."""
+        """The `adjust_scheduler` setting of the plugin."""
         return self.plugin.adjust_scheduler
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader ends a window."""
+        """True if the last batch of a loader ends an accumulation window."""
         return self.plugin.sync_with_dataloader
 
     @property
     def sync_each_batch(self) -> bool:
-        """Whether gradients are reduced in each micro-batch."""
+        """True if gradients are reduced after every micro-batch."""
         return self.plugin.sync_each_batch
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:
-        """The loader that is being iterated, the innermost of several; None outside of loops."""
+        """The innermost loader being iterated, or None outside of loops."""
         _, active = self._find()
         return None if active is None else active.innermost
 
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:
-        """The loaders that are being iterated, after a None that stands for no loop."""
+        """The loaders being iterated, from the outermost to the innermost, after a leading None."""
         _, active = self._find()
         return [None, *(active.loaders if active is not None else [])]
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a loader is being iterated."""
+        """True if a loader is being iterated."""
         return self.active_dataloader is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the current batch is the last one of its loader."""
+        """True if the current batch is the last one of its loader."""
         loader = self.active_dataloader
         return loader is not None and loader.end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """Real samples of all processes in the last step; -1 before, or if unknown."""
+        """The number of real samples in the last batch over all processes, or -1 if unknown."""
         loader = self.active_dataloader
         return -1 if loader is None else loader.remainder
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Whether an XLA optimizer's step need not reduce gradients: they are when it is called."""
+        """True if an XLA optimizer step must not reduce gradients, because they are already reduced."""
         return True
 
     def __repr__(self) -> str:
@@ -229,19 +230,19 @@ def _nothing() -> None:
 
 
 class PreparedOptimizer(OptimizerProxy):
-    """What `Accelerator.prepare` returns for an optimizer; everything else is the optimizer's own.
+    """Optimizer returned by `Accelerator.prepare`. Other attributes are those of the original optimizer.
 
     Args:
-        optimizer: The user's optimizer, also found under `.optimizer`.
-        step: The engine's step, which it is a part of.
-        prepared: The models that it is prepared beside.
-        strategy: Reduces their gradients over processes.
+        optimizer: The original optimizer, also available as `.optimizer`.
+        step: The engine's optimizer step, which runs this optimizer.
+        prepared: The prepared objects of the run.
+        strategy: The strategy, which reduces gradients over processes.
 
     Attributes:
-        needs_closure: Whether it cannot step without a closure, as L-BFGS.
-        step_was_skipped: Whether the last step was skipped on overflow.
-        has_stepped: Whether the gradients held have been stepped with.
-        holds_abandoned: Whether they are those of a window whose loop was left before its step.
+        needs_closure: True if the optimizer cannot step without a closure, such as L-BFGS.
+        step_was_skipped: True if the last step was skipped because gradients overflowed.
+        has_stepped: True if a step has used the current gradients.
+        holds_abandoned: True if the gradients belong to a window whose loop ended before its step.
     """
 
     def __init__(self, optimizer: Optimizer, step: OptimizerStep, prepared: Prepared, strategy: Strategy) -> None:
@@ -261,35 +262,35 @@ class PreparedOptimizer(OptimizerProxy):
         return getattr(self.optimizer, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters."""
+        """Add a parameter group. Gradients of its parameters are reduced from the next step on."""
         self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients that are not needed any more; those of the window under way accumulate.
+        """Clear gradients, except those that still accumulate in the current window.
 
-        So it may stand before the backward or after the step, as the loop likes.
+        The loop may therefore call it before the backward or after the step.
         """
         if self.has_stepped or not self._window.holds_gradients:
             self.has_stepped = self.holds_abandoned = False
             self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, where a window ends.
+        """Run the optimizer step at the end of an accumulation window. Within a window, do nothing.
 
         Args:
-            closure: Computes gradients first; None where they are there already.
+            closure: A function that computes the loss and its gradients. None if the gradients exist already.
 
         Returns:
-            What the closure returned.
+            The closure's return value.
         """
         return self._engine_step(self, closure)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Let only this optimizer's parameters take gradients in the body, as for one side of a GAN.
+        """Compute gradients only for this optimizer's parameters in the body, as for one side of a GAN.
 
         Args:
-            sync_grad: Whether gradients are reduced over processes in the body.
+            sync_grad: True to reduce gradients over processes in the body.
         """
         mine = {id(parameter) for parameter in parameters_of(self)}
         models = self._prepared.models
@@ -311,19 +312,19 @@ class PreparedOptimizer(OptimizerProxy):
                 parameter.requires_grad_(required)
 
     def train(self) -> Any:
-        """Switch to training, for schedule-free optimizers."""
+        """Switch a schedule-free optimizer to training mode."""
         return self.optimizer.train() if hasattr(self.optimizer, "train") else None
 
     def eval(self) -> Any:
-        """Switch to evaluation, for schedule-free optimizers."""
+        """Switch a schedule-free optimizer to evaluation mode."""
         return self.optimizer.eval() if hasattr(self.optimizer, "eval") else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own state."""
+        """Return the state dict of the original optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's own state, laid out in memory as its parameters are."""
+        """Load a state dict of the original optimizer. Tensors get the memory layout of their parameters."""
         self.optimizer.load_state_dict(state_dict)
         lay_out_state(self.optimizer)
 
@@ -332,25 +333,25 @@ class PreparedOptimizer(OptimizerProxy):
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The user's own optimizer."""
+    """Return the original optimizer of a prepared one."""
     return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
 
 
 class _Alone:
-    """What a copy of a prepared optimizer is part of: no engine, so that it steps whenever it is called."""
+    """Placeholder engine of a copied or unpickled optimizer, with which every call of `step` runs."""
 
     window = None
     holds_gradients = False
 
     @staticmethod
     def step(prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the optimizer."""
+        """Step the original optimizer."""
         prepared.has_stepped = True
         return prepared.optimizer.step(closure)
 
 
 def _unprepared_optimizer(optimizer: Optimizer) -> PreparedOptimizer:
-    """A prepared optimizer as it comes out of a pickle or a deep copy; prepare its `.optimizer` to train with it."""
+    """Create the wrapper of a pickled or copied optimizer. Prepare its `.optimizer` to train with it."""
     engine: Any = _Alone()
     engine.window = engine
     return PreparedOptimizer(optimizer, engine, Prepared(), Strategy())
@@ -396,7 +397,7 @@ class AccumulationWindow:
 
     @property
     def is_within(self) -> bool:
-        """Whether gradients are held of a window that has not ended."""
+        """True if gradients of an unfinished window are held."""
         return self.count > 0 and self.holds_gradients
 
     def advance(self) -> None:
@@ -424,7 +425,7 @@ class AccumulationWindow:
             self.count = 0
 
     def begin(self, size: int) -> None:
-        """Open a window of a known number of micro-batches."""
+        """Begin a window with a known number of micro-batches."""
         if self.is_abandoned:
             self._discard_abandoned()
         self.size = size
@@ -433,7 +434,7 @@ class AccumulationWindow:
         self.count = 0
 
     def advance_planned(self) -> None:
-        """Enter the next micro-batch of a window that `begin` has opened."""
+        """Enter the next micro-batch of a window started by `begin`."""
         self.count += 1
         self._entered = True
         self.sync_gradients = self.count == self.size
@@ -441,13 +442,13 @@ class AccumulationWindow:
             self.count = 0
 
     def end_planned(self) -> None:
-        """Leave the windows that a driver planned; gradients that no step was taken with are discarded."""
+        """End planned windows. Gradients that no step has used are discarded."""
         if self.count and self.holds_gradients:
             self._abandon()
         self.reset()
 
     def set_steps(self, num_steps: int) -> None:
-        """Change how many micro-batches a window holds, from the next window on."""
+        """Change the number of micro-batches per window, from the next window on."""
         plugin = self.plugin
         self.plugin = replace(plugin, num_steps=num_steps)
         if self.count == 0:
@@ -458,7 +459,7 @@ class AccumulationWindow:
         self.holds_gradients = self._entered
 
     def _discard_abandoned(self) -> None:
-        """Clear the gradients of a loop that ended within a window, unless its user has stepped with them."""
+        """Clear gradients of a loop that ended within a window, unless a step has used them."""
         if not self.is_abandoned:
             return
         self.is_abandoned = False
@@ -470,7 +471,7 @@ class AccumulationWindow:
                 optimizer.optimizer.zero_grad()
 
     def _scale(self, factor: float) -> None:
-        """Multiply the gradients, where a window turns out to hold another number of micro-batches than planned."""
+        """Scale the gradients if a window turns out to have another number of micro-batches than planned."""
         done: set[int] = set()
         for model in self._prepared.models:
             own = [parameter for parameter in model.parameters() if id(parameter) not in done]
@@ -481,7 +482,7 @@ class AccumulationWindow:
         scale_tensors([local_part(each.grad) for each in rest.values() if each.grad is not None], factor)
 
     def _abandon(self) -> None:
-        """Record that a loop has ended: gradients that no step was taken with until then belong to no window."""
+        """Record that a loop ended. Gradients that no step has used by then are discarded."""
         self.is_abandoned = True
         for optimizer in self._prepared.optimizers:
             optimizer.holds_abandoned = not optimizer.has_stepped and any(
@@ -495,7 +496,7 @@ class AccumulationWindow:
             self.reset()
 
     def reset(self) -> None:
-        """Let the next micro-batch begin a window."""
+        """Start a new window with the next micro-batch."""
         self.count = 0
         self.sync_gradients = True
         self.holds_gradients = self._entered = self.planned = False
@@ -507,16 +508,17 @@ class AccumulationWindow:
 
 
 class PreparedScheduler:
-    """What `Accelerator.prepare` returns for a scheduler.
+    """Learning-rate scheduler returned by `Accelerator.prepare`.
 
     Args:
-        scheduler: The user's scheduler, also found under `.scheduler`.
-        optimizers: The prepared optimizers; a step that one of them skipped on overflow is skipped here too.
+        scheduler: The original scheduler, also available as `.scheduler`.
+        optimizers: The prepared optimizers. If one of them skipped its step on overflow, the scheduler skips its step
+            too.
         window: The accumulation window.
-        steps_per_call: How often the scheduler steps for one optimizer step. Scripts for raw loops count
-            on one per process, since they write schedules for the loader as it was before it was sharded. One that
-            watches a metric steps once whatever this is: the metric is one, and its patience counts it.
-        with_optimizer: Whether to follow the optimizers at all; if not, every call steps once.
+        steps_per_call: The number of scheduler steps per optimizer step. Scripts for raw loops expect one per process,
+            because they write schedules for the length of the unsharded loader. A scheduler that watches a metric
+            always steps once.
+        with_optimizer: False to step at every call, independent of the optimizers.
     """
 
     def __init__(
@@ -535,7 +537,7 @@ class PreparedScheduler:
         self._steps_per_call = 1 if watches else steps_per_call
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, if the optimizers did."""
+        """Step the scheduler if the optimizers have stepped."""
         if not self._with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
@@ -555,16 +557,16 @@ class PreparedScheduler:
         return _unprepared_scheduler, (self.scheduler, self._steps_per_call)
 
     def get_last_lr(self) -> Any:
-        """The learning rates of the last step."""
+        """Return the learning rates of the last step, one per parameter group."""
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own state."""
+        """Return the state dict of the original scheduler."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the scheduler's own state."""
+        """Load a state dict of the original scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
@@ -574,16 +576,16 @@ class PreparedScheduler:
 
 
 def _unprepared_scheduler(scheduler: Any, steps_per_call: int) -> PreparedScheduler:
-    """A prepared scheduler as it comes out of a pickle or a deep copy."""
+    """Create the wrapper of a pickled or copied scheduler."""
     always: Any = SimpleNamespace(sync_gradients=True)
     return PreparedScheduler(scheduler, [], always, steps_per_call)
 
 
 def cover_new_groups(scheduler: Any) -> None:
-    """Let a scheduler of torch's step the parameter groups that its optimizer got after the scheduler was made.
+    """Extend a torch scheduler to parameter groups that were added to its optimizer later.
 
-    A new group follows the schedule of the first one, in the proportion that their rates have now. Without this a
-    schedule that keeps a value for each group, such as `LambdaLR` or `OneCycleLR`, fails at its next step.
+    A new group follows the schedule of the first group, scaled by the current ratio of their learning rates. Without
+    this, schedulers with values per group, such as `LambdaLR` or `OneCycleLR`, fail at the next step.
     """
     for each in _with_parts(scheduler):
         known = getattr(each, "base_lrs", getattr(each, "min_lrs", None))
@@ -594,14 +596,14 @@ def cover_new_groups(scheduler: Any) -> None:
 
 
 def follow_group_rate(scheduler: Any, number: int) -> None:
-    """Let the schedule of a group continue from the rate that the group was given."""
+    """Continue a group's schedule from the learning rate that was assigned to the group."""
     for each in _with_parts(scheduler):
         if isinstance(getattr(each, "base_lrs", None), list):
             _cover_group(each, each.optimizer.param_groups, number)
 
 
 def _cover_group(scheduler: Any, groups: list[dict[str, Any]], number: int) -> None:
-    """Give a group the first one's values, those of rates in the proportion of the two rates."""
+    """Copy the first group's schedule values to a new group, with learning rates scaled by the ratio of the two."""
     first, group = groups[0], groups[number]
     rate, own = float(first["lr"]), float(group["lr"])
     ratio = own / rate if rate else 1.0
@@ -618,7 +620,7 @@ def _cover_group(scheduler: Any, groups: list[dict[str, Any]], number: int) -> N
 
 
 def _with_parts(scheduler: Any) -> Iterator[Any]:
-    """Yield a scheduler and those that it steps, which torch (2.13) shows under no public name."""
+    """Yield a scheduler and the schedulers that it steps. Torch 2.13 has no public name for the latter."""
     yield scheduler
     for part in vars(scheduler).get("_schedulers", ()):
         yield from _with_parts(part)
