@@ -79,7 +79,6 @@ def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
 
 def remember_placed(bare: nn.Module, model: nn.Module, sizes: MeshSizes) -> None:
     """Store the placed model and its mesh sizes on the bare model, for `placed_before`."""
-    # Written to `__dict__`: `nn.Module.__setattr__` would register the placed model as a submodule of the bare one.
     bare.__dict__[_MEMORY] = (model, sizes)
 
 

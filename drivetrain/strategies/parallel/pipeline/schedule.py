@@ -1,4 +1,4 @@
-"""In which order stages run the micro-batches of a step: the schedules of `torch.distributed.pipelining`."""
+"""Pipeline schedules of `torch.distributed.pipelining`: the order in which stages run micro-batches."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A schedule and what it asks for.
+    """Pipeline schedule and the numbers of stages that it supports.
 
     Attributes:
-        name: What users write.
-        torch_name: Its class in `torch.distributed.pipelining.schedules`.
-        stages: Stages of each process by default.
-        allowed: Numbers of stages of each process that it can run; None for any.
-        folded: Whether stages are laid out as a V, so that the first process holds the first and the last.
+        name: Value of the option `pp_schedule`.
+        torch_name: Name of the class in `torch.distributed.pipelining.schedules`.
+        stages: Default number of stages on each process.
+        allowed: Supported numbers of stages on each process. None allows any.
+        folded: True if stages are placed in a V, so that the first process holds the first and the last stage.
     """
 
     name: str
@@ -59,7 +59,10 @@ SCHEDULES = {
 
 
 def schedule_kind(name: str, stages: int | None) -> tuple[ScheduleKind, int]:
-    """A schedule and the number of stages of each process."""
+    """Return the pipeline schedule with this name and its number of stages on each process.
+
+    Raises `ConfigurationError` if the name is unknown or the schedule does not support the number.
+    """
     plain = {key.replace("_", ""): kind for key, kind in SCHEDULES.items()}
     kind = plain.get(name.lower().replace("_", "").replace("-", ""))
     if kind is None:
@@ -76,13 +79,13 @@ def schedule_kind(name: str, stages: int | None) -> tuple[ScheduleKind, int]:
 
 
 def rank_of_stage(kind: ScheduleKind, stage: int, ranks: int) -> int:
-    """The process of a pipeline that holds a stage."""
+    """Return the rank, within the pipeline, of the process that holds a stage."""
     turn, place = divmod(stage, ranks)
     return ranks - 1 - place if kind.folded and turn % 2 else place
 
 
 class ScheduledStage(_PipelineStageBase):
-    """A stage as torch's schedules run it, with tensors of other shapes in each micro-batch where need be."""
+    """Pipeline stage for torch's schedules whose micro-batches may differ in their tensors' shapes."""
 
     def __init__(
         self, module: nn.Module, stage: int, count: int, device: torch.device, group: dist.ProcessGroup | None
@@ -92,7 +95,7 @@ class ScheduledStage(_PipelineStageBase):
         self._outputs: list[tuple[Any, ...]] = []
 
     def expect(self, routes: Sequence[Route]) -> None:
-        """Make room for what the micro-batches of a step receive."""
+        """Allocate receive buffers for the micro-batches of a step, in the shapes of their routes."""
         self._inputs = [_metas(route, self.stage_index) for route in routes]
         # The last stage hands a loss to its schedule; its shape does not matter.
         last = (_meta(TensorShape((), torch.float32)),)
@@ -124,13 +127,13 @@ class ScheduledStage(_PipelineStageBase):
         return self.stage_index_to_group_rank[stage] == self.group_rank
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send a micro-batch's gradients in the shapes that it has."""
+        """Return the operations that send a micro-batch's gradients, in the micro-batch's own shapes."""
         if self._inputs:
             self._stage_meta.input_grads = tuple(_gradient(meta) for meta in self._inputs[bwd_chunk_id])
         return super().get_bwd_send_ops(bwd_chunk_id)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        """Take gradients from a stage of the same process; none at all are zeros."""
+        """Set gradients received from a stage of this process. Missing gradients become zeros."""
         shapes = self._outputs[mb_index]
         filled = tuple(
             torch.zeros(meta.shape, dtype=meta.dtype, device=self.device)
@@ -141,10 +144,10 @@ class ScheduledStage(_PipelineStageBase):
         super().set_local_bwd_input(filled, mb_index)
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to find out: `expect` has made room."""
+        """Skip torch's exchange of shapes, because `expect` has allocated all buffers."""
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to find out: `expect` has made room."""
+        """Skip torch's exchange of shapes, because `expect` has allocated all buffers."""
 
     def _create_grad_recv_info(self, act_send_info: Any) -> Any:
         return ()
