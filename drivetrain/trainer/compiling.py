@@ -1,4 +1,4 @@
-"""Compiling a task's modules: what `Trainer(compile=)` asks for, where the compiled code is kept, what was compiled."""
+"""Compilation of a task's modules with `torch.compile`: options, cache folder, and a summary line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _REASONS = (
 
 
 def compile_plugin(given: bool | str | Mapping[str, Any]) -> TorchDynamoPlugin:
-    """Return what `Trainer(compile=)` asks the engine for."""
+    """Convert `Trainer(compile=)` to the engine's compilation options."""
     if isinstance(given, bool):
         return TorchDynamoPlugin("inductor", disable=not given)
     if given == "blocks":
@@ -70,9 +70,9 @@ def compile_plugin(given: bool | str | Mapping[str, Any]) -> TorchDynamoPlugin:
 
 @contextmanager
 def compilations_watched(trainer: Trainer) -> Iterator[None]:
-    """Keep what is compiled in the body in the run's folder, and print a line about it at the end.
+    """Store compiled code of the body in the run's folder, and print a summary line at the end.
 
-    Nothing is done where nothing is compiled.
+    Does nothing if nothing is compiled.
     """
     if trainer.accelerator.preparation.compilation is None:
         yield
@@ -92,7 +92,7 @@ def compilations_watched(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _cache_in(root: str) -> Iterator[None]:
-    """Let inductor keep what it compiles in a folder, unless the user has named one."""
+    """Set inductor's cache folder during the body, unless the user has set one."""
     is_named = _CACHE_VARIABLE in os.environ and os.environ[_CACHE_VARIABLE] != _default_cache()
     if is_named or "://" in root:  # inductor writes local files
         yield
@@ -115,7 +115,7 @@ def _default_cache() -> str:
 
 
 def describe(records: Sequence[Any], breaks: Mapping[str, int]) -> str:
-    """What was compiled, in one line."""
+    """Summarize compilations and graph breaks in one line."""
     # Also of backwards, and of code in which there was nothing to compile.
     forwards = [each for each in records if getattr(each, "has_guarded_code", True) and each.is_forward is not False]
     if not forwards:
@@ -138,7 +138,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _in_words(reason: str) -> str:
-    """A reason of torch's, in words where it is one of the usual."""
+    """Rephrase torch's reason for a graph break if it is a common one."""
     first = reason.strip().splitlines()[0]
     first = re.sub(r"^\d+/\d+: *", "", first)  # which of the compiled versions did not fit
     for pattern, words in _REASONS:
@@ -157,9 +157,9 @@ _BEFORE = "_before_compiling"
 
 
 def uncompiled(model: Any) -> Any:
-    """The task in what `torch.compile(task)` returns, whose forward and steps are compiled from then on.
+    """Return the task inside the result of `torch.compile(task)`. Its forward and steps are compiled from then on.
 
-    Logging stays outside of the compiled code.
+    Logging is not part of the compiled code.
     """
     compiler = sys.modules.get("torch._dynamo")  # takes seconds to import, and nothing is compiled without it
     if compiler is None or not isinstance(model, compiler.OptimizedModule) or not isinstance(model._orig_mod, Task):
@@ -176,12 +176,12 @@ def uncompiled(model: Any) -> Any:
 
 
 def is_compiled(task: Task) -> bool:
-    """Whether a task's forward and steps are compiled since it was taken out of what `torch.compile` had returned."""
+    """Return True if a task's forward and steps are compiled, as done by `uncompiled`."""
     return _BEFORE in task.__dict__
 
 
 def leave_compiled(task: Task) -> None:
-    """Give a task its forward and its steps back as they were before it was compiled."""
+    """Restore a task's forward and steps as they were before compilation."""
     before = task.__dict__.pop(_BEFORE, {})
     for name in (*_STEPS, *_LOGGING):
         task.__dict__.pop(name, None)

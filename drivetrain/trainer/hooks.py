@@ -1,4 +1,4 @@
-"""Which hooks are really overridden: found once, so that a hook that is not overridden costs nothing."""
+"""Lookup of overridden hooks, done once per run, so that hooks that are not overridden cost nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Hook = Callable[..., Any]
 
 
 def is_overridden(owner: Any, base: type, name: str) -> bool:
-    """Whether `owner` has its own version of a method that `base` defines; None in its place is none."""
+    """Return True if `owner` has its own version of a method of `base`. An attribute set to None does not count."""
     if name in getattr(owner, "__dict__", {}):
         return owner.__dict__[name] is not None
     own = getattr(type(owner), name, None)
@@ -29,7 +29,7 @@ def is_overridden(owner: Any, base: type, name: str) -> bool:
 
 
 def is_redefined(owner: Any, base: type, name: str) -> bool:
-    """Whether a method of `owner` is another than that of `base`, whatever is wrapped around it."""
+    """Return True if a method of `owner` differs from that of `base`, ignoring decorators."""
     if not is_overridden(owner, base, name):
         return False
     inner = inspect.unwrap(getattr(owner, name))
@@ -37,9 +37,9 @@ def is_redefined(owner: Any, base: type, name: str) -> bool:
 
 
 class Hooks:
-    """The overridden hooks of a run's callbacks and task, by name, each ready to call.
+    """Overridden hooks of a run's callbacks and task, by name.
 
-    Callbacks come before the task; see `find_late` for the one exception.
+    Callbacks are called before the task. `find_late` describes the exception.
     """
 
     def __init__(self, trainer: Trainer, task: Task, callbacks: Sequence[Callback] | None = None) -> None:
@@ -50,17 +50,16 @@ class Hooks:
         self._of_batches: dict[tuple[str, int | None], tuple[Hook, ...]] = {}
 
     def find(self, name: str) -> tuple[Hook, ...]:
-        """The overridden hooks of this name, in calling order; each takes the hook's own arguments only."""
+        """Return the overridden hooks of this name in calling order. Each takes only the hook's own arguments."""
         found = self._found.get(name)
         if found is None:
             found = self._found[name] = self._collect(name)
         return found
 
     def find_of_batch(self, name: str, dataloader_idx: int | None) -> tuple[Hook, ...]:
-        """The overridden hooks of an evaluation's batches, each to be called without the number of the loader.
+        """Return the overridden hooks for evaluation batches, to be called without the loader's index.
 
-        It is handed to those that can take it where there are several loaders, and to those that cannot be called
-        without it.
+        The index is passed to hooks that require it, and to those that accept it if there are several loaders.
         """
         key = name, dataloader_idx
         if key not in self._of_batches:
@@ -74,11 +73,11 @@ class Hooks:
             hook(*args)
 
     def find_early(self, name: str) -> tuple[Hook, ...]:
-        """The hooks of callbacks that do not run last, and then the task's."""
+        """Return the hooks of callbacks that do not set `runs_last_at_epoch_end`, followed by the task's hook."""
         return (*self._of_callbacks(name, late=False), *self._of_owner(name))
 
     def find_late(self, name: str) -> tuple[Hook, ...]:
-        """The hooks of callbacks that set `runs_last_at_epoch_end`: they read what the early ones may still log."""
+        """Return the hooks of callbacks that set `runs_last_at_epoch_end`, which read values that other hooks log."""
         return self._of_callbacks(name, late=True)
 
     def _collect(self, name: str) -> tuple[Hook, ...]:
@@ -110,14 +109,14 @@ class Hooks:
 
 
 def _of_loader(hook: Hook, count: int, dataloader_idx: int | None) -> Hook:
-    """A hook of a batch, to be called with `count` arguments; the number of the loader is added to them if need be."""
+    """Return a batch hook that takes `count` arguments and adds the loader's index if the hook needs it."""
     if dataloader_idx is None:
         return hook if _takes(hook, count) else lambda *given: hook(*given, 0)
     return (lambda *given: hook(*given, dataloader_idx)) if _takes(hook, count + 1) else hook
 
 
 def _takes(hook: Hook, count: int) -> bool:
-    """Whether a hook can be called with so many arguments."""
+    """Return True if a hook can be called with this many positional arguments."""
     try:
         inspect.signature(hook).bind(*(None,) * count)
     except TypeError:
@@ -128,7 +127,7 @@ def _takes(hook: Hook, count: int) -> bool:
 
 
 def let_log(callback: Callback, task: Task | None) -> None:
-    """Give a callback a task's `log` and `log_dict` as its own, as `self.log`, unless it has such methods."""
+    """Set the task's `log` and `log_dict` on a callback as `self.log`, unless it has such methods."""
     for name in ("log", "log_dict"):
         if task is None:
             callback.__dict__.pop(name, None)
@@ -145,7 +144,7 @@ def call_setup_hooks(trainer: Trainer, task: Task, data: DataModule | None, stag
 def call_teardown_hooks(trainer: Trainer, task: Task, data: DataModule | None, stage: str) -> None:
     """Call `teardown` of the data module, the callbacks and the task, in this order.
 
-    All of them run, also where one raises; the first error is raised then, and all are logged.
+    All are called even if one raises. All errors are logged, and the first one is raised at the end.
     """
     errors = call_all("teardown", _bound(trainer, task, data, "teardown", stage))
     if errors:
@@ -153,7 +152,7 @@ def call_teardown_hooks(trainer: Trainer, task: Task, data: DataModule | None, s
 
 
 def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
-    """Call hooks, each whatever those before it raise, which is logged."""
+    """Call all hooks even if some raise. Logs the errors and returns them."""
     errors: list[BaseException] = []
     for hook in hooks:
         try:
@@ -165,7 +164,7 @@ def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
 
 
 def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, stage: str) -> list[Hook]:
-    """A hook of the data module, the callbacks and the task, in this order, each ready to call."""
+    """Return a hook of the data module, the callbacks and the task, in this order, ready to call."""
     actions = trainer.actions
     hooks: list[Hook] = []
     if data is not None:
@@ -178,7 +177,7 @@ def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, sta
 
 
 def _of_stage(hook: Hook, stage: str) -> Hook:
-    """A hook with the stage, as `stage=` where it takes it under this name, else by its position."""
+    """Return a hook with the stage bound, as the keyword `stage` if the hook has it, else by position."""
     try:
         inspect.signature(hook).bind(stage=stage)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What a checkpoint has of a task and a data module: what they were built with, and what their hooks see and add."""
+"""Hyper-parameters of tasks and data modules: recording, saving, and building objects from a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 
 class HyperParameters(dict[str, Any]):
-    """A dict whose entries are attributes too: `self.hparams.lr`."""
+    """Dict whose entries are also attributes: `self.hparams.lr`."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -44,7 +44,7 @@ class HyperParameters(dict[str, Any]):
 
 
 def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
-    """The arguments of the outermost `__init__` of `owner` that led to `frame`."""
+    """Return the arguments of the outermost `__init__` call of `owner` on the call stack of `frame`."""
     found: dict[str, Any] = {}
     for constructor in _constructor_frames(frame, owner):
         found.update(_arguments_in(constructor))
@@ -52,7 +52,7 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
 
 
 def outermost_arguments(frame: FrameType, owner: Any) -> dict[str, Any] | None:
-    """Return the arguments of the constructor that was called, if its class gives others to those of its bases."""
+    """Return the arguments of the outermost constructor, or None if they equal those of its base classes."""
     frames = list(_constructor_frames(frame, owner))
     _, varargs, _, values = inspect.getargvalues(frames[-1]) if frames else (None, None, None, {})
     if len(frames) < 2 or (varargs and values.get(varargs)):
@@ -69,7 +69,7 @@ def _arguments_in(frame: FrameType) -> dict[str, Any]:
 
 
 def _constructor_frames(frame: FrameType, owner: Any) -> Iterator[FrameType]:
-    """Yield the frames of an object's constructors, from the innermost on."""
+    """Yield the stack frames of an object's constructors, from the innermost outwards."""
     current: FrameType | None = frame
     while current is not None:
         first = current.f_code.co_varnames[:1]
@@ -86,7 +86,7 @@ def _constructor_frames(frame: FrameType, owner: Any) -> Iterator[FrameType]:
 def select_hyper_parameters(
     names: Sequence[Any], arguments: dict[str, Any], ignore: Sequence[str] | str | None
 ) -> dict[str, Any]:
-    """What `save_hyperparameters(*names)` means."""
+    """Return the values that `save_hyperparameters(*names)` selects from the constructor's arguments."""
     left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())
     if len(names) == 1 and not isinstance(names[0], str):
         given = names[0]
@@ -111,7 +111,7 @@ def select_hyper_parameters(
 
 
 def _is_module(name: str, value: Any) -> bool:
-    """Whether a value is a module, which is no hyper-parameter; warns of it."""
+    """Return True, and warn, if a value is a module, which cannot be a hyper-parameter."""
     if not isinstance(value, nn.Module):
         return False
     logger.warning(
@@ -122,9 +122,9 @@ def _is_module(name: str, value: Any) -> bool:
 
 
 def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The hyper-parameters in a YAML file, such as the `hparams.yaml` that a run leaves, or in a CSV file.
+    """Read hyper-parameters from a YAML file, such as a run's `hparams.yaml`, or from a CSV file.
 
-    A CSV file has a line for each, its name and its value, below a line of titles.
+    A CSV file has a header line, and then one line with name and value per hyper-parameter.
     """
     import yaml  # no run needs it
 
@@ -144,7 +144,7 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def arguments_for(kind: type, saved: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
-    """The arguments of a constructor that saved hyper-parameters give."""
+    """Return the saved hyper-parameters that are arguments of a class's constructor."""
     parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     takes_all = [each.name for each in parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
     if name is not None and name in parameters and name not in (*saved, *takes_all):
@@ -159,7 +159,7 @@ def made_of(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Build an object of a class from saved hyper-parameters."""
+    """Create an object of a class from saved hyper-parameters."""
     instantiator = saved.get(INSTANTIATOR)
     if instantiator is None:
         return kind.construct_with({**arguments_for(kind, saved, name), **overrides})
@@ -176,12 +176,12 @@ def made_of(
 
 
 def without_modules(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters without the modules among them, whose weights a checkpoint holds already."""
+    """Remove modules from hyper-parameters. A checkpoint stores their weights already."""
     return {name: value for name, value in values.items() if not isinstance(value, nn.Module)}
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, None, or a list or dict of such values."""
+    """Return True if a value is a number, a string, None, or a list or dict of such values."""
     if isinstance(value, Mapping):
         return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
     if isinstance(value, list | tuple):
@@ -193,9 +193,9 @@ _KEPT = (dict, OrderedDict, defaultdict, HyperParameters)
 
 
 def storable(values: Mapping[str, Any], keeps_objects: bool = False) -> dict[str, Any]:
-    """Return hyper-parameters as a checkpoint holds them: with their types, but without objects of classes.
+    """Convert hyper-parameters to values that a checkpoint can store, keeping their types.
 
-    Enums become their names; dataclasses, namespaces, pydantic models and other mappings become dicts, with a warning.
+    Enums become their names. Dataclasses, namespaces, pydantic models and other mappings become dicts, with a warning.
     """
     changed: list[str] = []
     found: dict[str, Any] = _storable({**values}, "", changed, keeps_objects)
@@ -241,7 +241,7 @@ def _storable(value: Any, place: str, changed: list[str], keeps_objects: bool) -
 
 
 def _content_of(value: Any) -> Any:
-    """Return the plain content of an enum, a dataclass, a namespace, a pydantic model or a mapping; else None."""
+    """Return the plain content of an enum, dataclass, namespace, pydantic model or mapping, else None."""
     if isinstance(value, Enum):
         return value.name
     if is_dataclass(value) and not isinstance(value, type):
@@ -258,48 +258,50 @@ def _content_of(value: Any) -> Any:
 
 
 class HoldsHyperParameters:
-    """Something that remembers its hyper-parameters, also where its base's constructor has not run yet."""
+    """Base class that records constructor arguments as hyper-parameters, even before its own constructor has run."""
 
     @classmethod
     def construct_with(cls, arguments: Mapping[str, Any]) -> Any:
-        """Make an object when a checkpoint is loaded.
+        """Create an object when a checkpoint is loaded. Override it to change how.
 
         Args:
-            arguments: The saved hyper-parameters that the constructor takes, and what `load_from_checkpoint` was given.
+            arguments: The saved hyper-parameters that the constructor accepts, and the arguments of
+                `load_from_checkpoint`.
         """
         return cls(**arguments)
 
     def keep_hyper_parameters(self, chosen: Mapping[str, Any]) -> None:
-        """Add arguments to `hparams`, without the modules among them, of which a warning is logged.
+        """Add arguments to `hparams`. Modules are left out with a warning.
 
         Args:
-            chosen: What `save_hyperparameters` is to keep.
+            chosen: The arguments that `save_hyperparameters` selected.
         """
         self.hparams.update({name: value for name, value in chosen.items() if not _is_module(name, value)})
 
     @property
     def hparams(self) -> HyperParameters:
-        """What `save_hyperparameters` kept."""
+        """The hyper-parameters that `save_hyperparameters` recorded."""
         found: HyperParameters = self.__dict__.setdefault("_hparams", HyperParameters())
         return found
 
     @property
     def hparams_initial(self) -> HyperParameters:
-        """What `save_hyperparameters` kept, without what was changed since."""
+        """A copy of the hyper-parameters as they were when they were recorded."""
         return HyperParameters(self.__dict__.get("_hparams_initial", {}))
 
     @known_keywords
     def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
-        """Remember the constructor's arguments, for trackers and checkpoints; call it in `__init__`.
+        """Record the constructor's arguments for trackers and checkpoints. Call it in `__init__`.
 
-        It may be called before `super().__init__()`, in `__post_init__` of a dataclass, and by a class and its bases:
-        names that one of them ignores are forgotten. Modules among the arguments are left out, with a warning.
+        It may be called before `super().__init__()`, in a dataclass's `__post_init__`, and by a class and its base
+        classes. Names that one of them ignores are removed. Modules are left out with a warning.
 
         Args:
-            *args: Names of the arguments to keep, all if none; or one dict, namespace or object of values.
-            ignore: Names to leave out.
-            frame: The constructor's frame; found if None.
-            logger: Whether trackers get them.
+            *args: The names of the arguments to record, all if none is given. Or a single dict, namespace or object of
+                values.
+            ignore: The names of arguments to leave out.
+            frame: The constructor's stack frame. None finds it.
+            logger: True to send the hyper-parameters to trackers.
         """
         if frame is None:
             current = inspect.currentframe()
@@ -327,11 +329,11 @@ class HoldsHyperParameters:
 def hyper_parameters_to_save(
     owner: HoldsHyperParameters | None, keeps_objects: bool, without_secrets: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """Return what a checkpoint keeps of what a task or a data module was built with, without modules and secrets.
+    """Return the checkpoint entries for a task's or data module's hyper-parameters, without modules and secrets.
 
-    `hparams_constructor` is None unless the constructor of a derived class has given its base other arguments: then it
-    has the names of its own, and the values of those that are not the hyper-parameters of the same names. Arguments
-    that are no hyper-parameters are among them if they are plain values.
+    `hparams_constructor` is None unless a derived class passes other arguments to its base. Then it lists the derived
+    constructor's argument names, and the values that differ from the hyper-parameters of the same names. Plain
+    arguments that are not hyper-parameters are included.
     """
     if owner is None:
         return {"hyper_parameters": {}, "hparams_name": None, "hparams_constructor": None}
@@ -366,7 +368,7 @@ def build(
     overrides: Mapping[str, Any],
     instantiate: bool = False,
 ) -> Any:
-    """Build an object from the hyper-parameters that a checkpoint has of it."""
+    """Create an object from the hyper-parameters in a checkpoint."""
     saved = driver.get(entry, {}) if hparams_file is None else hyper_parameters_in(hparams_file)
     whole = driver.get(entry.replace("hyper_parameters", "hparams_name"), driver.get("hparams_name"))
     constructor = driver.get(entry.replace("hyper_parameters", "hparams_constructor"))
@@ -416,9 +418,9 @@ ENTRIES = (
 
 @contextmanager
 def as_hooks_see_it(engine: dict[str, Any], number: int, entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Show a checkpoint as one dict, under the names that `on_save_checkpoint` and `on_load_checkpoint` know.
+    """Present a checkpoint as one dict with the keys that `on_save_checkpoint` and `on_load_checkpoint` expect.
 
-    What hooks leave of it goes back in the end: into the engine's part, and into the Trainer's entries.
+    Changes that hooks make are written back to the engine's part and the Trainer's entries.
     """
     progress = entries.get("progress", {})
     state: dict[str, Any] = {"epoch": progress.get("epoch", 0), "global_step": progress.get("global_step", 0)}
@@ -437,5 +439,5 @@ def as_hooks_see_it(engine: dict[str, Any], number: int, entries: dict[str, Any]
 
 
 def state_of(kind: type, entries: Mapping[str, Any]) -> Any:
-    """Return the state of a data module in a checkpoint; a `.ckpt` has it under the name of its class."""
+    """Return a data module's state in a checkpoint. A `.ckpt` file stores it under the name of its class."""
     return entries.get("datamodule") or entries.get("hooks", {}).get(kind.__qualname__)

@@ -1,4 +1,4 @@
-"""What `configure_optimizers` may return, and the optimizers and schedulers that come of it."""
+"""Parsing of the result of `configure_optimizers`, and stepping of learning-rate schedulers."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _ALLOWED = (
 
 @dataclass
 class SchedulerConfig:
-    """A scheduler and when it steps.
+    """Learning-rate scheduler and the interval at which it steps.
 
     Attributes:
         scheduler: The learning-rate scheduler.
         interval: `"epoch"` or `"step"`.
-        frequency: Every how many epochs or steps; or `"500 steps"`, `"2 epochs"`, `"1M samples"`, `"50M tokens"`,
-            `"10%"`, whatever `interval` is.
-        monitor: The logged value that a `ReduceLROnPlateau` watches.
-        strict: Whether a missing monitored value is an error; else a warning.
-        name: Its name for `LearningRateMonitor`.
-        reduce_on_plateau: Whether it takes a value.
-        step_interval: What decides when it steps, within `fit`, where that is counted in neither steps nor epochs.
+        frequency: The number of epochs or steps between two scheduler steps, or a duration independent of `interval`:
+            `"500 steps"`, `"2 epochs"`, `"1M samples"`, `"50M tokens"`, `"10%"`.
+        monitor: The logged value that a `ReduceLROnPlateau` monitors.
+        strict: True to raise an error if the monitored value is missing, False to warn.
+        name: The name that `LearningRateMonitor` uses.
+        reduce_on_plateau: True if the scheduler's `step` takes a value.
+        step_interval: The interval in samples, tokens or fractions of the run, if `frequency` is one.
     """
 
     scheduler: Any
@@ -75,7 +75,7 @@ class SchedulerConfig:
             )
 
     def _read_frequency(self, given: str | Duration) -> None:
-        """Take a duration as what is counted and how many of it."""
+        """Convert a duration to an interval and a frequency."""
         frequency = interval_of(given, "frequency")
         if isinstance(frequency, Duration) and frequency.unit is Unit.SECONDS:
             raise ConfigurationError(
@@ -93,7 +93,7 @@ _KEYS = ("optimizer", "lr_scheduler", "monitor")
 
 
 def names_of(configured: Any) -> tuple[str, ...]:
-    """The names of the optimizers that `configure_optimizers` returned, in their order; none where it names none."""
+    """Return the optimizers' names in the result of `configure_optimizers`, or an empty tuple if it has none."""
     if not isinstance(configured, Mapping) or "optimizer" in configured or not configured:
         return ()
     kinds = [
@@ -123,12 +123,12 @@ def names_of(configured: Any) -> tuple[str, ...]:
 def parse_configured_optimizers(
     configured: Any, read: Callable[..., SchedulerConfig], by_hand: bool = False
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Bring whatever `configure_optimizers` returned into one shape.
+    """Parse the result of `configure_optimizers` into optimizers and scheduler configurations.
 
     Args:
-        configured: What it returned.
+        configured: The result.
         read: `Trainer.read_scheduler`.
-        by_hand: Whether the task steps schedulers by itself.
+        by_hand: True if the task steps schedulers itself.
     """
     optimizers, schedulers = _parse(configured, partial(read, by_hand=by_hand))
     for config in schedulers:
@@ -210,7 +210,7 @@ SCHEDULER_KEYS = tuple(each.name for each in fields(SchedulerConfig) if each.ini
 
 
 def read_scheduler(item: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
-    """Return what one scheduler among the results of `configure_optimizers` means."""
+    """Parse one scheduler entry of the result of `configure_optimizers`."""
     if isinstance(item, SchedulerConfig):
         return item
     if not isinstance(item, Mapping):
@@ -261,7 +261,7 @@ def _describe(value: Any) -> str:
 
 
 def begin_schedules(trainer: Trainer) -> None:
-    """Count from here on what schedulers follow that follow neither steps nor epochs; called when training starts."""
+    """Start counting for schedulers whose interval is in samples, tokens or fractions. Called when training starts."""
     for config in trainer.lr_scheduler_configs:
         every: Any = config.frequency
         is_counted = isinstance(every, Duration)
@@ -269,7 +269,7 @@ def begin_schedules(trainer: Trainer) -> None:
 
 
 def step_step_schedulers(trainer: Trainer) -> None:
-    """Step the schedulers that follow optimizer steps; called only after a step that was not skipped."""
+    """Step the schedulers with the interval `"step"`. Called only after a step that was not skipped."""
     step = trainer.global_step
     for config in trainer.lr_scheduler_configs:
         if config.interval != "step":
@@ -279,7 +279,7 @@ def step_step_schedulers(trainer: Trainer) -> None:
 
 
 def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
-    """Step the schedulers that follow epochs."""
+    """Step the schedulers with the interval `"epoch"`."""
     if trainer.task is None or not trainer.task.automatic_optimization:
         return  # who optimizes by hand steps schedulers by hand
     epoch = trainer.current_epoch + 1
@@ -289,7 +289,7 @@ def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
 
 
 def end_epoch_of_schedulers(trainer: Trainer) -> None:
-    """Step the schedulers that follow epochs and watch no value; once an epoch, with its last batch."""
+    """Step the epoch schedulers that monitor no value, once per epoch after its last batch."""
     if trainer.progress.phase < Phase.SCHEDULED:
         trainer.progress.phase = Phase.SCHEDULED
         step_epoch_schedulers(trainer, plateau=False)

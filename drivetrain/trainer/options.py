@@ -1,4 +1,4 @@
-"""The Trainer's options: how long, how much and how often it trains, checked."""
+"""Checked options of the Trainer: duration, limits and intervals of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ON_INTERRUPT = ("raise", "return")
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """How long, how much and how often a Trainer trains; see `Trainer` for each. All are checked here."""
+    """Checked durations, limits and intervals of a Trainer. `Trainer` documents each option."""
 
     max_epochs: int = 1000
     min_epochs: int | None = None
@@ -90,7 +90,7 @@ class TrainerOptions:
 
     @classmethod
     def from_arguments(cls, given: Mapping[str, Any]) -> TrainerOptions:
-        """The options that the Trainer's arguments mean."""
+        """Create the options from the Trainer's arguments."""
         chosen = {each.name: given[each.name] for each in fields(cls) if given[each.name] is not None}
         chosen["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
         chosen["default_root_dir"] = os.path.expanduser(os.fspath(given["default_root_dir"] or Path.cwd()))
@@ -106,7 +106,7 @@ class TrainerOptions:
         return options._for_development(int(given["fast_dev_run"])) if given["fast_dev_run"] else options
 
     def _for_development(self, runs: int) -> TrainerOptions:
-        """The same, for so many batches of everything."""
+        """Return the options limited to this many batches of each stage."""
         limits = dict.fromkeys(_LIMITS[:4], runs)
         return replace(
             self,
@@ -122,13 +122,13 @@ class TrainerOptions:
 
     @property
     def has_end_without_epochs(self) -> bool:
-        """Whether anything but a number of epochs ends the run."""
+        """True if the run has another limit than a number of epochs."""
         limits = (self.max_time, self.max_duration)
         return self.max_steps >= 0 or any(limit is not None for limit in limits)
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is written: no trackers, no checkpoints."""
+        """True if the run writes no trackers and no checkpoints."""
         return bool(self.fast_dev_run) or self.barebones
 
 
@@ -147,7 +147,7 @@ _COUNTS = {
 
 
 class Option(Generic[T]):
-    """An attribute of the Trainer that is one of its options; what is written to it is checked."""
+    """Descriptor for an attribute of the Trainer that is an option. Assigned values are checked."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -167,7 +167,7 @@ class Option(Generic[T]):
 
 
 class OptionAttributes:
-    """The Trainer's options as its attributes."""
+    """The Trainer's options as attributes."""
 
     options: TrainerOptions
 
@@ -201,15 +201,15 @@ class OptionAttributes:
 
     @property
     def validates_whole_epochs(self) -> bool:
-        """Whether `fit` validates at the end of epochs. 1.0 is a whole epoch, 1 is every batch."""
+        """True if `fit` validates at epoch ends. An interval of 1.0 means an epoch, and 1 means every batch."""
         interval = self.val_check_interval
         return interval is None or (isinstance(interval, float) and interval == 1.0)
 
     def change_options(self, **changed: Any) -> None:
-        """Change options as writing the attribute of that name does; each is checked, and holds at once.
+        """Change several options. Each is checked and takes effect immediately.
 
         Args:
-            **changed: Names and values.
+            **changed: New values by option name.
         """
         known = [each.name for each in fields(TrainerOptions)]
         for unknown in changed.keys() - set(known):
@@ -218,7 +218,7 @@ class OptionAttributes:
 
 
 def check_clipping(value: float | None, algorithm: str | None) -> None:
-    """Raise unless clipping makes sense."""
+    """Raise an error if the clipping options are invalid."""
     if algorithm is not None and algorithm not in CLIPPING:
         raise ConfigurationError(
             f"`gradient_clip_algorithm` {algorithm} is invalid: allowed are {', '.join(CLIPPING)}."
@@ -233,7 +233,7 @@ def check_clipping(value: float | None, algorithm: str | None) -> None:
 
 
 def check_validation_interval(interval: Any) -> None:
-    """Raise unless the interval is a number of batches, a fraction of an epoch, or a duration."""
+    """Raise an error unless the interval is a number of batches, a fraction of an epoch, or a duration."""
     if isinstance(interval, timedelta | Duration):
         return
     whole = isinstance(interval, int) and not isinstance(interval, bool) and interval >= 1
@@ -249,9 +249,9 @@ _LIMIT_OF = {Unit.STEPS: "max_steps", Unit.EPOCHS: "max_epochs", Unit.SECONDS: "
 
 
 def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with their durations read, each under the option that counts in its unit.
+    """Convert options with durations to the options that count in the duration's unit.
 
-    `max_duration` keeps what no other option counts: samples and tokens.
+    `max_duration` keeps only samples and tokens, which no other option counts.
     """
     chosen = dict(given)
     if "max_time" in chosen:
@@ -286,7 +286,7 @@ def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_interval(chosen: dict[str, Any], interval: Duration | None, written: Any) -> None:
-    """Write how often to validate under the option that counts in its unit."""
+    """Store a validation interval under the option that counts in its unit."""
     assert interval is not None
     if not interval.amount:
         raise ConfigurationError(f"val_check_interval={written!r}: give more than nothing.")

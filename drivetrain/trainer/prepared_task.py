@@ -1,4 +1,4 @@
-"""The task that a Trainer runs, and what the engine made of it."""
+"""`TaskRun`: the task that a Trainer runs, with the objects that the engine prepared for it."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ logger = get_logger(__name__)
 
 @dataclass(eq=False)
 class TaskRun:
-    """The task that a Trainer runs: set up, placed, torn down.
+    """Task of a Trainer's run: setup, placement and teardown.
 
     Attributes:
-        trainer: The trainer.
-        task: The task of the run, or of the last one.
-        datamodule: Its data module, if there is one.
+        trainer: The Trainer.
+        task: The task of the current or last run.
+        datamodule: Its data module, or None.
         hooks: The overridden hooks of the task and of the callbacks.
-        model: What the strategy made of the task.
-        optimizers: Its optimizers, prepared by the engine.
-        optimizer_names: Their names, where `configure_optimizers` names them.
-        schedulers: Its learning-rate schedulers, and when each steps.
-        steps_schedulers: Whether any scheduler follows optimizer steps.
-        ends_epochs_of_schedulers: Whether any scheduler follows epochs and watches no value.
-        stage: What the last verb was for; None before the first.
-        checkpoint_path: The checkpoint that it has taken, if it has taken one.
-        sources: Where the loaders of the verb under way, or of the last one, come from.
+        model: The module that the strategy made of the task.
+        optimizers: The prepared optimizers.
+        optimizer_names: Their names, if `configure_optimizers` provides them.
+        schedulers: The learning-rate schedulers with their intervals.
+        steps_schedulers: True if any scheduler steps after optimizer steps.
+        ends_epochs_of_schedulers: True if any scheduler steps at epoch ends and monitors no value.
+        stage: The stage of the last verb, or None.
+        checkpoint_path: The checkpoint that the verb loaded, or None.
+        sources: The sources of the loaders of the current or last verb.
     """
 
     trainer: Trainer
@@ -73,7 +73,7 @@ class TaskRun:
     # before and after
 
     def attach(self, task: Task, data: DataModule | None, stage: Stage, loaders: Mapping[Stage, Any]) -> None:
-        """Take a task to run."""
+        """Attach a task to the Trainer for a run."""
         if not isinstance(task, Task):
             raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
         self.task, self.datamodule = task, data
@@ -88,11 +88,11 @@ class TaskRun:
         self.trainer.tracker_log.written.clear()
 
     def remember(self, task: Task | None, data: DataModule | None) -> None:
-        """Take what the last verb ran, which the next one runs again where it is given none."""
+        """Store the task and data module of a verb, for later verbs that are given none."""
         self.task, self.datamodule = task, data
 
     def set_up(self, task: Task, stage: Stage) -> None:
-        """Find the hooks, prepare the data, and call `setup` of all."""
+        """Find the hooks, prepare the data, and call all `setup` hooks."""
         trainer, actions = self.trainer, self.trainer.actions
         actions.begin(task, stage)
         trainer.adopt_callbacks(task.configure_callbacks())
@@ -112,7 +112,7 @@ class TaskRun:
 
     @contextmanager
     def with_callbacks(self, callbacks: Sequence[Callback]) -> Iterator[None]:
-        """Let what is built in the body call these callbacks and the task, and step no scheduler."""
+        """Use only these callbacks and the task for hooks in the body, and step no schedulers."""
         assert self.task is not None
         before = self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers
         self.hooks, self.steps_schedulers = Hooks(self.trainer, self.task, callbacks), False
@@ -123,7 +123,7 @@ class TaskRun:
             self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers = before
 
     def tear_down(self, task: Task, stage: Stage) -> None:
-        """Call `teardown` of all, and let the engine and the loaders go."""
+        """Call all `teardown` hooks, and release the engine's objects and the loaders."""
         trainer, engine = self.trainer, self.trainer.accelerator
         trainer.logged.enter(NOWHERE)
         engine.optimizer_step.drive(StepHooks())
@@ -148,9 +148,9 @@ class TaskRun:
             trainer.actions.finish(stage)
 
     def report_exception(self, task: Task, error: BaseException) -> None:
-        """Call `on_exception` of all, and remember the error for the trackers.
+        """Call all `on_exception` hooks, and mark the trackers' runs as failed.
 
-        What a hook raises is logged, since the run ends with the first error.
+        Errors of the hooks are logged, because the run ends with the original error.
         """
         trainer = self.trainer
         self._error = error
@@ -163,7 +163,7 @@ class TaskRun:
     # on the hardware
 
     def configure_optimizers(self, task: Task) -> list[Optimizer]:
-        """Let the task build its optimizers and schedulers. Returns the optimizers, which `place` takes."""
+        """Call the task's `configure_optimizers`. Returns the optimizers to pass to `place`."""
         actions = self.trainer.actions
         configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
         configured = configure()
@@ -185,7 +185,7 @@ class TaskRun:
         return optimizers
 
     def place(self, task: Task, optimizers: list[Optimizer]) -> nn.Module:
-        """Let the engine prepare the task with its optimizers and schedulers, in the place of those of a fit before."""
+        """Prepare the task with its optimizers and schedulers, replacing those of an earlier `fit`."""
         engine, strategy = self.trainer.accelerator, self.trainer.strategy
         before = [one for one in engine.prepared.models if one is self._fitted or strategy.unwrap(one) is task]
         for known in before:
@@ -202,7 +202,7 @@ class TaskRun:
         return model
 
     def place_for_evaluation(self, task: Task) -> nn.Module:
-        """Let the engine prepare the task alone, unless a `fit` has."""
+        """Prepare the task without optimizers, unless `fit` has already prepared it."""
         engine, strategy = self.trainer.accelerator, self.trainer.strategy
         if self.model is None or strategy.unwrap(self.model) is not task:
             with engine.precision.init_context(), strategy.init_context():

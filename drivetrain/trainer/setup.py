@@ -1,4 +1,4 @@
-"""What the Trainer's arguments ask for, built: its processes and engine, its trackers, its callbacks."""
+"""Creation of a Trainer's parts from its arguments: processes, engine, trackers and callbacks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = get_logger(__name__)
 
 
 class TwinCallbacksError(ConfigurationError, RuntimeError):
-    """Two callbacks have the same key for their states in a checkpoint."""
+    """Raised if two callbacks use the same key for their state in checkpoints."""
 
 
 def make_accelerator(
@@ -55,7 +55,7 @@ def make_accelerator(
     sync_batchnorm: bool,
     compilation: TorchDynamoPlugin | None = None,
 ) -> Accelerator:
-    """The engine to run on: the one given, or a new one, once missing processes are started."""
+    """Return the given Accelerator, or create one after starting missing processes."""
     if isinstance(accelerator, Accelerator):
         changed = [
             name
@@ -105,10 +105,10 @@ def make_accelerator(
 
 
 def _refuse_launched_sharding(strategy: str | Strategy) -> None:
-    """Refuse batch statistics over all processes, an option of DDP, where the launcher was asked for another strategy.
+    """Raise an error if `sync_batchnorm` is combined with another strategy than DDP from the launcher.
 
     Raises:
-        ConfigurationError: It was, and the script leaves the strategy to it.
+        ConfigurationError: The launcher selects another strategy and the script selects none.
     """
     launched = Launched().strategy() if strategy == "auto" else None
     if launched is not None:
@@ -120,15 +120,15 @@ def _refuse_launched_sharding(strategy: str | Strategy) -> None:
 
 
 def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
-    """The options as the engine runs them: with as many micro-batches for each step as it has, where none were given.
+    """Return the options with the engine's number of micro-batches per step, if the Trainer was given none.
 
     Args:
-        accumulate: The Trainer's own argument.
-        engine: What it runs on: of the launcher, unless its user has chosen.
+        accumulate: The Trainer's `accumulate_grad_batches`.
+        engine: The engine.
         options: The Trainer's options.
 
     Raises:
-        ConfigurationError: The strategy cannot run them; names what contradicts what, and what would work.
+        ConfigurationError: The strategy does not support the options. The message names alternatives.
     """
     launched = Launched().settings.get("gradient_accumulation_steps")
     if accumulate is None:
@@ -166,7 +166,7 @@ def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions)
 
 
 def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
-    """Return how many processes `devices` asks for, `"auto"` or -1 for all, and the devices if it names them."""
+    """Parse `devices`. Returns the number of processes (`"auto"` or -1 for all), and the device indices or None."""
     if isinstance(devices, str) and "," in devices:
         numbers: Any = [part.strip() for part in devices.split(",") if part.strip()]
     elif isinstance(devices, list | tuple):
@@ -196,10 +196,9 @@ def _left_to_verbs(
     numbers: list[int] | None,
     num_nodes: int,
 ) -> tuple[Strategy, Any]:
-    """Return the strategy and the number of processes of this Trainer, whose verbs start processes of their own.
+    """Return strategy and number of processes for a Trainer whose verbs start their own processes.
 
-    Those processes make a Trainer from the same arguments, and run under the strategy itself; so does a script that a
-    launcher has started, and one process.
+    The started processes, launched scripts and single-process runs use the inner strategy directly.
     """
     if environment.is_launched:
         if multiprocessing.parent_process() is None:
@@ -220,7 +219,7 @@ def _left_to_verbs(
 
 
 def _wanted_processes(kind: DeviceKind | None, count: Any, numbers: list[int] | None) -> tuple[DeviceKind, int]:
-    """Return the kind of device, and how many processes are asked for on it."""
+    """Return the kind of device and the number of processes requested on it."""
     found = kind or detect_device_kind()
     for number in numbers or ():
         get_device(f"{found.name}:{number}")  # raises here, before processes are started
@@ -230,7 +229,7 @@ def _wanted_processes(kind: DeviceKind | None, count: Any, numbers: list[int] | 
 def _start_processes(
     environment: ProcessEnvironment, kind: DeviceKind | None, count: Any, numbers: list[int] | None, num_nodes: int
 ) -> None:
-    """Make sure that there are as many processes as were asked for."""
+    """Restart the script under the launcher if more processes are requested than exist."""
     if environment.is_launched:
         here = environment.local_world_size
         if isinstance(count, int) and count not in (here, -1):
@@ -265,7 +264,7 @@ def _start_processes(
 
 
 def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark: bool | None) -> None:
-    """Seed everything, and set torch's switches, as asked."""
+    """Seed all random generators, and set torch's determinism and benchmark switches."""
     if seed is not None:
         set_seed(seed)
     if deterministic not in (None, True, False, "warn"):
@@ -279,10 +278,10 @@ def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark
 def make_trackers(
     given: bool | str | Tracker | Iterable[str | Tracker] | None, engine: Accelerator, options: TrainerOptions
 ) -> TrackerGroup:
-    """The trackers asked for; else those of an engine that has some, else a `CSVLogger`.
+    """Return the requested trackers, or those of the engine, or else a `CSVLogger`.
 
-    A trial run has one that does nothing in their place, so that hooks which use it run too, and a bare one has none.
-    A raw loop over the engine logs to the same ones, unless it has its own.
+    A trial run (`fast_dev_run`) gets a tracker that does nothing, so that hooks that use it still run. A barebones run
+    gets none. A raw loop over the engine logs to the same trackers, unless it has its own.
     """
     found: list[Tracker]
     if options.is_quiet:
@@ -305,7 +304,7 @@ def make_callbacks(
     options: TrainerOptions,
     trackers: Sequence[Tracker],
 ) -> list[Callback]:
-    """The callbacks given and the usual ones beside them; those that write checkpoints come last."""
+    """Return the given and the default callbacks. Those that write checkpoints come last."""
     quiet = options.is_quiet
     checkpointing = False if quiet else arguments["enable_checkpointing"]
     progress_bar = False if options.barebones else arguments["enable_progress_bar"]
@@ -357,7 +356,7 @@ def make_callbacks(
 
 
 def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]:
-    """The callbacks with a task's own, which replace those of the same class, or of one that theirs is derived from."""
+    """Add a task's callbacks. They replace callbacks of the same class or of a base class."""
     own = [added] if isinstance(added, Callback) else list(added or [])
     if not own:
         return callbacks
@@ -366,7 +365,7 @@ def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]
 
 
 def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
-    """Callbacks in order, those that write checkpoints last, so that they save what the others have become."""
+    """Move callbacks that write checkpoints to the end, so that they save the final state of the others."""
     return sorted(callbacks, key=lambda callback: callback.saves_checkpoints)
 
 
@@ -374,7 +373,7 @@ def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
 
 
 class WithoutValues(TorchFunctionMode):
-    """Leaves out what `torch.nn.init` would fill tensors with."""
+    """Torch function mode that skips the initialization functions of `torch.nn.init`."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -387,7 +386,7 @@ class WithoutValues(TorchFunctionMode):
 
 @contextmanager
 def init_module(trainer: Trainer, empty_init: bool | None) -> Iterator[None]:
-    """Make modules in the body on the device and in the dtype of a run, or as its strategy makes them."""
+    """Create modules in the body with the run's device and dtype, or in the form that the strategy requires."""
     strategy = trainer.strategy
     # The strategy comes last: one that shards has another device for parameters that it fills later.
     with (

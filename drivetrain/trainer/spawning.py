@@ -1,7 +1,7 @@
-"""A verb in processes that are started for it and end with it, and its outcome back in the Trainer that started them.
+"""Running a Trainer's verb in new processes, and returning the result to the Trainer that started them.
 
-The processes make a Trainer from the same arguments, which takes over where this one is, and runs the verb. This one
-then takes over where that of the first process is, and gives its task the weights.
+The new processes create a Trainer from the same arguments, restore its state, and run the verb. The starting Trainer
+then takes over the first process's state and weights.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class SpawnedVerb:
-    """What each process is sent.
+    """Message to each new process that runs a verb.
 
     Attributes:
         kind: The Trainer's class.
-        made_with: Its arguments, by position and by name.
-        options: Its options, which may have been changed since.
+        made_with: Its positional and keyword arguments.
+        options: Its current options.
         callbacks: Its callbacks.
-        trackers: Where its trackers are; empty before the first verb.
+        trackers: The state of its trackers. Empty before the first verb.
         progress: The counters of its run.
-        ending: Why its last `fit` ended.
-        seed: The seed of the run, if there is one.
-        random: The state of the generators.
+        ending: The reason why its last `fit` ended.
+        seed: The seed of the run, or None.
+        random: The state of the random generators.
         task: The task.
-        datamodule: The data module of the last verb, if there was one.
-        is_given: Whether the verb was given the task; else it is that of the verb before.
-        stage: What the verb is for.
+        datamodule: The data module of the last verb, or None.
+        is_given: True if the task was passed to the verb, False if it is that of the previous verb.
+        stage: The stage of the verb.
         given: The other arguments of the verb.
     """
 
@@ -77,7 +77,7 @@ class SpawnedVerb:
     given: dict[str, Any]
 
     def run(self) -> Outcome | None:
-        """Run the verb by a Trainer of this process. Returns what it leaves, in the first process."""
+        """Run the verb with a new Trainer in this process. Returns the outcome in the first process, else None."""
         forget_process()  # what was inherited by a fork, or made by the script on its way here
         positional, keywords = self.made_with
         trainer = self.kind(*positional, **keywords)
@@ -107,24 +107,24 @@ class SpawnedVerb:
 
 @dataclass
 class Outcome:
-    """What a verb leaves in its first process.
+    """Result of a verb in its first process.
 
     Attributes:
-        result: What it returned.
-        left: What it raised, where a signal has ended the run in order.
-        weights: The task's state.
-        callbacks: The states of the callbacks, by their keys.
-        trackers: Those of the trackers.
+        result: The verb's return value.
+        left: The exception with which a signal ended the run in an orderly way, or None.
+        weights: The task's state dict.
+        callbacks: The callbacks' states, by key.
+        trackers: The trackers' states.
         progress: The counters of the run.
-        ending: Why it has ended.
-        metrics: What callbacks see.
-        bar: What the progress bar shows.
-        written: What trackers got.
-        is_finite: Whether the values and weights were finite.
-        lengths: How many batches there were.
-        checkpoint_path: The checkpoint that the verb has taken, if it has taken one.
-        timing: What a `fit` has spent its time with.
-        random: The state of the generators.
+        ending: The reason why the run ended.
+        metrics: The values of `callback_metrics`.
+        bar: The values of the progress bar.
+        written: The values that trackers received.
+        is_finite: True if all values and weights were finite.
+        lengths: The numbers of batches.
+        checkpoint_path: The checkpoint that the verb loaded, or None.
+        timing: How `fit` spent its time.
+        random: The state of the random generators.
     """
 
     result: Any
@@ -145,7 +145,7 @@ class Outcome:
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any, left: BaseException | None) -> Outcome:
-        """That of a Trainer that has run a verb."""
+        """Create the outcome of a verb from the Trainer that ran it."""
         assert trainer.task is not None
         return cls(
             _on_host(result),
@@ -166,7 +166,7 @@ class Outcome:
         )
 
     def hand_over(self, trainer: Trainer, task: Task) -> None:
-        """Let a Trainer that has started the processes be where theirs is."""
+        """Copy the state of the processes' run to the Trainer that started them."""
         if self.weights.keys() - task.state_dict().keys():
             task.configure_model()
         task.load_state_dict(self.weights, strict=task.strict_loading)
@@ -193,7 +193,7 @@ class Outcome:
 
 
 def run_spawned(trainer: Trainer, stage: Stage, model: Task | None, given: dict[str, Any]) -> Any:
-    """Run a verb in new processes, and take over what it leaves in the first one."""
+    """Run a verb in new processes, and take over the first process's state. Returns the verb's result."""
     stop_at_start_of_processes()
     spawning = trainer.spawning
     assert spawning is not None
@@ -253,7 +253,7 @@ def _verb(trainer: Trainer, stage: Stage, task: Task, is_given: bool, given: dic
 
 
 def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
-    """The verb as bytes."""
+    """Serialize the verb for the new processes."""
     has_script = ScriptMain.here() is not None
     try:
         return sent(verb, has_script)
@@ -268,7 +268,7 @@ def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
 
 
 def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
-    """What is sent, by the names that the message has for it."""
+    """Return the parts of the message by name, for error messages."""
     arguments = {f"Trainer({name}=...)": value for name, value in verb.made_with[1].items()}
     given = {f"{verb.stage.verb}({name}=...)": value for name, value in verb.given.items()}
     callbacks = {f"the callback {type(each).__name__}": each for each in verb.callbacks}
@@ -283,14 +283,14 @@ def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
 
 
 def _run_verb(packed: SpawnedVerb | bytes) -> bytes:
-    """What each process does. Returns the pickled outcome; of a process whose outcome does not count, nothing."""
+    """Run a verb in a new process. Returns the pickled outcome in the first process, else empty bytes."""
     verb: SpawnedVerb = pickle.loads(packed) if isinstance(packed, bytes) else packed
     outcome = verb.run()
     return sent(outcome, has_script=True)
 
 
 def _on_host(value: Any) -> Any:
-    """The same with tensors on the host, and without what leads to their gradients."""
+    """Return a copy of nested values with detached CPU tensors."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):

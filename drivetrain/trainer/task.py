@@ -1,4 +1,4 @@
-"""`Task`: a model together with how it is trained, validated, tested and used."""
+"""`Task`: a model together with its training, validation, test and prediction steps."""
 
 from __future__ import annotations
 
@@ -32,133 +32,133 @@ if TYPE_CHECKING:
 
 
 class TaskHooks(nn.Module):
-    """What a task may override to act at a moment of the run, in the order in which the moments come."""
+    """Hooks that a task may override to run code at fixed points of a run, in the order in which they are called."""
 
     def on_fit_start(self) -> None:
-        """Called at the very beginning of fit, after the optimizers were built."""
+        """Run code when `fit` begins, after the optimizers have been created."""
 
     def on_fit_end(self) -> None:
-        """Called at the very end of fit."""
+        """Run code when `fit` ends."""
 
     def on_train_start(self) -> None:
-        """Called before the first epoch."""
+        """Run code before the first training epoch."""
 
     def on_train_end(self) -> None:
-        """Called after the last epoch."""
+        """Run code after the last training epoch."""
 
     def on_train_epoch_start(self) -> None:
-        """Called before an epoch's first batch."""
+        """Run code before the first batch of a training epoch."""
 
     def on_train_epoch_end(self) -> None:
-        """Called after an epoch's last batch and its validation."""
+        """Run code after the last batch of a training epoch and its validation."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Called before a batch; returning -1 leaves out the rest of the epoch."""
+        """Run code before a training batch. Return -1 to skip the rest of the epoch."""
         return None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after a batch; for the last of an optimizer step, after the step."""
+        """Run code after a training batch. For the last batch of an optimizer step, it runs after the step."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Called before gradients are cleared."""
+        """Run code before gradients are cleared."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Called before a backward."""
+        """Run code before a backward pass."""
 
     def on_after_backward(self) -> None:
-        """Called after a backward, before clipping."""
+        """Run code after a backward pass, before gradients are clipped."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called before clipping and stepping, with gradients at their true size."""
+        """Run code before gradients are clipped and the optimizer steps. Gradients are unscaled."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Free the gradients before a validation in `fit`; a task that optimizes by hand may count on them."""
+        """Free gradients before a validation in `fit`, except those of a task with manual optimization."""
         if self.automatic_optimization:
             self.zero_grad()
 
     def on_validation_model_eval(self) -> None:
-        """Switch to evaluation for validation."""
+        """Switch the model to evaluation mode for validation."""
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """Switch back after validation; the default restores each module's own mode."""
+        """Restore the training mode after validation. The default restores the mode of each module."""
 
     def on_validation_start(self) -> None:
-        """Called before validation."""
+        """Run code before a validation."""
 
     def on_validation_end(self) -> None:
-        """Called after validation."""
+        """Run code after a validation."""
 
     def on_validation_epoch_start(self) -> None:
-        """Called before the first validation batch."""
+        """Run code before the first validation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """Called after the last validation batch."""
+        """Run code after the last validation batch."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called before a validation batch."""
+        """Run code before a validation batch."""
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called after a validation batch."""
+        """Run code after a validation batch."""
 
     def on_test_model_eval(self) -> None:
-        """Switch to evaluation for testing."""
+        """Switch the model to evaluation mode for testing."""
         self.eval()
 
     def on_test_model_train(self) -> None:
-        """Switch back after testing; the default restores each module's own mode."""
+        """Restore the training mode after testing. The default restores the mode of each module."""
 
     def on_test_start(self) -> None:
-        """Called before testing."""
+        """Run code before testing."""
 
     def on_test_end(self) -> None:
-        """Called after testing."""
+        """Run code after testing."""
 
     def on_test_epoch_start(self) -> None:
-        """Called before the first test batch."""
+        """Run code before the first test batch."""
 
     def on_test_epoch_end(self) -> None:
-        """Called after the last test batch."""
+        """Run code after the last test batch."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called before a test batch."""
+        """Run code before a test batch."""
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called after a test batch."""
+        """Run code after a test batch."""
 
     def on_predict_model_eval(self) -> None:
-        """Switch to evaluation for predicting."""
+        """Switch the model to evaluation mode for prediction."""
         self.eval()
 
     def on_predict_model_train(self) -> None:
-        """Switch back after predicting; the default restores each module's own mode."""
+        """Restore the training mode after prediction. The default restores the mode of each module."""
 
     def on_predict_start(self) -> None:
-        """Called before predicting."""
+        """Run code before prediction."""
 
     def on_predict_end(self) -> None:
-        """Called after predicting."""
+        """Run code after prediction."""
 
     def on_predict_epoch_start(self) -> None:
-        """Called before the first batch to predict."""
+        """Run code before the first prediction batch."""
 
     def on_predict_epoch_end(self) -> None:
-        """Called after the last batch to predict."""
+        """Run code after the last prediction batch."""
 
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called before a batch to predict."""
+        """Run code before a prediction batch."""
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called after a batch to predict."""
+        """Run code after a prediction batch."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint before it is written."""
+        """Add entries to a checkpoint dict before it is written."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take back what `on_save_checkpoint` added."""
+        """Read entries that `on_save_checkpoint` added, before the run's state is restored."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """See an exception that ends the run."""
+        """Run code when an exception ends the run, before it is raised again."""
 
 
 _NO_TRAINER = (
@@ -168,13 +168,13 @@ _NO_TRAINER = (
 
 
 class Task(TaskFiles, DataHooks, TaskHooks):
-    """A model together with how it is trained, validated, tested and used.
+    """Model with its training, validation, test and prediction steps and its optimizers.
 
-    Subclass it, override `training_step` and `configure_optimizers`, and hand it to `Trainer.fit`.
+    Subclass it, override `training_step` and `configure_optimizers`, and pass an instance to `Trainer.fit`.
 
     Attributes:
-        automatic_optimization: Whether the trainer runs backward and steps the optimizers. With False,
-            `training_step` does it through `manual_backward` and `optimizers()`.
+        automatic_optimization: True if the Trainer runs the backward pass and steps the optimizers. If False,
+            `training_step` does so with `manual_backward` and `optimizers()`.
 
     Example:
         ```python
@@ -219,34 +219,38 @@ class Task(TaskFiles, DataHooks, TaskHooks):
     # the steps
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
-        """Compute the loss of one batch.
+        """Compute the training loss of one batch.
 
         Args:
-            batch: What the loader gave, on the device.
-            batch_idx: Its number in the epoch.
+            batch: A batch of the loader, on the device.
+            batch_idx: The index of the batch in the epoch.
 
         Returns:
-            The mean loss as a scalar tensor; or a dict with it under `"loss"`; or None to leave the batch out.
+            The mean loss as a scalar tensor, a dict with the loss under `"loss"`, or None to skip the batch.
         """
         raise ConfigurationError(f"{type(self).__name__} has no training_step; override it to train.")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one validation batch; may take `dataloader_idx` too, the number of the loader."""
+        """Evaluate one validation batch. It may have a parameter `dataloader_idx`, the index of the loader."""
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one test batch; may take `dataloader_idx` too, the number of the loader."""
+        """Evaluate one test batch. It may have a parameter `dataloader_idx`, the index of the loader."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """Predict for one batch; may take `dataloader_idx` too. The default calls the task on the batch."""
+        """Compute predictions for one batch. The default calls the task's `forward`.
+
+        It may have a parameter `dataloader_idx`, the index of the loader.
+        """
         return self(batch)
 
     def configure_optimizers(self) -> Any:
-        """Build the optimizers.
+        """Create the optimizers and learning-rate schedulers.
 
         Returns:
-            An optimizer; a list of optimizers, which all step on the one loss; a pair of lists of optimizers and
-            schedulers; a dict with `"optimizer"` and `"lr_scheduler"` (a scheduler, or a dict with `"scheduler"`,
-            `"interval"`, `"frequency"`, `"monitor"`); a list of such dicts; or None to train without one, or by hand.
+            One of: an optimizer; a list of optimizers that all step on the same loss; a list of optimizers and a list
+                of schedulers; a dict with `"optimizer"` and `"lr_scheduler"` (a scheduler, or a dict with
+                `"scheduler"`, `"interval"`, `"frequency"`, `"monitor"`); a list of such dicts; None to train without an
+                optimizer or with manual optimization.
         """
         raise ConfigurationError(
             f"{type(self).__name__} has no configure_optimizers; override it, such as with "
@@ -273,30 +277,31 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a value. It stays on its device until something shows or writes it.
+        """Log a value to the progress bar, trackers and callbacks. It stays on its device until it is needed.
 
         Args:
-            name: What to call it; one name has one meaning.
-            value: A scalar tensor, a number, or a torchmetrics object (computed and reset each epoch).
-            prog_bar: Show it in the progress bar.
-            logger: Give it to the trackers; yes if None.
-            on_step: Show and write each step's value; by default in training steps. In validation and test steps it is
-                written for each batch, as the main process has it, against the number of batches evaluated before.
-            on_epoch: Reduce over the epoch; by default in validation, test and at the end of epochs. Means weigh
-                each value by its batch's real rows, over all processes. With both, the names get `_step` and `_epoch`.
+            name: The name of the value. Each name must be used with the same options everywhere.
+            value: A scalar tensor, a number, or a torchmetrics metric, which is computed and reset each epoch.
+            prog_bar: True to show the value in the progress bar.
+            logger: True or None to send the value to the trackers.
+            on_step: True to log the value of each step. Default in training steps. In validation and test steps, the
+                main process's value is written for each batch.
+            on_epoch: True to log the value reduced over the epoch. Default in validation, testing and epoch-end hooks.
+                A mean weights each value by its batch's number of real rows over all processes. With `on_step` too,
+                `_step` and `_epoch` are appended to the names.
             reduce_fx: `"mean"`, `"sum"`, `"max"`, `"min"`, or a function of the stacked values.
-            enable_graph: Accepted for tasks that move over; values are always detached.
-            sync_dist: Reduce over processes. By default epoch values are and step values are not; step values
-                with True are reduced when they are written, not in each step.
-            sync_dist_group: Accepted for tasks that move over; all processes take part.
-            add_dataloader_idx: Append the loader's number where there are several.
-            batch_size: What a mean weighs the value with, where the batch's size cannot be found.
-            metric_attribute: Where in the task the metric is, if it cannot be found.
-            rank_zero_only: Only the main process's values count.
+            enable_graph: Accepted without effect. Values are always detached.
+            sync_dist: True to reduce over processes. Default for epoch values, not for step values. Step values are
+                reduced only when they are written.
+            sync_dist_group: Accepted without effect. All processes take part.
+            add_dataloader_idx: True to append the loader's index to the name if there are several loaders.
+            batch_size: The weight of the value in a mean, if the batch size cannot be determined.
+            metric_attribute: The name of the task's attribute that holds the metric, if it cannot be found.
+            rank_zero_only: True to use only the main process's values.
 
         Raises:
-            ConfigurationError: The value is no scalar, the name has another meaning already, or there is no step or
-                epoch that it could belong to.
+            ConfigurationError: The value is not a scalar, the name was logged with other options, or there is no
+                current step or epoch.
         """
         trainer = self._trainer
         if trainer is None:
@@ -326,7 +331,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
             timing.enter(outer)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log several values with the same arguments; also a torchmetrics `MetricCollection`."""
+        """Log several values with the same options. Accepts a dict or a torchmetrics `MetricCollection`."""
         # The metrics of a collection may share their states; without this, each call would copy them.
         options: dict[str, Any] = {}
         if isinstance(dictionary, nn.Module):
@@ -362,13 +367,18 @@ class Task(TaskFiles, DataHooks, TaskHooks):
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
+        """The Trainer that runs this task.
+
+        Raises:
+            RuntimeError: The task is not attached to a Trainer.
+        """
         for module in self.modules():  # tasks in this one log through the same trainer
             if isinstance(module, Task):
                 module._trainer = trainer
 
     @property
     def device(self) -> torch.device:
-        """Where the task's tensors live."""
+        """The device of the task's parameters."""
         if self._trainer is not None:
             return self._trainer.strategy.topology.device
         return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
@@ -380,36 +390,36 @@ class Task(TaskFiles, DataHooks, TaskHooks):
 
     @property
     def current_epoch(self) -> int:
-        """Epochs finished so far."""
+        """The number of finished epochs, which is the index of the current one."""
         return 0 if self._trainer is None else self._trainer.current_epoch
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps taken so far."""
+        """The number of optimizer steps taken."""
         return 0 if self._trainer is None else self._trainer.global_step
 
     @property
     def global_rank(self) -> int:
-        """Global rank of this process."""
+        """The global rank of this process."""
         return 0 if self._trainer is None else self._trainer.global_rank
 
     @property
     def local_rank(self) -> int:
-        """Rank of this process on its machine."""
+        """The rank of this process on its machine."""
         return 0 if self._trainer is None else self._trainer.local_rank
 
     @property
     def logger(self) -> Any:
-        """The first tracker, if there is one."""
+        """The first experiment tracker, or None."""
         return None if self._trainer is None else self._trainer.logger
 
     @property
     def loggers(self) -> list[Any]:
-        """All trackers."""
+        """All experiment trackers."""
         return [] if self._trainer is None else self._trainer.loggers
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process, without breaking the progress bar."""
+        """Print on rank 0 only, without breaking the progress bar. Takes the arguments of the built-in `print`."""
         if self._trainer is None:
             print_all(*args, **kwargs)
         else:
@@ -417,12 +427,12 @@ class Task(TaskFiles, DataHooks, TaskHooks):
 
     @known_keywords
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack tensors of all processes along a new first dimension; the tensors themselves in a world of one.
+        """Gather tensors of all processes, stacked along a new first dimension. On one process, return them unchanged.
 
         Args:
-            data: Nested structure of tensors of equal shapes.
-            group: Accepted for tasks that move over; all processes take part.
-            sync_grads: Not supported; use `torch.distributed.nn` where gradients must flow.
+            data: A nested structure of tensors with equal shapes on all processes.
+            group: Accepted without effect. All processes take part.
+            sync_grads: Not supported. Use `torch.distributed.nn` for collectives with gradients.
         """
         if sync_grads:
             raise ConfigurationError("all_gather(sync_grads=True) is not supported; use torch.distributed.nn.")
@@ -434,21 +444,21 @@ class Task(TaskFiles, DataHooks, TaskHooks):
 
     @known_keywords
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of them.
+        """Return the optimizer, or the list of optimizers if there are several.
 
         Args:
-            use_pl_optimizer: False gives the bare ones, which leave out the precision.
+            use_pl_optimizer: False to return the original optimizers, whose steps bypass the precision.
         """
         chosen = [o if use_pl_optimizer else o.optimizer for o in self.trainer.task_optimizers]
         return chosen[0] if len(chosen) == 1 else chosen
 
     def lr_schedulers(self) -> Any:
-        """The scheduler, the list of them, or None."""
+        """Return the learning-rate scheduler, the list of schedulers if there are several, or None."""
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not found else found[0] if len(found) == 1 else found
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients in a `training_step` that optimizes by hand."""
+        """Compute the gradients of a loss in a `training_step` with manual optimization."""
         if self.automatic_optimization:
             raise ConfigurationError(
                 "manual_backward() is for tasks with automatic_optimization = False; this one returns its loss.",
@@ -457,13 +467,13 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         self.trainer.accelerator.backward(loss, **named, **kwargs)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Let only this optimizer's parameters take gradients, until `untoggle_optimizer`."""
+        """Compute gradients only for this optimizer's parameters, until `untoggle_optimizer` is called."""
         context: AbstractContextManager[None] = optimizer.toggle_model()
         context.__enter__()
         self.__dict__["_toggled"] = context
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """End what `toggle_optimizer` began."""
+        """Compute gradients for all parameters again, after `toggle_optimizer`."""
         context = self.__dict__.pop("_toggled", None)
         if context is not None:
             context.__exit__(None, None, None)
@@ -475,7 +485,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip an optimizer's gradients, by norm (the default) or by value; a bound of 0 or None clips nothing."""
+        """Clip the gradients of an optimizer, by norm (default) or by value. A limit of 0 or None disables clipping."""
         if not gradient_clip_val:
             return
         engine, parameters = self.trainer.accelerator, parameters_of(optimizer)
@@ -487,24 +497,24 @@ class Task(TaskFiles, DataHooks, TaskHooks):
     # what the trainer does in each step; override to do it otherwise
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of a loss that is weighed and scaled already."""
+        """Compute the gradients of a loss that is already weighted and scaled. Override it to customize this."""
         self.trainer.strategy.backward(loss, *args, **kwargs)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Step an optimizer.
+        """Run the step of one optimizer. Override it to customize the step.
 
         Args:
-            epoch: The epoch under way.
-            batch_idx: Number of the step's last batch.
+            epoch: The index of the current epoch.
+            batch_idx: The index of the last batch of the step.
             optimizer: The optimizer.
-            optimizer_closure: Runs forward and backward; must be run, or given to `optimizer.step`.
+            optimizer_closure: A function that runs forward and backward. Call it, or pass it to `optimizer.step`.
         """
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Clear an optimizer's gradients before a step's first backward."""
+        """Clear the gradients of an optimizer before the first backward of a step."""
         optimizer.zero_grad()
 
     def configure_gradient_clipping(
@@ -513,17 +523,17 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients as the Trainer's arguments ask; override to do it otherwise."""
+        """Clip gradients according to the Trainer's arguments. Override it to clip in another way."""
         self.clip_gradients(
             optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
         )
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Step a scheduler.
+        """Step a learning-rate scheduler.
 
         Args:
             scheduler: The scheduler.
-            metric: The monitored value, for `ReduceLROnPlateau`.
+            metric: The monitored value, for `ReduceLROnPlateau`, else None.
         """
         if metric is None:
             scheduler.step()
@@ -531,21 +541,21 @@ class Task(TaskFiles, DataHooks, TaskHooks):
             scheduler.step(metric)
 
     def configure_model(self) -> None:
-        """Build large modules here, under the strategy's context, rather than in the constructor."""
+        """Create large modules here instead of in the constructor, so that the strategy can create them sharded."""
 
     def configure_callbacks(self) -> Any:
-        """Callbacks that belong to the task; they replace the trainer's of the same class, or of a base of theirs."""
+        """Return callbacks of the task. They replace the Trainer's callbacks of the same class or of a base class."""
         return []
 
     # parameters
 
     def freeze(self) -> Self:
-        """Let no parameter take gradients, and switch to evaluation; returns the task."""
+        """Set `requires_grad=False` on all parameters, and switch to evaluation mode. Returns the task."""
         self.requires_grad_(False)
         return self.eval()
 
     def unfreeze(self) -> Self:
-        """Let all parameters take gradients, and switch to training; returns the task."""
+        """Set `requires_grad=True` on all parameters, and switch to training mode. Returns the task."""
         self.requires_grad_(True)
         return self.train()
 

@@ -1,4 +1,4 @@
-"""`Trainer`: owns the loop, and delegates placement, number formats and everything around the loop."""
+"""`Trainer`: runs training, validation, testing and prediction of a `Task` on any hardware."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
 
 class TrainerStatus:
-    """What can be read from a `Trainer`: properties over its parts, which hold all state."""
+    """Read-only properties of a `Trainer` about its configuration and the current run."""
 
     accelerator: Accelerator
     callbacks: list[Callback]
@@ -94,86 +94,86 @@ class TrainerStatus:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy."""
+        """The strategy, which places the model on devices and processes."""
         return self.accelerator.strategy
 
     @property
     def precision(self) -> str:
-        """Name of the precision."""
+        """The name of the precision, such as `"bf16"`."""
         return self.accelerator.precision.name
 
     @property
     def current_epoch(self) -> int:
-        """Epochs finished so far."""
+        """The number of finished epochs, which is the index of the current one."""
         return self.progress.epoch
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps taken so far."""
+        """The number of optimizer steps taken."""
         return self.progress.global_step
 
     @property
     def profiler(self) -> Profiler:
-        """What measures where the time goes; a `PassThroughProfiler` where none was given."""
+        """The profiler, or a `PassThroughProfiler` if there is none."""
         return self.actions.profiler
 
     @property
     def timing(self) -> Timing:
-        """What `fit` spends its time with, so far, or has spent: of this process, in parts; `print` shows a table."""
+        """How this process spent its time in `fit`, by activity. Its `print` shows a table."""
         return self.accelerator.optimizer_step.timing
 
     # the task
 
     @property
     def task(self) -> Task | None:
-        """The task of the run, or of the last one."""
+        """The task of the current or last run, or None."""
         return self.task_run.task
 
     @property
     def datamodule(self) -> DataModule | None:
-        """The data module of the run, or of the last one."""
+        """The data module of the current or last run, or None."""
         return self.task_run.datamodule
 
     @property
     def model(self) -> nn.Module | None:
-        """What the strategy made of the task; the task itself until it is placed."""
+        """The module that the strategy made of the task. Before placement, the task itself."""
         model, task = self.task_run.model, self.task_run.task
         return model if model is not None and self.strategy.unwrap(model) is task else task
 
     @property
     def hooks(self) -> Hooks:
-        """The overridden hooks of the callbacks and the task."""
+        """The hooks that callbacks and the task override."""
         assert self.task_run.hooks is not None
         return self.task_run.hooks
 
     @property
     def task_optimizers(self) -> list[PreparedOptimizer]:
-        """The optimizers as the engine has prepared them, which a task steps."""
+        """The prepared optimizers, as the task sees them."""
         return self.task_run.optimizers
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        """The learning-rate schedulers, and when each steps."""
+        """The learning-rate schedulers, each with the interval at which it steps."""
         return self.task_run.schedulers
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers."""
+        """The optimizers of the run."""
         return [optimizer.optimizer for optimizer in self.task_optimizers]
 
     @property
     def loggers(self) -> list[Tracker]:
-        """All trackers."""
+        """All experiment trackers."""
         return self.tracker_group.trackers
 
     @property
     def logger(self) -> Tracker | None:
-        """The first tracker."""
+        """The first experiment tracker, or None."""
         return self.loggers[0] if self.loggers else None
 
     @property
     def log_dir(self) -> str:
-        """Where the first tracker writes; the default directory where none writes files."""
+        """The directory of the first tracker, or the default directory if no tracker writes files."""
         for tracker in self.tracker_group.trackers:
             if tracker.log_dir is not None:
                 return tracker.log_dir
@@ -181,26 +181,26 @@ class TrainerStatus:
 
     @property
     def local_dir(self) -> str:
-        """Where callbacks and profilers write files of this machine: `log_dir`, or the current one if that is a URL."""
+        """The local directory for files of callbacks and profilers: `log_dir`, or `.` if that is a URL."""
         return self.log_dir if "://" not in self.log_dir else "."
 
     # processes
 
     @property
     def spawning(self) -> StartsProcesses | None:
-        """What starts processes for each verb, where the strategy does that and this is not one of them."""
+        """The strategy that starts processes for each verb, or None if this process runs verbs itself."""
         strategy = self.accelerator.strategy
         return strategy if isinstance(strategy, StartsProcesses) else None
 
     @property
     def world_size(self) -> int:
-        """Number of processes of a run; all of the verb's where each verb starts some."""
+        """The number of processes. If each verb starts processes, their number."""
         spawning = self.spawning
         return self.accelerator.num_processes if spawning is None else spawning.num_processes
 
     @property
     def num_devices(self) -> int:
-        """Number of processes on this machine, as `world_size`."""
+        """The number of processes on this machine."""
         spawning = self.spawning
         if spawning is not None:
             return spawning.num_processes
@@ -208,31 +208,31 @@ class TrainerStatus:
 
     @property
     def num_nodes(self) -> int:
-        """Number of machines."""
+        """The number of machines."""
         return self.strategy.topology.environment.num_nodes
 
     @property
     def global_rank(self) -> int:
-        """Global rank of this process."""
+        """The global rank of this process."""
         return self.accelerator.process_index
 
     @property
     def local_rank(self) -> int:
-        """Rank of this process on its machine."""
+        """The rank of this process on its machine."""
         return self.accelerator.local_process_index
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the main process."""
+        """True on rank 0."""
         return self.accelerator.is_main_process
 
     @property
     def checkpoint_format(self) -> checkpoint.CheckpointFormat:
-        """How the checkpoints of runs are kept: as directories. Override it to keep them in another way."""
+        """The format in which checkpoints are saved. The default is a directory. Override it to use another format."""
         return DIRECTORIES
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process, through the progress bar if there is one."""
+        """Print on rank 0 only, without breaking the progress bar. Takes the arguments of the built-in `print`."""
         if not self.is_global_zero:
             return
         bar = self.progress_bar_callback
@@ -245,7 +245,7 @@ class TrainerStatus:
 
     @property
     def callback_metrics(self) -> dict[str, Value]:
-        """All logged values by name, not yet turned into numbers: the latest of a step, the last of an epoch."""
+        """The latest logged values by name, as lazy values: those of the last step and of the last epoch."""
         values = self.logged.callback_values()
         return {
             name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
@@ -254,37 +254,37 @@ class TrainerStatus:
 
     @property
     def progress_bar_metrics(self) -> dict[str, Value]:
-        """What the progress bar shows, not yet turned into numbers."""
+        """The values that the progress bar shows, by name, as lazy values."""
         return self.logged.bar_values()
 
     @property
     def logged_metrics(self) -> dict[str, float]:
-        """What the trackers got, the latest of each name."""
+        """The latest values that were sent to trackers, by name."""
         return dict(self.tracker_log.written)
 
     @property
     def num_val_batches(self) -> list[float]:
-        """Batches of each validation loader."""
+        """The number of batches of each validation loader."""
         return self.current.evaluation_batches.get(Stage.VALIDATE, [])
 
     @property
     def num_test_batches(self) -> list[float]:
-        """Batches of each test loader."""
+        """The number of batches of each test loader."""
         return self.current.evaluation_batches.get(Stage.TEST, [])
 
     @property
     def num_predict_batches(self) -> list[float]:
-        """Batches of each loader to predict."""
+        """The number of batches of each prediction loader."""
         return self.current.evaluation_batches.get(Stage.PREDICT, [])
 
     @property
     def num_training_batches(self) -> float:
-        """Batches of this process in a training epoch; infinite where this is not known."""
+        """The number of training batches per epoch on this process, or infinity if unknown."""
         return self.current.training_batches
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the batch under way is the last one of its training epoch."""
+        """True if the current batch is the last of its training epoch."""
         info = self.current.batch_info
         return info is not None and (info.last or info.index + 1 >= self.current.training_batches)
 
@@ -292,101 +292,101 @@ class TrainerStatus:
 
     @property
     def train_dataloader(self) -> Any:
-        """The loader or loaders that the last `fit` was given; None before it has asked for them."""
+        """The training loader or loaders of the last `fit`, or None before they are created."""
         return self.current.loaders.get(Stage.TRAIN)
 
     @property
     def val_dataloaders(self) -> Any:
-        """The loader or loaders that the last validation was given."""
+        """The loader or loaders of the last validation."""
         return self.current.loaders.get(Stage.VALIDATE)
 
     @property
     def test_dataloaders(self) -> Any:
-        """The loader or loaders that the last `test` was given."""
+        """The loader or loaders of the last `test`."""
         return self.current.loaders.get(Stage.TEST)
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The loader or loaders that the last `predict` was given."""
+        """The loader or loaders of the last `predict`."""
         return self.current.loaders.get(Stage.PREDICT)
 
     @property
     def is_finite(self) -> bool:
-        """Whether the training values that were written, and the weights at the ends of epochs, are finite."""
+        """True if all logged training values, and the weights at epoch ends, are finite."""
         return self.finiteness.is_finite
 
     # stages
 
     @property
     def stage(self) -> Stage | None:
-        """What runs now: `"train"`, `"validate"`, `"test"`, `"predict"`; None between two runs."""
+        """The current stage: `"train"`, `"validate"`, `"test"` or `"predict"`. None between runs."""
         return self.current.stage
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether the validation before training runs."""
+        """True during the sanity check, the short validation before training."""
         return self.current.sanity_checking
 
     @property
     def batch(self) -> Any:
-        """The batch under way."""
+        """The current batch."""
         return self.current.batch
 
     @property
     def batch_info(self) -> BatchInfo | None:
-        """What the loader recorded about the batch under way, such as the number of its real rows."""
+        """Facts about the current batch from its loader, such as the number of real rows, or None."""
         return self.current.batch_info
 
     @property
     def training(self) -> bool:
-        """Whether `fit` is training, not in a validation within."""
+        """True while `fit` is training, but not during its validation."""
         return self.stage is Stage.TRAIN
 
     @property
     def validating(self) -> bool:
-        """Whether a validation runs, in `fit` or in `validate`; not in the sanity check."""
+        """True during a validation in `fit` or `validate`, but not during the sanity check."""
         return self.stage is Stage.VALIDATE and not self.sanity_checking
 
     @property
     def testing(self) -> bool:
-        """Whether `test` runs."""
+        """True while `test` runs."""
         return self.stage is Stage.TEST
 
     @property
     def predicting(self) -> bool:
-        """Whether `predict` runs."""
+        """True while `predict` runs."""
         return self.stage is Stage.PREDICT
 
     @property
     def validates(self) -> bool:
-        """Whether the run has anything to validate on."""
+        """True if the run has validation data and a `validation_step`."""
         return self.loop is not None and self.loop.validates
 
     @property
     def validation_follows(self) -> bool:
-        """Whether the run validates after the step that is being ended."""
+        """True if a validation follows the step that is being finished."""
         return self.loop is not None and self.loop.validation_follows
 
     # the end
 
     @property
     def stop_reason(self) -> StopReason | None:
-        """Why the last `fit` ended: `"max_epochs"`, `"requested"`, `"interrupted"`, ...; None while it runs."""
+        """The reason why the last `fit` ended, such as `"max_epochs"` or `"interrupted"`. None while it runs."""
         return self.control.reason
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ends the last `fit`, or has ended it."""
+        """True if Ctrl-C has ended, or is about to end, the last `fit`."""
         return self.control.interrupted
 
     @property
     def preempted(self) -> bool:
-        """Whether a scheduler's signal ends the last `fit`, or has ended it."""
+        """True if a preemption signal of the cluster has ended, or is about to end, the last `fit`."""
         return self.control.preempted
 
     @property
     def rollback_requested(self) -> bool:
-        """Whether the run goes back to a checkpoint after this step."""
+        """True if the run returns to an earlier checkpoint after this step."""
         return self.control.rollback_path is not None
 
     # callbacks
@@ -396,24 +396,24 @@ class TrainerStatus:
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first checkpoint callback."""
+        """The first `ModelCheckpoint` callback, or None."""
         found: ModelCheckpoint | None = self._first_callback(ModelCheckpoint)
         return found
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """All checkpoint callbacks."""
+        """All `ModelCheckpoint` callbacks."""
         return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
-        """The first early-stopping callback."""
+        """The first `EarlyStopping` callback, or None."""
         found: EarlyStopping | None = self._first_callback(EarlyStopping)
         return found
 
     @property
     def progress_bar_callback(self) -> Callback | None:
-        """The first callback that is a progress bar."""
+        """The first callback that is a progress bar, or None."""
         return next((callback for callback in self.callbacks if callback.is_progress_bar), None)
 
 
@@ -428,74 +428,76 @@ _WITHOUT_EFFECT = {
 
 
 class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
-    """Runs a `Task` on any hardware.
+    """Trains, validates and tests a `Task` on one or many devices.
 
     Args:
-        accelerator: `"auto"`, `"cpu"`, `"gpu"` or another kind of device; or a live `Accelerator` to run on.
+        accelerator: `"auto"`, `"cpu"`, `"gpu"` or another kind of device, or an existing `Accelerator`.
         strategy: `"auto"`, `"single"`, `"ddp"`, another registered name, or a `Strategy`. With `"ddp_spawn"` and
-            `"ddp_fork"` each verb runs in processes of its own, and this one has its outcome.
-        devices: How many processes to use on this machine: `"auto"`, a number, or the numbers of its devices (`[0, 1]`,
-            `"0,1"`). Where the script was started without a launcher and more than one is asked for, it is started
-            again under one.
-        num_nodes: Number of machines; the launcher decides, this is checked.
-        precision: `"32"`, `"bf16"`, `"fp16"`, …, other spellings of these, or a `Precision`.
-        logger: Trackers: names, objects or several of them; True for a `CSVLogger`, False for none. If None, those of
-            the given `Accelerator`, else a `CSVLogger`.
-        callbacks: One or several callbacks.
-        fast_dev_run: Run this many batches (1 for True) of everything, without loggers and checkpoints.
-        max_epochs: Epochs to train; 1000 where nothing else ends the run, -1 for no end.
-        min_epochs: Epochs that no wish to stop cuts short.
-        max_steps: Optimizer steps to train; -1 for no limit.
-        min_steps: Optimizer steps that no wish to stop cuts short.
-        max_time: How long to train: `"10 min"`, a timedelta, a dict of its arguments, or `"DD:HH:MM:SS"`.
-        max_duration: How long to train, in any unit: `"500 steps"`, `"2 epochs"`, `"1M samples"`, `"50M tokens"`,
+            `"ddp_fork"`, each verb such as `fit` starts its own processes and returns their result to this one.
+        devices: The number of processes on this machine, `"auto"`, or device indices (`[0, 1]`, `"0,1"`). If the script
+            runs without a launcher and needs several processes, it is restarted under one.
+        num_nodes: The expected number of machines. The launcher sets the actual number.
+        precision: `"32"`, `"bf16"`, `"fp16"` or another name, or a `Precision`.
+        logger: The experiment trackers: a name, a tracker, or a list. True for a `CSVLogger`, False for none. None uses
+            the trackers of the given `Accelerator`, or else a `CSVLogger`.
+        callbacks: One callback or a list.
+        fast_dev_run: The number of batches (1 for True) to run of every stage, without loggers and checkpoints, to test
+            the code.
+        max_epochs: The maximum number of epochs. Defaults to 1000 if no other limit is set. -1 for no limit.
+        min_epochs: The minimum number of epochs. Requests to stop wait until then.
+        max_steps: The maximum number of optimizer steps. -1 for no limit.
+        min_steps: The minimum number of optimizer steps. Requests to stop wait until then.
+        max_time: The maximum duration: `"10 min"`, a timedelta, a dict of its arguments, or `"DD:HH:MM:SS"`.
+        max_duration: The maximum duration in any unit: `"500 steps"`, `"2 epochs"`, `"1M samples"`, `"50M tokens"`,
             `"10 min"`. Samples and tokens are counted over all processes.
-        limit_train_batches: Batches of an epoch to train on: a number, or a fraction.
-        limit_val_batches: The same for validation; 0 leaves it out.
-        limit_test_batches: The same for testing.
-        limit_predict_batches: The same for predicting.
-        overfit_batches: Train and validate on so many of the same batches, unshuffled.
-        val_check_interval: Validate after so many batches, such a fraction of an epoch, or such a duration:
-            `"1000 steps"`, `"2 epochs"`, `"1M samples"`, `"10 min"`, `"10%"` of the run.
-        check_val_every_n_epoch: Validate every so many epochs; None counts `val_check_interval` across epochs.
-        num_sanity_val_steps: Validation batches to try before training; -1 for all.
-        log_every_n_steps: Trackers get step values every so many steps, or in another unit: `"1M samples"`, `"30 s"`,
-            `"1%"` of the run.
-        enable_checkpointing: Whether a `ModelCheckpoint` is added where none is given.
-        enable_progress_bar: Whether a progress bar is added where none is given.
-        enable_model_summary: Whether a summary of the model is printed.
-        enable_run_report: Whether a `RunReport` is added where none is given. By default where there is a tracker, or
-            checkpoints are saved; True adds it to a run that keeps nothing else.
-        accumulate_grad_batches: Micro-batches per optimizer step; if None those of the given `Accelerator`, else the
-            launcher's, else 1.
-        gradient_clip_val: Bound of the gradients; 0 and None clip nothing.
+        limit_train_batches: The number, or the fraction, of training batches per epoch.
+        limit_val_batches: The number, or the fraction, of validation batches. 0 disables validation.
+        limit_test_batches: The number, or the fraction, of test batches.
+        limit_predict_batches: The number, or the fraction, of prediction batches.
+        overfit_batches: The number, or the fraction, of batches to train and validate on, in a fixed order.
+        val_check_interval: When to validate: a number of batches, a fraction of an epoch, or a duration such as `"1000
+            steps"`, `"1M samples"`, `"10 min"` or `"10%"` of the run.
+        check_val_every_n_epoch: The number of epochs between validations. None counts `val_check_interval` across
+            epochs.
+        num_sanity_val_steps: The number of validation batches to run before training, as a check of the code. -1 runs
+            all.
+        log_every_n_steps: The number of steps between step values in trackers, or a duration such as `"1M samples"`,
+            `"30 s"` or `"1%"` of the run.
+        enable_checkpointing: True to add a `ModelCheckpoint` if there is none.
+        enable_progress_bar: True to add a progress bar if there is none.
+        enable_model_summary: True to print a summary of the model.
+        enable_run_report: True to add a `RunReport` if there is none. None adds it if there is a tracker or checkpoints
+            are saved.
+        accumulate_grad_batches: The number of micro-batches per optimizer step. None uses that of the given
+            `Accelerator`, or else the launcher's, or else 1.
+        gradient_clip_val: The maximum gradient norm or value. 0 and None disable clipping.
         gradient_clip_algorithm: `"norm"` or `"value"`.
-        deterministic: Whether only deterministic algorithms may run; `"warn"` warns instead.
-        benchmark: Let cuDNN try algorithms.
-        inference_mode: Run `validate`, `test` and `predict` under `torch.inference_mode` rather than `torch.no_grad`;
-            a validation within `fit` always runs under `torch.no_grad`.
-        use_distributed_sampler: Whether loaders are sharded over processes; else each process takes all of its own.
-        num_workers: Deprecated, without effect: each loader keeps its own number of workers.
-        profiler: What measures where the time goes: `"simple"`, `"advanced"`, `"pytorch"`, `"xla"`, or a `Profiler`.
-        detect_anomaly: Raise where a backward computes NaN, naming the forward that led to it.
-        barebones: Nothing around the loop: no logger, checkpoint, bar, summary or sanity check.
-        sync_batchnorm: Batch statistics over all processes (DDP on GPUs).
-        reload_dataloaders_every_n_epochs: Make the loaders again every so many epochs.
-        auto_micro_batch: Where memory lacks for a step, run it again in parts of its batches, with the same numbers;
-            with the strategies `single` and `ddp`.
-        optimizer_in_backward: Deprecated, without effect: parameters are stepped once the backward is over.
-        fused_optimizer: Deprecated, without effect. Give `fused=True` to the optimizer itself.
-        default_root_dir: Where everything is written by default.
-        compile: Compile the modules of the task with `torch.compile`: True for each as a whole, `"blocks"` for the
-            repeated blocks in them, or a dict of `torch.compile`'s options and `"blocks": True`; False for none, None
-            for what the launcher was asked for.
-        on_interrupt: What `fit` does at Ctrl-C once it has finished the step and saved: `"raise"` a
-            `KeyboardInterrupt`, so that the script ends too, or `"return"`.
-        seed: Seed everything with this, samples included, before anything else.
+        deterministic: True to allow only deterministic algorithms. `"warn"` warns about others.
+        benchmark: True to let cuDNN choose the fastest algorithms by measuring them.
+        inference_mode: True to run `validate`, `test` and `predict` under `torch.inference_mode`, False for
+            `torch.no_grad`. Validation within `fit` always uses `torch.no_grad`.
+        use_distributed_sampler: True to shard loaders over processes. False if each process has its own data.
+        num_workers: Deprecated, without effect. Each loader keeps its number of workers.
+        profiler: `"simple"`, `"advanced"`, `"pytorch"`, `"xla"`, or a `Profiler`.
+        detect_anomaly: True to raise an error if a backward computes NaN, with the forward operation that caused it.
+        barebones: True to run without logger, checkpoints, progress bar, summary and sanity check.
+        sync_batchnorm: True to compute batch norm statistics over all processes (DDP on GPUs).
+        reload_dataloaders_every_n_epochs: The number of epochs after which loaders are created again. 0 for never.
+        auto_micro_batch: True to repeat a step that runs out of memory with smaller micro-batches and the same result.
+            For the strategies `single` and `ddp`.
+        optimizer_in_backward: Deprecated, without effect.
+        fused_optimizer: Deprecated, without effect. Pass `fused=True` to the optimizer instead.
+        default_root_dir: The default directory for all output.
+        compile: True to compile each module of the task with `torch.compile`, `"blocks"` to compile only repeated
+            blocks, or a dict of `torch.compile` options, which may contain `"blocks": True`. False for none. None uses
+            the launcher's setting.
+        on_interrupt: What `fit` does after Ctrl-C, once it has finished the step and saved: `"raise"` a
+            `KeyboardInterrupt`, or `"return"`.
+        seed: The seed for all random generators and for sample-level randomness.
         advise: Deprecated, without effect. Run `drivetrain tune script.py`.
 
     Raises:
-        ConfigurationError: An argument cannot be; the message names what can.
+        ConfigurationError: An argument is invalid. The message names valid values.
     """
 
     accelerator: Accelerator
@@ -591,7 +593,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @property
     def tuning(self) -> Tuning:
-        """The searches of this Trainer, for callbacks that search within a run."""
+        """The learning-rate and batch-size searches of this Trainer, for callbacks that run them."""
         return Tuning(self)
 
     def change_options(self, **changed: Any) -> None:
@@ -615,22 +617,23 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
         Args:
             model: The task.
-            train_dataloaders: A loader; several, as a list or dict, are combined; or a `DataModule`.
-            val_dataloaders: One loader or several, each validated on its own.
-            datamodule: Where loaders come from instead.
-            ckpt_path: Another name of `resume`.
-            resume: A checkpoint to resume, exactly: the same batches, random numbers and values as without the
-                break; or a `.ckpt` of another tool, which has no random state. `"auto"` takes the newest complete one
-                and starts from the beginning where there is none; `"last"` or `"best"` takes the checkpoint callback's.
-            weights_only: Without effect: nothing in a checkpoint is ever unpickled into objects.
+            train_dataloaders: The training loader, a list or dict of loaders to combine, or a `DataModule`.
+            val_dataloaders: One or several validation loaders. Each is evaluated separately.
+            datamodule: The data module that provides the loaders instead.
+            ckpt_path: An alias of `resume`.
+            resume: The checkpoint to resume from. The run continues with the batches, random numbers and values that it
+                would have had without the interruption. `"auto"` uses the newest complete checkpoint, or starts from
+                the beginning if there is none. `"last"` and `"best"` use those of the checkpoint callback. A `.ckpt`
+                file of another tool is accepted too, but contains no random state.
+            weights_only: Accepted without effect. Nothing in a checkpoint is unpickled into objects.
 
         Raises:
-            SystemExit: The run was preempted (SIGTERM, SIGUSR1), has saved a checkpoint, and should be started again.
-            KeyboardInterrupt: The run was interrupted (Ctrl-C) and has saved a checkpoint; not with
+            SystemExit: The run was preempted (SIGTERM, SIGUSR1) and has saved a checkpoint. Start it again to continue.
+            KeyboardInterrupt: The run was interrupted (Ctrl-C) and has saved a checkpoint. Not with
                 `on_interrupt="return"`.
-            CheckpointError: The checkpoint is missing, damaged or that of another run.
-            ConfigurationError: The task or its optimizers cannot be trained so.
-            LaunchError: A process has failed that was started for this verb, as by `strategy="ddp_spawn"`.
+            CheckpointError: The checkpoint is missing, damaged or belongs to another run.
+            ConfigurationError: The task or its optimizers cannot be trained with these options.
+            LaunchError: A process that was started for this verb failed, for example with `strategy="ddp_spawn"`.
             DataError: A loader is missing or empty.
         """
         model = uncompiled(model)
@@ -677,7 +680,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
             raise KeyboardInterrupt
 
     def _begin_fit(self, task: Task, resume: Any) -> FitLoop:
-        """Return the loop of a `fit`, with everything placed and restored, in the documented order of hooks."""
+        """Set up a `fit`: place and restore everything, and call the setup hooks in order. Returns its loop."""
         self.task_run.set_up(task, Stage.TRAIN)
         task_checks.check_hooks(self, task, self.datamodule)
         if self.checkpoint_callbacks:
@@ -730,19 +733,19 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate on the validation data: every sample once, over all processes.
+        """Evaluate a task on the validation data. Every sample counts once over all processes.
 
         Args:
-            model: The task; that of the last `fit` if None.
-            dataloaders: One loader or several, or a `DataModule`.
-            ckpt_path: A checkpoint whose weights to use; `"best"` or `"last"` takes the checkpoint callback's. If this
-                and the model are None, the best checkpoint of the last `fit`, if it has saved one.
-            verbose: Whether to print the results.
-            datamodule: Where loaders come from instead.
-            weights_only: Without effect.
+            model: The task. None uses the task of the last `fit`.
+            dataloaders: One or several loaders, or a `DataModule`.
+            ckpt_path: The checkpoint whose weights to use. `"best"` and `"last"` use those of the checkpoint callback.
+                If `ckpt_path` and `model` are None, the best checkpoint of the last `fit` is used if there is one.
+            verbose: True to print the results.
+            datamodule: The data module that provides the loaders instead.
+            weights_only: Accepted without effect.
 
         Returns:
-            For each loader, its logged values by name.
+            For each loader, a dict of its logged values.
         """
         if self.spawning is not None:
             given = (dataloaders, ckpt_path, verbose, datamodule, weights_only)
@@ -759,7 +762,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate on the test data; see `validate`."""
+        """Evaluate a task on the test data. Arguments and result are those of `validate`."""
         if self.spawning is not None:
             given = (dataloaders, ckpt_path, verbose, datamodule, weights_only)
             return self._spawned(Stage.TEST, model, *given)  # type: ignore[no-any-return]
@@ -776,19 +779,19 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         weights_only: bool | None = None,
         gather: bool = True,
     ) -> list[Any]:
-        """Predict: run `predict_step` on every sample once, over all processes.
+        """Run `predict_step` on the prediction data. Every sample is predicted once over all processes.
 
         Args:
-            model: The task; that of the last `fit` if None.
-            dataloaders: One loader or several, or a `DataModule`.
-            datamodule: Where loaders come from instead.
-            return_predictions: Whether to return them; with False they are gone once callbacks have seen them.
-            ckpt_path: A checkpoint whose weights to use.
-            weights_only: Without effect.
-            gather: Whether each process returns the predictions of all; else those of its own batches.
+            model: The task. None uses the task of the last `fit`.
+            dataloaders: One or several loaders, or a `DataModule`.
+            datamodule: The data module that provides the loaders instead.
+            return_predictions: False to discard predictions after callbacks have processed them.
+            ckpt_path: The checkpoint whose weights to use.
+            weights_only: Accepted without effect.
+            gather: True to return the predictions of all processes, False to return those of this process's batches.
 
         Returns:
-            What `predict_step` returned for each batch, in the order of the data, on the CPU.
+            The results of `predict_step` for each batch, in the order of the data, on the CPU.
         """
         if self.spawning is not None:
             given = (dataloaders, datamodule, return_predictions, ckpt_path, weights_only, gather)
@@ -800,35 +803,36 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return evaluate(self, Stage.PREDICT, model, dataloaders, datamodule, ckpt_path, predict)
 
     def _spawned(self, stage: Stage, model: Task | None, *given: Any) -> Any:
-        """Run a verb in processes that are started for it. Returns what it returned in the first one."""
+        """Run a verb in new processes. Returns the result of the first one."""
         from drivetrain.trainer.spawning import run_spawned  # here: few Trainers start processes
 
         names = tuple(inspect.signature(getattr(Trainer, stage.verb)).parameters)[2:]
         return run_spawned(self, stage, model, dict(zip(names, given, strict=False)))
 
     def adapt_loader(self, loader: Any, stage: Stage) -> Any:
-        """Return the loader to prepare; override it to warn of loaders, or to give all of them another order.
+        """Return the loader to prepare in place of a user's loader. Override it to check or replace loaders.
 
         Args:
-            loader: What was given or made; each one alone if there are several.
-            stage: What it is for.
+            loader: The user's loader. Several loaders are passed one by one.
+            stage: The stage that uses it.
         """
         return loader
 
     def combine_loaders(self, given: Any, stage: Stage) -> Any:
-        """Combine several loaders into one `CombinedLoader`. Returns a single loader as it is.
+        """Combine several loaders into one `CombinedLoader`. A single loader is returned unchanged.
 
-        A dict and a list of `DataLoader` objects are several loaders. Another list is one loader: it holds batches.
+        A dict, or a list of `DataLoader` objects, stands for several loaders. Any other list is a single loader that
+        holds batches.
 
         Args:
-            given: What was given or made.
-            stage: What it is for: training loaders run side by side, others after each other.
+            given: The loader or loaders.
+            stage: The stage that uses them. Training loaders are iterated in parallel, others one after another.
         """
         mode = "max_size_cycle" if stage is Stage.TRAIN else "sequential"
         return CombinedLoader(given, mode) if are_several(given) else given
 
     def shard_of(self, loader: Any) -> DataShard | None:
-        """This process's share of a loader; None for the one that the strategy gives it.
+        """Return the part of a loader's data for this process, or None for the strategy's choice.
 
         Args:
             loader: The loader.
@@ -837,20 +841,20 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return None if shares else DataShard()
 
     def read_scheduler(self, given: Any, monitor: str | None = None, by_hand: bool = False) -> SchedulerConfig:
-        """Return what one scheduler among the results of `configure_optimizers` means.
+        """Parse one scheduler entry of the result of `configure_optimizers`.
 
         Args:
-            given: The scheduler, or a dict of it and when it steps.
-            monitor: The logged value to watch if `given` names none.
-            by_hand: Whether the task steps it by itself.
+            given: The scheduler, or a dict with the scheduler and its step interval.
+            monitor: The logged value to monitor if the entry names none.
+            by_hand: True if the task steps the scheduler itself.
 
         Raises:
-            ConfigurationError: A key or a value of the dict cannot be.
+            ConfigurationError: A key or a value of the dict is invalid.
         """
         return read_scheduler(given, monitor, by_hand)
 
     def steps_without_loss(self, window: Sequence[PendingBatch]) -> int:
-        """Return how many optimizer steps a window counts as if `training_step` left out all its batches: none.
+        """Return how many steps to count for a window in which `training_step` skipped every batch. The default is 0.
 
         Args:
             window: The micro-batches.
@@ -858,7 +862,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return 0
 
     def make_fit_loop(self, *parts: Any) -> FitLoop:
-        """Make the loop of a `fit`; override it to train with another `FitLoop`.
+        """Create the training loop of a `fit`. Override it to use a subclass of `FitLoop`.
 
         Args:
             parts: The arguments of `FitLoop` after the Trainer.
@@ -866,30 +870,31 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return FitLoop(self, *parts)
 
     def adopt_callbacks(self, added: Any) -> None:
-        """Take a task's callbacks, which replace those of the same class, or of one that theirs is derived from.
+        """Add a task's callbacks. They replace callbacks of the same class or of a base class.
 
         Args:
-            added: One or several callbacks.
+            added: One callback or several.
         """
         self.callbacks = setup.with_task_callbacks(self.callbacks, added)
 
     def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Give numbers to the trackers, and to the callbacks that watch one; call it on all processes.
+        """Send numbers to the trackers and to callbacks that monitor them. Call it on all processes.
 
         Args:
-            values: Names and numbers.
-            step: The optimizer step; the current one if None.
+            values: Numbers by name.
+            step: The optimizer step. None uses the current one.
         """
         self.logged.remember(values)
         self.tracker_log.write(values, self.global_step if step is None else step)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Make modules in a `with` block where and as they will be trained.
+        """Return a context manager in which new modules get the run's device and dtype.
 
-        They get the device and the dtype of the run; under a strategy that shards, no values where it fills them later.
+        Under a sharding strategy, parameters get their values later, during placement.
 
         Args:
-            empty_init: Leave parameters without initial values, where a checkpoint follows that has them.
+            empty_init: True to skip the initialization of parameters, for example because a checkpoint is loaded
+                afterwards.
         """
         return init_module(self, empty_init)
 
@@ -903,22 +908,21 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         block: bool = True,
         format: str | None = None,
     ) -> checkpoint.PendingSave:
-        """Write a checkpoint; call it on all processes.
+        """Save a checkpoint. Call it on all processes.
 
         Args:
-            filepath: The checkpoint's directory, or a URL; it appears complete or not at all.
-            weights_only: Leave out everything but the weights and hyper-parameters.
-            block: Whether to return only when it is durable. Else training continues while a copy is written; an error
-                is raised at the next step, by several processes at the one that they agree on within about a second;
-                `fit` waits for it at its end.
-            format: `"drivetrain"` writes a directory, and `"lightning"` a `.ckpt` file of that format, also
-                if the weights are sharded; `checkpoint_format` decides if None.
+            filepath: The checkpoint's directory or URL. It appears only after it is complete.
+            weights_only: True to save only weights and hyper-parameters.
+            block: True to return after the checkpoint is on disk. False to write a copy while training continues. An
+                error is then raised at a later step, and `fit` waits for the save at its end.
+            format: `"drivetrain"` for a directory, `"lightning"` for a `.ckpt` file, also if the weights are sharded.
+                None uses `checkpoint_format`.
 
         Returns:
-            The save; done already where `block` is set.
+            A handle of the save. It is done if `block` is True.
 
         Raises:
-            CheckpointError: A process could not write; what was there before is intact.
+            CheckpointError: A process could not write. An existing checkpoint stays intact.
         """
         step = self.accelerator.optimizer_step
         if step.is_torn:
@@ -942,10 +946,10 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Optimizer steps that `fit` will take, for schedules in `configure_optimizers`; infinite if not known.
+        """The number of optimizer steps that `fit` will take, or infinity if unknown. Useful for schedules.
 
         Raises:
-            ConfigurationError: No `fit` is under way.
+            ConfigurationError: No `fit` is running.
         """
         training = self.task_run.sources.get(Stage.TRAIN)
         if training is None:
@@ -955,14 +959,16 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
         return estimate_steps(self, loader)
 
     def resolve_duration(self, duration: Duration, name: str = "duration") -> Duration:
-        """A duration in steps, epochs, samples, tokens or seconds; a part of the run in what its end is given in.
+        """Convert a fraction of the run, such as `"10%"`, to the unit of the run's limit.
+
+        Other durations are returned unchanged.
 
         Args:
             duration: The duration.
-            name: What it was given as, for errors.
+            name: The name of the option, for error messages.
 
         Raises:
-            ConfigurationError: It is a part of a run whose length is not known.
+            ConfigurationError: The length of the run is unknown.
         """
         return duration_in_run(self, duration, name)
 
@@ -975,43 +981,44 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
+        """True if the run stops after this step. Setting it to True requests a stop, as `request_stop` does."""
         if not value:
             self.control.withdraw_stop()
         elif not self.control.stop_requested:
             self.control.request_stop(f"trainer.should_stop was set in {calling_function()}")
 
     def request_stop(self, reason: str, asker: str = "") -> None:
-        """Ask for the end of `fit` after this step, on all processes, once `min_epochs` and `min_steps` are reached.
+        """Request the end of `fit` after this step, on all processes, once `min_epochs` and `min_steps` are reached.
 
         Args:
-            reason: Who asks and why, for the line with which the run ends.
-            asker: A name under which `withdraw_stop` takes the request back.
+            reason: The source of the request and its reason, for the message at the end of the run.
+            asker: A name by which `withdraw_stop` can cancel the request.
         """
         self.control.request_stop(reason, asker)
 
     def withdraw_stop(self, asker: str) -> None:
-        """Take back a request to stop whose reason has passed, if the run continues for `min_epochs` or `min_steps`.
+        """Cancel a request to stop whose reason no longer holds, while `min_epochs` or `min_steps` is not reached.
 
-        Call it on all processes. Requests of others hold. `trainer.should_stop = False` takes all of them back.
+        Call it on all processes. Requests of others remain. `trainer.should_stop = False` cancels all requests.
 
         Args:
-            asker: The name that `request_stop` was given.
+            asker: The name that was passed to `request_stop`.
         """
         self.control.withdraw_request(asker)
 
     def request_rollback(self, path: str, skip_batches: Collection[tuple[int, int]] = ()) -> None:
-        """Go back to a checkpoint after this step, and leave some batches out from then on; call it on all processes.
+        """Return to an earlier checkpoint after this step, and skip some batches. Call it on all processes.
 
         Args:
             path: The checkpoint.
-            skip_batches: (epoch, batch index) of this process's batches to leave out.
+            skip_batches: This process's batches to skip from then on, as (epoch, batch index).
         """
         self.control.request_rollback(path, skip_batches)
 
     def skip_batches(self, batches: Collection[tuple[int, int]]) -> None:
-        """Leave some of this process's batches out.
+        """Skip some of this process's training batches.
 
         Args:
-            batches: (epoch, batch index) of each.
+            batches: The batches, as (epoch, batch index).
         """
         self.control.skip_batches(batches)
