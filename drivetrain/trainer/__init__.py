@@ -1,4 +1,4 @@
-"""The loop: `Trainer`, `Task`, `DataModule`, and what they count and log."""
+"""Training loop: `Trainer`, `Task`, `DataModule`, and the progress and values that they record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`DataModule`: the loaders of a run and what prepares them, apart from the model."""
+"""`DataModule`: the data loaders of a run and the code that prepares them, separate from the model."""
 
 from __future__ import annotations
 
@@ -24,47 +24,51 @@ if TYPE_CHECKING:
 
 
 class DataHooks:
-    """Loaders and what prepares them, each a documented no-op."""
+    """Hooks that create data loaders, prepare data, and move batches to the device."""
 
     def prepare_data(self) -> None:
-        """Download or unpack; called on the first process of each machine only, so set no state here."""
+        """Download or unpack data. Called only on the first process of each machine, so do not set attributes here."""
 
     def setup(self, stage: str) -> None:
-        """Build datasets; called on every process.
+        """Create datasets. Called on every process.
 
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
         """
 
     def teardown(self, stage: str) -> None:
-        """Clean up after `stage`."""
+        """Clean up after a stage.
+
+        Args:
+            stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
+        """
 
     def train_dataloader(self) -> Any:
-        """The loader or loaders to train on."""
+        """Return the loader or loaders for training."""
         raise _undefined("train_dataloader")
 
     def val_dataloader(self) -> Any:
-        """The loader or loaders to validate on."""
+        """Return the loader or loaders for validation."""
         raise _undefined("val_dataloader")
 
     def test_dataloader(self) -> Any:
-        """The loader or loaders to test on."""
+        """Return the loader or loaders for testing."""
         raise _undefined("test_dataloader")
 
     def predict_dataloader(self) -> Any:
-        """The loader or loaders to predict on."""
+        """Return the loader or loaders for prediction."""
         raise _undefined("predict_dataloader")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before it is moved to the device."""
+        """Return the batch to move to the device in place of `batch`, for example to augment it on the CPU."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device."""
+        """Move a batch to the device and return it. Override it for batches of special types."""
         return send_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch after it was moved to the device."""
+        """Return the batch to use in place of `batch` after it was moved to the device."""
         return batch
 
 
@@ -73,7 +77,7 @@ def _undefined(name: str) -> ConfigurationError:
 
 
 class DataModule(HoldsHyperParameters, DataHooks):
-    """Loaders, and what prepares them. Override what you need.
+    """Data loaders of a run, and the code that prepares their data. Override the hooks you need.
 
     Example:
         ```python
@@ -96,14 +100,14 @@ class DataModule(HoldsHyperParameters, DataHooks):
         return {**self.__dict__, "trainer": None}
 
     def on_exception(self, exception: BaseException) -> None:
-        """See an exception that ends the run."""
+        """Run code when an exception ends the run, before it is raised again."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save with a checkpoint."""
+        """Return state to save with each checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned when the checkpoint was saved."""
 
     @classmethod
     def from_datasets(
@@ -116,16 +120,19 @@ class DataModule(HoldsHyperParameters, DataHooks):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Any:
-        """Make a data module of datasets.
+        """Create a data module from datasets.
 
         Args:
-            train_dataset: The dataset to train on, shuffled unless it is iterable; or several, as a list or dict.
-            val_dataset: The dataset to validate on, or several.
-            test_dataset: The dataset to test on, or several.
-            predict_dataset: The dataset to predict on, or several.
-            batch_size: Of every loader.
-            num_workers: Of every loader.
+            train_dataset: The training dataset, or several as a list or dict. Shuffled unless it is iterable.
+            val_dataset: The validation dataset or datasets.
+            test_dataset: The test dataset or datasets.
+            predict_dataset: The prediction dataset or datasets.
+            batch_size: The batch size of every loader.
+            num_workers: The number of workers of every loader.
             **datamodule_kwargs: Arguments of the constructor.
+
+        Returns:
+            The data module.
         """
         given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
         made = cls(**datamodule_kwargs)
@@ -146,16 +153,19 @@ class DataModule(HoldsHyperParameters, DataHooks):
         instantiate: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Build a data module from the hyper-parameters and the state that a checkpoint has of it.
+        """Create a data module from the hyper-parameters and state in a checkpoint.
 
         Args:
             checkpoint_path: The checkpoint's directory, or a `.ckpt` file.
-            map_location: Without effect: there is nothing on a device.
-            hparams_file: A YAML or CSV file of hyper-parameters to take instead of the saved ones.
-            weights_only: Without effect: nothing in a checkpoint is ever unpickled into objects.
-            instantiate: Whether classes that the hyper-parameters name, as a command line leaves them, are imported
-                and called; only for files that you trust. Else a checkpoint that names one is refused.
-            **kwargs: Arguments of the constructor that win over the saved ones.
+            map_location: Accepted without effect, because the state holds no device tensors.
+            hparams_file: A YAML or CSV file with hyper-parameters to use instead of the saved ones.
+            weights_only: Accepted without effect. Nothing in a checkpoint is unpickled into objects.
+            instantiate: True to import and call classes named in the hyper-parameters, as a command line stores them.
+                Use it only for trusted files. If False, such a checkpoint is refused.
+            **kwargs: Constructor arguments that replace saved ones.
+
+        Returns:
+            The data module.
 
         Raises:
             CheckpointError: There is no complete checkpoint.
@@ -173,7 +183,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
 
 
 def _loaders(datasets: Any, batch_size: int, num_workers: int, shuffle: bool) -> Any:
-    """Loaders of datasets, in the same arrangement."""
+    """Create loaders for datasets, in the same nested structure."""
     if isinstance(datasets, Mapping):
         return {name: _loaders(each, batch_size, num_workers, shuffle) for name, each in datasets.items()}
     if isinstance(datasets, Sequence):

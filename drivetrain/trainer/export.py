@@ -1,4 +1,4 @@
-"""What a task reads and writes as files: checkpoints, and its forward in other tools' formats."""
+"""Loading of tasks from checkpoints, and export of a task's forward to ONNX, TorchScript and `torch.export`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 
 class TaskFiles(HoldsHyperParameters, nn.Module):
-    """The part of `Task` that reads checkpoints and exports the forward."""
+    """Methods of `Task` that load checkpoints and export the forward."""
 
     __jit_unused_properties__: ClassVar[list[str]] = []
     example_input_array: Any = None
@@ -39,6 +39,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
 
     @strict_loading.setter
     def strict_loading(self, strict: bool | None) -> None:
+        """True if a checkpoint must hold exactly the task's weights. If False, differences are only reported."""
         self.__dict__["_strict_loading"] = strict
 
     @classmethod
@@ -53,24 +54,24 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         instantiate: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Build a task from a checkpoint: its hyper-parameters and its weights.
+        """Create a task from the hyper-parameters and weights in a checkpoint.
 
         Args:
             checkpoint_path: The checkpoint's directory, or a `.ckpt` file.
-            map_location: The device to put it on; the CPU if None.
-            hparams_file: A YAML or CSV file of hyper-parameters to take instead of the saved ones.
-            strict: Whether missing and left-over weights are an error; `strict_loading` of the task if None.
-            weights_only: Without effect: nothing in a checkpoint is ever unpickled into objects.
-            instantiate: Whether classes that the hyper-parameters name, as a command line leaves them, are imported
-                and called; only for files that you trust. Else a checkpoint that names one is refused.
-            **kwargs: Arguments of the constructor that win over the saved ones.
+            map_location: The device for the task. None uses the CPU.
+            hparams_file: A YAML or CSV file with hyper-parameters to use instead of the saved ones.
+            strict: True to raise an error for missing and unexpected weights. None uses the task's `strict_loading`.
+            weights_only: Accepted without effect. Nothing in a checkpoint is unpickled into objects.
+            instantiate: True to import and call classes named in the hyper-parameters, as a command line stores them.
+                Use it only for trusted files. If False, such a checkpoint is refused.
+            **kwargs: Constructor arguments that replace saved ones.
 
         Returns:
             The task.
 
         Raises:
-            CheckpointError: There is no complete checkpoint, or it holds another number of models than one.
-            ConfigurationError: The task has set `strict_loading`, and `strict` is the opposite.
+            CheckpointError: There is no complete checkpoint, or it does not hold exactly one model.
+            ConfigurationError: `strict` contradicts the task's `strict_loading`.
         """
         entries = ("progress", "callbacks", "hyper_parameters", "hparams_name", "hparams_constructor", "hooks")
         parts = (*EVERY_PLACE_OF_MODELS, *(f"driver/{name}" for name in entries), "hyper_parameters", "hparams_name")
@@ -96,7 +97,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
 
     @classmethod
     def saved_hyper_parameters(cls, checkpoint_path: str | Path | BinaryIO) -> dict[str, Any]:
-        """The hyper-parameters in a checkpoint.
+        """Return the hyper-parameters saved in a checkpoint.
 
         Args:
             checkpoint_path: The checkpoint's directory, or a `.ckpt` file.
@@ -123,15 +124,16 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         """Export the forward to ONNX.
 
         Args:
-            file_path: A path or an opened file to write to; if None, nothing is written.
-            input_sample: What to call the task with; `example_input_array` if None.
-            **kwargs: For `torch.onnx.export`.
+            file_path: The path or opened file to write to. None writes no file.
+            input_sample: The example input. None uses `example_input_array`.
+            **kwargs: Arguments of `torch.onnx.export`.
 
         Returns:
-            What `torch.onnx.export` returns.
+            The result of `torch.onnx.export`.
 
         Raises:
-            ConfigurationError: There is no sample, or `onnx` is not installed (or `onnxscript`, unless `dynamo=False`).
+            ConfigurationError: There is no example input, or `onnx` is not installed (or `onnxscript`, unless
+                `dynamo=False`).
         """
         sample = self._sample("to_onnx", "input_sample", input_sample)
         needed = ("onnx", "onnxscript") if kwargs.get("dynamo", True) else ("onnx",)
@@ -155,16 +157,16 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         """Export the forward to TorchScript.
 
         Args:
-            file_path: Where to write it to, if anywhere; also a URL of a file system of fsspec.
-            method: `"script"` to compile the source of `forward`, `"trace"` to record one call of it.
-            example_inputs: What to call the task with to trace it; `example_input_array` if None.
-            **kwargs: For `torch.jit.script` or `torch.jit.trace`.
+            file_path: The path or fsspec URL to write to. None writes no file.
+            method: `"script"` to compile the source of `forward`, `"trace"` to record one call.
+            example_inputs: The example input for tracing. None uses `example_input_array`.
+            **kwargs: Arguments of `torch.jit.script` or `torch.jit.trace`.
 
         Returns:
             The script module.
 
         Raises:
-            ConfigurationError: The method is another one, or there is nothing to trace with.
+            ConfigurationError: The method is unknown, or there is no example input.
         """
         if method not in ("script", "trace"):
             raise ConfigurationError(f"to_torchscript(method={method!r}): it only supports 'script' or 'trace'.")
@@ -187,15 +189,15 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
         """Export the forward with `torch.export`.
 
         Args:
-            file_path: Where to write it to (`.pt2`), if anywhere.
-            example_inputs: What to call the task with; `example_input_array` if None. A tuple is several arguments.
-            **kwargs: For `torch.export.export`, such as `dynamic_shapes`.
+            file_path: The `.pt2` file to write to. None writes no file.
+            example_inputs: The example input, or a tuple of several arguments. None uses `example_input_array`.
+            **kwargs: Arguments of `torch.export.export`, such as `dynamic_shapes`.
 
         Returns:
-            The program; `torch.export.load` reads the file.
+            The exported program. `torch.export.load` reads the file.
 
         Raises:
-            ConfigurationError: There is nothing to call the task with.
+            ConfigurationError: There is no example input.
 
         Example:
             ```text
@@ -223,9 +225,9 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
 
 
 class Exporting:
-    """A context in which a task is in evaluation mode and holds no Trainer, which no exporter can read.
+    """Context manager in which a task is in evaluation mode and has no Trainer.
 
-    Exporters ask for every attribute, so `task.trainer` must be something.
+    Exporters read every attribute and cannot handle a Trainer, so `task.trainer` is replaced by a placeholder.
     """
 
     def __init__(self, task: Any) -> None:

@@ -1,7 +1,7 @@
-"""Hyper-parameters that stand for the arguments of an object under construction.
+"""Hyper-parameters that replace the constructor arguments of an object that is being created.
 
-Where a configuration file describes what an object is made of, that description can be kept and read again; the
-arguments, which may be modules or functions, often cannot.
+If a configuration file describes an object's parts, this description can be saved and read again. The actual arguments,
+such as modules or functions, often cannot.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _given: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_given",
 
 @contextmanager
 def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[None]:
-    """Let `save_hyperparameters` of one object that the body makes keep these values, not the constructor's arguments.
+    """Let `save_hyperparameters` of one new object record these values instead of its arguments.
 
     Args:
-        kind: The object's class; others, such as parts that its constructor makes, keep their own arguments.
+        kind: The object's class. Objects of other classes record their own arguments.
         values: The hyper-parameters.
     """
     token = _given.set((kind, values))
@@ -36,17 +36,17 @@ def hyper_parameters_given(kind: type, values: Mapping[str, Any]) -> Iterator[No
 
 
 def given_hyper_parameters(owner: object) -> Mapping[str, Any] | None:
-    """The hyper-parameters that stand for the arguments of an object; None where there are none."""
+    """Return the hyper-parameters that replace an object's constructor arguments, or None."""
     given = _given.get()
     return given[1] if given is not None and type(owner) is given[0] else None
 
 
 def loaded_subclass(kind: type, path: str) -> type | None:
-    """Return the class with a path among a class and its subclasses, without importing anything; None if none has it.
+    """Find a class or an already imported subclass by its import path. Returns None if there is none.
 
     Args:
         kind: The class.
-        path: The module and the name of the class that is looked for.
+        path: The module and name of the class to find.
     """
     candidates = [kind]
     while candidates:

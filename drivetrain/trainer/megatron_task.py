@@ -1,4 +1,4 @@
-"""`MegatronTask`: a task in megatron-core's own signatures."""
+"""`MegatronTask`: a task with the function signatures of megatron-core."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class MegatronTask(Task):
     # what a task gives
 
     def transformer_config(self) -> Any:
-        """The model's `TransformerConfig`; the strategy fills in the sizes of the grid and the number formats."""
+        """Return the model's `TransformerConfig`. The strategy sets parallel sizes and dtypes in it."""
         raise ConfigurationError(
             f"{type(self).__name__} has no transformer_config; override it, such as with `return "
             "TransformerConfig(num_layers=12, hidden_size=768, num_attention_heads=12)`.",
@@ -81,14 +81,14 @@ class MegatronTask(Task):
         )
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
-        """Run one part of the model on the next batch.
+        """Run one model chunk on the next batch.
 
         Args:
-            data_iterator: Gives the batch.
-            model: The part.
+            data_iterator: Iterator that returns the batch.
+            model: The model chunk.
 
         Returns:
-            Its output, and a function of the output that computes the loss.
+            The chunk's output, and a function that computes the loss from it.
         """
         batch = self._on_this_process(next(data_iterator))
         labels = batch.get("labels")
@@ -96,16 +96,16 @@ class MegatronTask(Task):
         return output, partial(self.loss_func, batch.get("loss_mask"))
 
     def loss_func(self, loss_mask: Tensor | None, output_tensor: Tensor) -> Any:
-        """The loss of a batch.
+        """Compute the loss of a batch.
 
         Args:
-            loss_mask: What each position counts for; 1 if None. Of rows and positions.
-            output_tensor: The losses of the positions.
+            loss_mask: The weight of each position, of shape (rows, positions). None means 1.
+            output_tensor: The loss of each position.
 
         Returns:
-            The sum of the losses, what they weigh, and what to log; or the mean, and what to log. Where the
-            `TransformerConfig` has `calculate_per_token_loss=True`, sums are averaged over all tokens of a step, else
-            each micro-batch by itself.
+            The sum of losses, their total weight, and a dict to log. Or the mean loss and a dict to log. With
+                `calculate_per_token_loss=True` in the `TransformerConfig`, sums are averaged over all tokens of a step,
+                else each micro-batch separately.
         """
         losses = output_tensor.float()
         mask = torch.ones_like(losses) if loss_mask is None else loss_mask.to(losses.dtype)
@@ -113,42 +113,42 @@ class MegatronTask(Task):
         return total, tokens, {"loss": total.detach() / tokens.clamp(min=1)}
 
     def batch_shape(self, batch: Any) -> tuple[int, int]:
-        """How many rows a batch has, and how long they are; whole, where processes share sequences.
+        """Return the number of rows and the full sequence length of a batch.
 
         Args:
-            batch: What the loader gave.
+            batch: A batch of the loader.
         """
         return shape_of(batch)
 
     # what runs it
 
     def configure_model(self) -> None:
-        """Build the parts of the model that this process holds."""
+        """Create the model chunks of this process."""
         if self.chunks:
             return
         self.__dict__["chunks"] = chunks = self._megatron().build(self)
         self.model = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
 
     def run_model(self, batch: Any) -> tuple[Tensor, Any]:
-        """Run the model on a batch, within a step; only the process with the last stage continues.
+        """Run the model on a batch within a step. Only the process with the last stage returns.
 
         Args:
-            batch: What the loader gave.
+            batch: A batch of the loader.
 
         Returns:
-            The output of the whole model, and the function that computes the loss from it.
+            The full model's output, and the function that computes the loss from it.
         """
         return self._megatron().run(self, batch)
 
     def log_loss(self, batch: Any, prefix: str = "") -> Any:
-        """Run the model on a batch, within a step, and log what the loss function reports.
+        """Run the model on a batch within a step, and log the values of the loss function.
 
         Args:
-            batch: What the loader gave.
-            prefix: What the logged names begin with, such as `"val_"`.
+            batch: A batch of the loader.
+            prefix: A prefix for the logged names, such as `"val_"`.
 
         Returns:
-            The loss, or a dict with a sum and its weight where losses are averaged per token.
+            The loss, or a dict with a sum and its weight if losses are averaged per token.
         """
         output, loss_function = self.run_model(batch)
         result, report = self._megatron().loss_of(loss_function(output))
@@ -157,11 +157,11 @@ class MegatronTask(Task):
         return result
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """The loss of a batch, which is logged."""
+        """Compute and log the loss of a batch."""
         return self.log_loss(batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """The logits of a batch: of rows, positions and the whole vocabulary."""
+        """Return the logits of a batch, of shape (rows, positions, vocabulary)."""
         logits, _ = self.run_model({key: value for key, value in batch.items() if key != "labels"})
         return self._megatron().whole_vocabulary(logits)
 

@@ -497,7 +497,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
     # what the trainer does in each step; override to do it otherwise
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of a loss that is already weighted and scaled. Override it to customize this."""
+        """Compute the gradients of a loss that is already weighted and scaled. May be overridden."""
         self.trainer.strategy.backward(loss, *args, **kwargs)
 
     def optimizer_step(

@@ -1,4 +1,4 @@
-"""What is wrong with a task, a data module or a callback, found before anything runs."""
+"""Checks of tasks, data modules and callbacks before a run starts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _HOOKS_OF_LIGHTNING_1 = {
 
 
 def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
-    """Raise unless a task can be fitted."""
+    """Raise an error if a task cannot be trained with these loaders."""
     if not isinstance(task, Task):
         raise ConfigurationError(
             f"Trainer.fit takes a Task, got {described(task)}. Subclass drivetrain.Task and pass an instance.",
@@ -72,7 +72,7 @@ def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
 
 
 def check_training_step(task: Task, accumulate: int, clip: float | None) -> None:
-    """Raise where a task cannot train, or not with these arguments of the Trainer."""
+    """Raise an error if a task cannot train, or not with these arguments of the Trainer."""
     if not is_overridden(task, Task, "training_step"):
         raise ConfigurationError(
             f"No `training_step()` method defined in {type(task).__name__}. Define training_step(self, batch, "
@@ -103,7 +103,7 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
 
 
 def check_evaluation(task: Any, stage: Stage) -> Task:
-    """Raise unless a task can be evaluated; returns it."""
+    """Return the task, or raise an error if it cannot be evaluated in this stage."""
     if task is None:
         raise ConfigurationError(f"{stage.verb}() without a model needs a fit() before it. Pass the task.")
     if not isinstance(task, Task):
@@ -119,7 +119,7 @@ def check_evaluation(task: Any, stage: Stage) -> Task:
 
 
 def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
-    """Refuse hooks that are no more, and warn of methods whose names are nearly those of hooks."""
+    """Refuse hooks that no longer exist, and warn about methods whose names resemble hooks."""
     owners: list[tuple[Any, type]] = [(task, Task), *((callback, Callback) for callback in trainer.callbacks)]
     if data is not None:
         owners.append((data, DataModule))
@@ -136,14 +136,14 @@ def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
 
 
 def _takes_more(task: Task, name: str) -> bool:
-    """Whether a method of a task has parameters where the old hook had none: the task itself calls it."""
+    """Return True if a task's method has parameters that a removed hook did not have, so that it is the task's own."""
     parameters = inspect.signature(getattr(task, name)).parameters.values()
     is_needed = any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
     return name in ("on_epoch_start", "on_epoch_end") and is_needed
 
 
 def _own_methods(kind: type, base: type) -> dict[str, type]:
-    """The public methods that a class and its bases up to `base` define, with the class of each."""
+    """Return the public methods that a class and its bases below `base` define, with the defining class of each."""
     found: dict[str, type] = {}
     for defining in kind.__mro__:
         if defining is base or defining in base.__mro__:
@@ -164,7 +164,7 @@ def _warn_of_mistyped(owner: Any, base: type, name: str, defining: type) -> None
 
 
 def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
-    """Warn where there is validation data but nothing to do with it, or the other way round."""
+    """Warn if there is validation data without a validation step, or the other way round."""
     name, has_step = type(task).__name__, is_overridden(task, Task, "validation_step")
     if has_loader and not has_step:
         logger.warning(
@@ -178,7 +178,7 @@ def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
 
 
 def warn_of_rare_logging(trainer: Trainer, steps: float) -> None:
-    """Warn where a run ends before trackers get any value of a step."""
+    """Warn if the run ends before step values reach the trackers for the first time."""
     every = trainer.log_every_n_steps
     if isinstance(every, Duration):
         return
@@ -191,12 +191,12 @@ def warn_of_rare_logging(trainer: Trainer, steps: float) -> None:
 
 
 def described(value: Any) -> str:
-    """A value in an error message: a class, or an object of one."""
+    """Describe a class or an object for an error message."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def warn_of_evaluation_mode(task: Task) -> None:
-    """Warn once where `fit` begins with modules in evaluation mode, which it leaves as they are."""
+    """Warn once if modules are in evaluation mode when `fit` begins. They are left in that mode."""
     modes = [module.training for module in task.modules()]
     evaluating = modes.count(False)
     if not evaluating:
@@ -211,9 +211,9 @@ def warn_of_evaluation_mode(task: Task) -> None:
 
 
 def check_saved_states(trainer: Trainer) -> None:
-    """Refuse states that no checkpoint can hold, before training and after its first step, not at the first save.
+    """Refuse state that a checkpoint cannot store, before training and after the first step.
 
-    `on_save_checkpoint` is not called for this: it may do more than add to the checkpoint.
+    The check does not call `on_save_checkpoint`, which may have side effects.
     """
     saving = [each for each in trainer.callbacks if each.saves_checkpoints]
     if trainer.checkpoint_format.keeps_objects or all(getattr(each, "save_weights_only", False) for each in saving):
@@ -233,7 +233,7 @@ def check_saved_states(trainer: Trainer) -> None:
 
 
 def check_optimizer_states(trainer: Trainer) -> None:
-    """Refuse optimizers whose state no checkpoint can hold, after the first step rather than at the first save."""
+    """Refuse optimizer state that a checkpoint cannot store, after the first step instead of at the first save."""
     for optimizer in trainer.optimizers if trainer.checkpoint_callbacks else ():
         bare = unwrap_optimizer(optimizer)
         states = bare.state.values() if isinstance(bare.state, Mapping) else ()  # Megatron's is none

@@ -1,4 +1,4 @@
-"""One model on the XLA devices of a process, which compile what a step computes as one graph."""
+"""`XLA` and `XLAFSDP`: strategies for TPUs and other XLA devices, which compile each step to one graph."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from drivetrain.strategies.xla.compilations import Compilations
 
 
 class XLAGradients(Gradients):
-    """Gradients on one device, or spread over those of a process; XLA reduces over the devices by itself."""
+    """Gradients on XLA devices. XLA itself reduces over the devices of one process."""
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale gradients down to a total norm of at most `max_norm`, computed in 32 bits at least.
+        """Clip the total norm of gradients, computed at least in float32. Returns the norm before clipping.
 
-        XLA adds up squares in the dtype that they have: in bfloat16 the norm of a small model came out 5 % too low.
+        XLA sums squares in the gradients' dtype. In bfloat16, the norm of a small model was 5 % too low.
         """
         given = list(parameters)
         gradients = [p.grad if p.grad.itemsize > 2 else p.grad.float() for p in given if p.grad is not None]
@@ -53,10 +53,10 @@ class XLAGradients(Gradients):
 
 
 class AveragedGradients(XLAGradients):
-    """Gradients that are averaged over processes right after the backward that completes them.
+    """Gradients that are averaged over processes directly after the backward that completes them.
 
-    XLA compiles the collective into the step's graph and overlaps it with the backward by itself. Averaging gradients
-    that are averages already changes nothing, so several backwards in a step may each do it.
+    XLA compiles the collective into the step's graph and overlaps it with the backward. Averaging again does not change
+    averaged gradients, so several backwards of a step may each do it.
     """
 
     def __init__(self, processes: int) -> None:
@@ -67,7 +67,7 @@ class AveragedGradients(XLAGradients):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Leave gradients as they are in a context."""
+        """Return a context manager in which gradients are not averaged."""
         before, self._held = self._held, True
         try:
             yield
@@ -79,7 +79,7 @@ class AveragedGradients(XLAGradients):
         self._models[model] = None
 
     def average(self) -> None:
-        """Average the gradients of all prepared models, unless they are held for a later backward."""
+        """Average the gradients of all prepared models, unless a later backward will do so."""
         if self._held:
             return
         gradients = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
@@ -104,7 +104,7 @@ _SPEC = "_drivetrain_xla_spec"
 
 @dataclass(frozen=True)
 class MeshShape:
-    """How many devices each axis has."""
+    """Number of devices along each axis of the device mesh."""
 
     data: int = REST
     shard: int = 1
@@ -119,11 +119,11 @@ class MeshShape:
 
     @property
     def size(self) -> int:
-        """Devices altogether."""
+        """The total number of devices."""
         return self.data * self.shard * self.tensor
 
     def fill(self, devices: int) -> MeshShape:
-        """The shape with the size that was left open."""
+        """Return the shape with its open size (-1) computed from the number of devices."""
         sizes = dict(vars(self))
         open_axis = next((name for name, value in sizes.items() if value == REST), None)
         given = 1
@@ -141,7 +141,7 @@ class MeshShape:
 
 
 class DeviceMesh:
-    """A grid over all devices of this process."""
+    """Device mesh over all devices of this process."""
 
     def __init__(self, shape: MeshShape) -> None:
         self.shape = shape
@@ -149,19 +149,19 @@ class DeviceMesh:
 
     @cached_property
     def mesh(self) -> Any:
-        """As torch_xla's functions take it."""
+        """The mesh object of torch_xla."""
         shape = self.shape
         return self._sharding.Mesh(range(shape.size), (shape.data, shape.shard, shape.tensor), (DATA, SHARD, TENSOR))
 
     def shard(self, tensor: torch.Tensor, spec: Spec) -> None:
-        """Spread a tensor over the devices, in place; a batch that its user has spread already stays as it is."""
+        """Shard a tensor over the devices in place. A tensor that is already sharded is not changed."""
         if not any(axes is not None for axes in spec):
             return
         if not self.is_spread(tensor):
             self._sharding.mark_sharding(tensor, self.mesh, spec)
 
     def shard_parameter(self, parameter: nn.Parameter, spec: Spec) -> None:
-        """Spread a parameter as wanted, however it was spread before."""
+        """Shard a parameter in place, replacing any earlier sharding."""
         if self.is_spread(parameter):
             self._sharding.clear_sharding(parameter)
             self._sharding.mark_sharding(parameter, self.mesh, spec)
@@ -170,28 +170,28 @@ class DeviceMesh:
         setattr(parameter, _SPEC, spec)  # an attribute, since weak references keep parameters from being moved
 
     def shard_rows(self, tensor: torch.Tensor) -> None:
-        """Spread a tensor's first dimension over the devices that take rows of a batch."""
+        """Shard a tensor's first dimension over the devices that split the batch."""
         if tensor.dim() and self.shape.data * self.shape.shard > 1:
             self.shard(tensor, ((DATA, SHARD), *[None] * (tensor.dim() - 1)))
 
     def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
-        """Spread a tensor as a parameter of the same shape was by `shard_parameter`."""
+        """Shard a tensor like a parameter of the same shape that `shard_parameter` sharded."""
         self.shard(tensor, getattr(parameter, _SPEC, (None,) * tensor.dim()))
 
     @staticmethod
     def is_spread(tensor: torch.Tensor) -> bool:
-        """Whether devices hold different parts of a tensor."""
+        """Return True if devices hold different parts of a tensor."""
         return DeviceMesh.spec_of(tensor) not in ("", "{replicated}")
 
     @staticmethod
     def spec_of(tensor: torch.Tensor) -> str:
-        """XLA's own description of how a tensor is spread; empty where it is not."""
+        """Return XLA's description of a tensor's sharding, or an empty string."""
         package = importlib.import_module("torch_xla")
         return str(package._XLAC._get_xla_sharding_spec(tensor))
 
 
 def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) -> Spec:
-    """How a parameter is sharded: its largest dimension that is a multiple of the devices, else its largest."""
+    """Return how to shard a parameter: along its largest divisible dimension, or else its largest dimension."""
     spec = list(taken or [None] * len(shape))
     free = [dim for dim, axis in enumerate(spec) if axis is None]
     if devices == 1 or not free:
@@ -206,14 +206,14 @@ def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) ->
 
 
 class XLABatches(BatchPlacement):
-    """Launches what was recorded for a batch before the next one comes, so that no loop has to."""
+    """Batch placement that launches the recorded graph of a batch before the next batch is read."""
 
     def __init__(self, compilations: Compilations, mesh: DeviceMesh | None, fills_evaluation: bool) -> None:
         self.fills_evaluation = fills_evaluation
         self._compilations, self._mesh = compilations, mesh
 
     def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Launch the graph of the batch before, bring the batch over, and spread its rows."""
+        """Wrap a placement function: launch the previous batch's graph, move the batch, and shard its rows."""
         mesh, compilations = self._mesh, self._compilations
 
         def shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -239,10 +239,10 @@ class XLABatches(BatchPlacement):
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A whole copy of a tensor on the CPU, put together from the parts that the devices hold.
+    """Copy a full tensor to the CPU, assembled from the parts on the devices.
 
-    `Tensor.cpu()` compiles and runs a program that gathers a spread tensor on each device, and does so in every call
-    (torch_xla 2.9). Here each part is transferred as it is, and nothing is compiled.
+    `Tensor.cpu()` compiles and runs a program that gathers a sharded tensor on each device at every call (torch_xla
+    2.9). This function transfers each part and compiles nothing.
     """
     bare = tensor.detach()
     if tensor.device.type != "xla" or not DeviceMesh.is_spread(tensor):
@@ -261,7 +261,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class XLAState(ModelState):
-    """The state of a model and its optimizers, read from the devices at once and whole, however it is sharded."""
+    """State of a model and its optimizers, read from the devices as full tensors."""
 
     held_as = "parts"
 
@@ -270,7 +270,7 @@ class XLAState(ModelState):
         self._place_like = place_like
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Parameters and buffers, on the CPU."""
+        """Return parameters and buffers on the CPU."""
         xla.sync()
         if full and self.strategy.topology.rank != 0:
             return {}
@@ -279,13 +279,13 @@ class XLAState(ModelState):
         return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)} if full else held
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """An optimizer's state, on the CPU."""
+        """Return an optimizer's state on the CPU."""
         xla.sync()
         state = super().optimizer(model, optimizer)
         return {**state, "state": recursively_apply(to_host, state["state"])}
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Load, and let the values be on the devices before the next step is recorded."""
+        """Load a state dict, and transfer the values before the next step is recorded."""
         known = self.strategy.unwrap(model).state_dict(keep_vars=True)
         spread = {name: self._spread(value, known.get(name)) for name, value in state.items()}
         result = super().load_model(model, spread, strict)
@@ -293,7 +293,7 @@ class XLAState(ModelState):
         return result
 
     def _spread(self, value: Any, parameter: Any) -> Any:
-        """A saved value on the devices like the parameter that it belongs to: `copy_` sends all of it to each."""
+        """Place a saved value on the devices like its parameter. `copy_` would send all of it to each device."""
         tensors = isinstance(value, torch.Tensor) and isinstance(parameter, nn.Parameter)
         if not tensors or parameter.device.type != "xla" or value.shape != parameter.shape:
             return value
@@ -302,7 +302,7 @@ class XLAState(ModelState):
         return moved
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Load, and spread the state like the parameters."""
+        """Load an optimizer's state, and shard it like the parameters."""
         super().load_optimizer(model, optimizer, state)
         for parameter, held in optimizer.state.items():
             for value in held.values():
@@ -318,10 +318,7 @@ Plan = Mapping[str, Any]
 
 
 def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[str, Spec]:
-    """How the parameters that a plan names are sharded.
-
-    XLA splits what is computed with them, and adds up what must be.
-    """
+    """Return how to shard the parameters named in a tensor-parallel plan. XLA splits the computation accordingly."""
     if devices == 1 or plan is None:
         return {}
     from drivetrain.strategies.parallel.tensor import Colwise, Rowwise, plan_matches, plan_of_model
@@ -352,26 +349,26 @@ def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[
 
 
 class XLA(Strategy, PlacesBatches):
-    """A model on XLA devices such as TPUs; each step is recorded, compiled once, and launched as one graph.
+    """Strategy for XLA devices such as TPUs. Each step is recorded, compiled once, and launched as one graph.
 
-    One process drives all devices of its machine (SPMD): its batch is the global one, whose rows are spread over the
-    devices, and XLA inserts the collectives. Among several processes each drives one device.
+    One process uses all devices of its machine (SPMD): its batch is the global batch, whose rows are sharded over the
+    devices, and XLA inserts the collectives. With several processes, each uses one device.
 
     Args:
-        tp: Devices that share the computation of each layer.
-        tp_plan: Which layers are split how, as `Parallel` takes it; `Colwise` and `Rowwise` only.
-        spmd: Drive all devices of this process as one; None where this is the only process and it has several.
-        downcast_bf16: Let XLA round 32-bit floats to bfloat16, and compute 64-bit ones in 32 bits; as the launcher was
-            asked if None.
-        use_bf16: Let XLA round both to bfloat16.
-        pad_evaluation: Fill up short batches in validation and test too; values that a step logs then include rows that
-            stand in, unless it leaves them out by `self.trainer.batch_info.real_rows`.
+        tp: The number of devices that share the computation of each layer.
+        tp_plan: The tensor-parallel plan, as in `Parallel`. Only `Colwise` and `Rowwise` are supported.
+        spmd: True to use all devices of this process as one. None enables it for a single process with several devices.
+        downcast_bf16: True to let XLA round float32 to bfloat16 and compute float64 in float32. None uses the
+            launcher's setting.
+        use_bf16: True to let XLA round both to bfloat16.
+        pad_evaluation: True to pad short batches in validation and test too. Values that a step logs then include
+            padding rows, unless it selects `self.trainer.batch_info.real_rows`.
 
     Attributes:
-        compilations: How often XLA compiled.
+        compilations: The number of compilations so far.
 
     Raises:
-        ConfigurationError: An option cannot be.
+        ConfigurationError: An option is not supported.
     """
 
     name = "xla"
@@ -401,7 +398,7 @@ class XLA(Strategy, PlacesBatches):
     # processes and devices
 
     def setup(self, state: PartialState) -> None:
-        """Start this process's XLA runtime, before anything else computes."""
+        """Start this process's XLA runtime before anything else computes."""
         start = getattr(state.kind, "start", None)
         if state.kind.name != "xla" or start is None:
             raise ConfigurationError(
@@ -446,7 +443,7 @@ class XLA(Strategy, PlacesBatches):
             )
 
     def check(self, options: RunOptions) -> None:
-        """Refuse formats that no XLA device computes in, and rounding that contradicts the precision."""
+        """Refuse precisions that XLA does not support, and rounding options that contradict the precision."""
         precision = options.precision.name
         if precision == "fp8":
             raise ConfigurationError(
@@ -464,13 +461,13 @@ class XLA(Strategy, PlacesBatches):
 
     @property
     def batch_placement(self) -> XLABatches:  # type: ignore[override]
-        """What spreads batches over the devices."""
+        """The object that shards batches over the devices."""
         return XLABatches(self.compilations, self._mesh, self._pads)
 
     # model
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Bring a model onto the devices: a copy on each, or spread over them."""
+        """Move a model to the devices, replicated or sharded."""
         converted = precision.convert(model)
         if not move:
             return converted
@@ -488,7 +485,7 @@ class XLA(Strategy, PlacesBatches):
         return placed
 
     def _spec(self, parameter: nn.Parameter, split: Spec | None) -> Spec:
-        """Over which axis each dimension of a parameter is sharded."""
+        """Return the mesh axis along which each dimension of a parameter is sharded."""
         return split or (None,) * parameter.dim()
 
     def _place_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -498,7 +495,7 @@ class XLA(Strategy, PlacesBatches):
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Place a model; among several processes all begin with the values of the first."""
+        """Place a model. With several processes, all start with the weights of rank 0."""
         before = dict(self.unwrap(model).named_parameters())
         placed = self._place(model, precision, move)
         if optimizers is None:
@@ -512,7 +509,7 @@ class XLA(Strategy, PlacesBatches):
     # one optimizer step
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Record the backward, and among several processes the averaging of gradients."""
+        """Record the backward, and with several processes the averaging of gradients."""
         super().backward(loss, **kwargs)
         if isinstance(self.gradients, AveragedGradients):
             self.gradients.average()
@@ -520,7 +517,7 @@ class XLA(Strategy, PlacesBatches):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Record the step, and launch the graph; the host does not wait for it."""
+        """Record the step and launch the graph. The host does not wait for it."""
         stepped = super().optimizer_step(optimizer, precision, closure)
         xla.sync()
         self.compilations.end_step()
@@ -536,18 +533,17 @@ class XLA(Strategy, PlacesBatches):
 
 
 class XLAFSDP(XLA):
-    """`XLA` with parameters sharded over the devices (Xu et al., 2021, https://arxiv.org/abs/2105.04663).
+    """Strategy for XLA devices with sharded parameters (Xu et al., 2021, https://arxiv.org/abs/2105.04663).
 
-    Each parameter is sharded along one dimension; XLA gathers it where it is used, and gradients and the optimizer's
-    state are sharded like it.
+    Each parameter is sharded along one dimension. XLA gathers it where it is used, and shards its gradient and
+    optimizer state in the same way.
 
     Args:
-        replicate_size: Copies of the sharded model, each on a part of the devices.
-        wrap: The blocks whose outputs are kept spread by rows, and between which gradients are not fused; as `FSDP`
-            takes it.
-        tp: Devices that share the computation of each layer.
-        tp_plan: Which layers are split how, as `Parallel` takes it.
-        **options: The other ones of `XLA`.
+        replicate_size: The number of replicas of the sharded model.
+        wrap: The blocks, as in `FSDP`, whose outputs stay sharded by rows and between which gradients are not fused.
+        tp: The number of devices that share the computation of each layer.
+        tp_plan: The tensor-parallel plan, as in `Parallel`.
+        **options: Further options of `XLA`.
     """
 
     name = "xla_fsdp"
@@ -566,7 +562,7 @@ class XLAFSDP(XLA):
         self._wrap = wrap
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Spread a model over the devices, and keep what its blocks return spread by rows."""
+        """Shard a model over the devices, and keep its blocks' outputs sharded by rows."""
         placed = super()._place(model, precision, move)
         mesh = self._mesh
         if mesh is None or not move:

@@ -153,13 +153,13 @@ class ScheduledStage(_PipelineStageBase):
         return ()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Meet the neighbours once, where communicators are made on first use; never itself."""
+        """Return operations that connect to neighbouring stages once, if communicators are created at first use."""
         operations = super()._get_init_p2p_neighbors_ops()
         return [operation for operation in operations if operation.group_peer != self.group_rank]
 
 
 def _metas(route: Route, stage: int) -> tuple[Any, ...]:
-    """What a stage receives."""
+    """Return the tensors that a stage receives, as meta tensors."""
     return tuple(_meta(tensor) for tensor in route.cuts[stage].tensors) if stage else ()
 
 
@@ -184,7 +184,7 @@ class Scheduler:
         self._has_warned = False
 
     def run(self, routes: Sequence[Route], arguments: Sequence[dict[str, Any]]) -> None:
-        """Run forward and backward."""
+        """Run forward and backward for all micro-batches of a window."""
         schedule = self._schedule(len(routes))
         if [id(route) for route in self._expected] != [id(route) for route in routes]:
             for stage in self._stages:
@@ -236,13 +236,13 @@ class Scheduler:
 
 
 def _loss(output: Tensor, target: Any) -> Tensor:
-    """The last stage computes its loss itself."""
+    """Return the output unchanged, because the last stage's output already is the loss."""
     return output
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let torch not print its whole schedule before an error that is complete by itself."""
+    """Suppress torch's printout of the full schedule when a micro-batch fails."""
     noisy = logging.getLogger(torch_schedules.__name__)
     before = noisy.disabled
     noisy.disabled = True
@@ -253,7 +253,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """What a stage raised, without what torch wrapped around it."""
+    """Return the original exception of a stage inside torch's wrappers."""
     wrapped = ("failed to run forward", "Failed to run stage backward")
     while isinstance(error, RuntimeError) and error.__cause__ is not None and any(w in str(error) for w in wrapped):
         error = error.__cause__
@@ -265,7 +265,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """What a pipeline was asked for."""
+    """Options of a pipeline."""
 
     module: str | None = None
     split: str | Sequence[str] = "auto"
@@ -275,7 +275,7 @@ class PipelineOptions:
 
     @classmethod
     def from_arguments(cls, given: Mapping[str, Any]) -> PipelineOptions:
-        """Make them from arguments of `Parallel`, without their `pp_`."""
+        """Create the options from the `pp_...` arguments of `Parallel`."""
         allowed = [f"pp_{field.name}" for field in fields(cls)]
         for name in given:
             if f"pp_{name}" not in allowed:
@@ -290,7 +290,7 @@ class PipelineOptions:
             raise ConfigurationError(f"pp_split must be 'auto' or a list of module names, got {self.split!r}.")
 
     def stages_among(self, ranks: int) -> StageRanks:
-        """How stages are spread over processes."""
+        """Return how stages are assigned to this number of processes."""
         kind, per_rank = schedule_kind(self.schedule, self.stages_per_rank)
         stages = StageRanks(kind, per_rank, ranks)
         if self.split != "auto" and len(self.split) + 1 != stages.count:
@@ -303,7 +303,7 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class StageRanks:
-    """Which process of a pipeline holds which stages."""
+    """Assignment of pipeline stages to processes."""
 
     kind: ScheduleKind
     per_rank: int
@@ -311,31 +311,31 @@ class StageRanks:
 
     @property
     def count(self) -> int:
-        """How many stages there are."""
+        """The total number of stages."""
         return self.ranks * self.per_rank
 
     @property
     def all(self) -> list[int]:
-        """For each stage, the process that holds it."""
+        """The rank that holds each stage."""
         return [self.rank_of(stage) for stage in range(self.count)]
 
     @property
     def last(self) -> int:
-        """The process with the last stage, which computes losses."""
+        """The rank with the last stage, which computes losses."""
         return self.rank_of(self.count - 1)
 
     def rank_of(self, stage: int) -> int:
-        """The process that holds a stage."""
+        """Return the rank that holds a stage."""
         return rank_of_stage(self.kind, stage, self.ranks)
 
     def held_by(self, rank: int) -> list[int]:
-        """The stages that a process holds."""
+        """Return the stages that a rank holds."""
         return [stage for stage in range(self.count) if self.rank_of(stage) == rank]
 
 
 @dataclass(frozen=True)
 class PipelineGroup:
-    """This process among those of its pipeline."""
+    """This process within the process group of its pipeline."""
 
     group: dist.ProcessGroup
     rank: int
@@ -347,5 +347,5 @@ class PipelineGroup:
         return self.stages.held_by(self.rank)
 
     def holds(self, stage: int) -> bool:
-        """Whether this process holds a stage."""
+        """Return True if this process holds a stage."""
         return self.stages.rank_of(stage) == self.rank

@@ -1,4 +1,4 @@
-"""Which part of a model each stage of a pipeline holds."""
+"""Assignment of a model's modules to pipeline stages, and detection of the tensors that stages exchange."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 
 @dataclass(frozen=True)
 class StageLayout:
-    """How the parts of a module are spread over stages.
+    """Assignment of a module's parameters and submodules to pipeline stages.
 
-    A part belongs to the stage whose first module was registered last before it: modules are registered in the order
-    in which their forward uses them, or else `placed` gives where they belong.
+    Modules must be registered in the order in which the forward uses them. A module then belongs to the stage whose
+    first module was registered last before it. `placed` can assign modules explicitly.
 
     Attributes:
-        splits: Names of the modules that stages 1, 2, ... begin with.
-        owners: Stage of each parameter and buffer, by name.
-        modules: Stage of each submodule that has parameters of one stage only, by name.
-        argument: What users name `splits` with, for errors.
+        splits: Names of the first modules of stages 1, 2, ...
+        owners: The stage of each parameter and buffer, by name.
+        modules: The stage of each submodule whose parameters all belong to one stage, by name.
+        argument: The name of the option for `splits`, for error messages.
     """
 
     splits: tuple[str, ...]
@@ -41,12 +41,12 @@ class StageLayout:
 
     @property
     def count(self) -> int:
-        """Number of stages."""
+        """The number of stages."""
         return len(self.splits) + 1
 
 
 def find_pipelined(model: nn.Module, name: str | None) -> str:
-    """The name of the module that is spread over stages: the one child that holds most of the parameters."""
+    """Return the name of the child module with most of the parameters, which is split into stages."""
     known = {path for path, _ in model.named_modules()}
     if name is not None:
         if name not in known:
@@ -72,7 +72,7 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
 def choose_splits(
     module: nn.Module, count: int, classes: Sequence[str] = (), argument: str = "pp_split"
 ) -> tuple[str, ...]:
-    """Where stages begin so that they hold about equally many parameters of the blocks that repeat."""
+    """Return names of modules at which stages begin, so that stages hold similar numbers of parameters."""
     if classes:
         return _splits_between(module, count, classes)
     lists = {
@@ -100,7 +100,7 @@ def choose_splits(
 
 
 def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], path: str) -> list[str]:
-    """The largest list of blocks, and the largest one that is not within it or around it."""
+    """Return the largest list of blocks, and the largest other list that does not contain it or lie within it."""
     others = [each for each in lists if not is_within(each, path) and not is_within(path, each)]
     return [path, *sorted(others, key=lambda name: -_size(lists[name]))[:1]]
 
@@ -108,7 +108,7 @@ def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], pat
 def _splits_between(
     module: nn.Module, count: int, classes: Sequence[str], within: Sequence[str] = ("",)
 ) -> tuple[str, ...]:
-    """Where stages begin if each begins with a module of one of these classes."""
+    """Return module names at which stages begin, if each stage must begin with one of the given classes."""
     names, sizes = list[str](), list[int]()
     for path, part in module.named_modules():
         if not path or not any(is_within(path, outer) for outer in within):
@@ -147,7 +147,7 @@ def lay_out(
 
 
 def is_within(name: str, path: str) -> bool:
-    """Whether a dotted name is that of a module, or of something in it."""
+    """Return True if a dotted name is `path` or lies below it."""
     return not path or name == path or name.startswith(f"{path}.")
 
 
@@ -172,7 +172,7 @@ def _check_splits(module: nn.Module, splits: Sequence[str], argument: str) -> No
 
 
 def _walk(module: nn.Module, splits: Sequence[str]) -> Iterator[tuple[str, int, bool]]:
-    """Parameters and buffers in the order of registration, each with its stage and whether it is a parameter."""
+    """Yield each parameter and buffer in registration order, with its stage, and True if it is a parameter."""
     stage = 0
 
     def visit(part: nn.Module, path: str) -> Iterator[tuple[str, int, bool]]:
@@ -206,7 +206,7 @@ def _refuse_shared(module: nn.Module, owners: Mapping[str, int]) -> None:
 
 
 def _stages_of_modules(module: nn.Module, splits: Sequence[str], owners: Mapping[str, int]) -> dict[str, int]:
-    """Stages of the submodules that have parameters of one stage only and in which no other stage begins."""
+    """Return the stage of each submodule whose parameters belong to one stage and in which no other stage begins."""
     found: dict[str, int] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -218,7 +218,7 @@ def _stages_of_modules(module: nn.Module, splits: Sequence[str], owners: Mapping
 
 
 def _even_begins(sizes: Sequence[int], count: int) -> list[int]:
-    """Where runs 1, 2, ... begin if the largest of `count` runs of these sizes is to be as small as possible."""
+    """Split sizes into `count` runs with the smallest possible maximum. Returns where runs 1, 2, ... begin."""
     total = len(sizes)
     best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}
     for runs in range(1, count + 1):
@@ -242,7 +242,7 @@ def _size(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class TensorShape:
-    """What must be known of a tensor to receive it."""
+    """Shape, dtype and gradient flag of a tensor that a stage receives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -250,12 +250,12 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class Returned:
-    """One tensor of what a module of some stage returns.
+    """Identifies one tensor in the output of a module of some stage.
 
     Attributes:
-        module: Its name.
-        call: Which of its calls.
-        leaf: Which of the values that the call returns, nested ones counted one by one.
+        module: The module's name.
+        call: The index of the module's call.
+        leaf: The index of the tensor in the flattened output.
     """
 
     module: str
@@ -265,16 +265,16 @@ class Returned:
 
 @dataclass(frozen=True)
 class Cut:
-    """What the stages before hand to a stage.
+    """Values that earlier stages send to a stage.
 
-    These are arguments of its first module that come from parameters, and what modules of earlier stages returned,
-    where this stage or a later one uses that besides.
+    These are arguments of the stage's first module that depend on parameters, and outputs of modules of earlier stages
+    that this stage or a later one also uses.
 
     Attributes:
-        leaves: How many values the arguments hold, nested ones counted one by one.
-        places: For each of them, which of the tensors handed over it is; None for what every stage has by itself.
-        tensors: The tensors handed over.
-        returned: For each of them, which module of an earlier stage returned it; None for an argument alone.
+        leaves: The number of values in the flattened arguments.
+        places: For each of these values, the index of the sent tensor, or None for values that every stage has.
+        tensors: The sent tensors.
+        returned: For each sent tensor, the module output that it is, or None if it is only an argument.
     """
 
     leaves: int
@@ -285,12 +285,12 @@ class Cut:
 
 @dataclass
 class Route:
-    """How to run the stages for arguments of given shapes.
+    """Plan for running all stages on arguments of given shapes.
 
     Attributes:
-        cuts: For each stage but the first.
-        stand_ins: For each stage, modules of earlier ones by name, and for each of their calls what it returns, with
-            `TensorShape` in place of tensors.
+        cuts: The values that each stage but the first receives.
+        stand_ins: For each stage, the outputs of earlier stages' modules by name and call, with `TensorShape` for
+            tensors.
     """
 
     cuts: dict[int, Cut] = field(default_factory=dict)
@@ -298,13 +298,13 @@ class Route:
 
 
 class ModelOutline:
-    """A model's forward without its weights, which shows what passes between stages.
+    """Copy of a model without weights, used to find which values pass between stages.
 
-    A stage runs the model's own forward: modules of earlier stages are stood in for by zeros of the right shapes, its
-    first module is given what was received, and the next stage's first module ends it. Where a later stage uses what a
-    module of an earlier one returned, or what the model computed from that outside of its modules, it is handed over
-    too, and takes the place of the zeros. That is right if nothing else that was computed from parameters crosses over,
-    which is what is checked here, by following every operation.
+    Each stage runs the model's own forward. Modules of earlier stages return zeros of the right shapes, the stage's
+    first module gets the received values, and the next stage's first module ends the forward. If a later stage uses an
+    output of an earlier module, or a value computed from it outside modules, that output is sent as well and replaces
+    the zeros. This is correct if no other value that depends on parameters crosses stages. The class checks this by
+    tracing every operation.
     """
 
     def __init__(self, module: nn.Module, layout: StageLayout, device: torch.device) -> None:
@@ -318,7 +318,7 @@ class ModelOutline:
         self._modules = dict(self._skeleton.named_modules(remove_duplicate=False))
 
     def _copy(self, module: nn.Module) -> nn.Module:
-        """The same modules around parameters and buffers without values."""
+        """Copy the modules with parameters and buffers on the meta device."""
         memo: dict[int, Any] = {}
         parameters = dict(module.named_parameters(remove_duplicate=False))
         with self._fake, torch.no_grad():
@@ -337,7 +337,7 @@ class ModelOutline:
             ) from error
 
     def route(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Route:
-        """Run the forward on shapes alone."""
+        """Run the forward on shapes only, and return the plan for the stages."""
         self._skeleton.train(training)
         trace = _Trace(self._name, self._layout, self._owner_of)
         with torch.inference_mode(False), torch.no_grad(), self._fake:
@@ -363,7 +363,7 @@ class ModelOutline:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def _watch(self, trace: _Trace) -> list[Callable[[], None]]:
-        """Let the trace see calls of the modules that stages begin with or that a stage may stand in for."""
+        """Register hooks that trace calls of relevant modules. Returns functions that remove the hooks."""
         removals: list[Callable[[], None]] = []
         for stage, name in enumerate(self._layout.splits, start=1):
             module = self._modules[name]
@@ -379,12 +379,12 @@ class ModelOutline:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a value comes from.
+    """Origin of a value in the traced forward.
 
     Attributes:
-        stage: Where it was computed.
-        returned: What modules returned that it was computed from outside of them, and from nothing else.
-        lost: Why a later stage cannot compute it from that; empty if it can.
+        stage: The stage that computed it.
+        returned: The module outputs from which it was computed outside modules, if nothing else was used.
+        lost: The reason why a later stage cannot compute it from them, or an empty string.
     """
 
     stage: int
@@ -394,14 +394,14 @@ class _Origin:
 
 @dataclass
 class _Entry:
-    """A call of the first module of a stage: its arguments, and which of them come from parameters."""
+    """Call of a stage's first module: its arguments, and which of them depend on parameters."""
 
     places: list[int | None]
     received: list[Tensor]
 
 
 class _Trace(TorchDispatchMode):
-    """Follows what was computed from which stage's parameters."""
+    """Dispatch mode that records which stage's parameters each value depends on."""
 
     def __init__(self, name: str, layout: StageLayout, owner_of: dict[int, tuple[int, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -457,7 +457,7 @@ class _Trace(TorchDispatchMode):
             )
 
     def _use(self, origin: _Origin, where: str) -> None:
-        """Have what a value of an earlier stage was computed from handed over to this one."""
+        """Mark that the module outputs behind a value must be sent to this stage."""
         if origin.stage == self._stage:
             return
         if origin.lost:
@@ -475,7 +475,7 @@ class _Trace(TorchDispatchMode):
         )
 
     def entry_hook(self, stage: int, name: str) -> Callable[..., Any]:
-        """A hook for the first module of a stage: notes what it is called with and what of that is handed over."""
+        """Return a hook for a stage's first module that records its arguments and those to be sent."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._check_entry(stage, name)
@@ -517,7 +517,7 @@ class _Trace(TorchDispatchMode):
             )
 
     def call_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Hooks around a module with parameters of one stage: what it returns is what later stages put in its place."""
+        """Return hooks around a module of one stage that record its output for later stages."""
         owner = self._layout.modules[name]
 
         def begin(module: nn.Module, args: Any) -> None:
@@ -536,7 +536,7 @@ class _Trace(TorchDispatchMode):
         return begin, end
 
     def _record_returned(self, name: str, number: int, owner: int, output: Any) -> None:
-        """Record that later stages can be handed what a module has returned."""
+        """Record that a module's output can be sent to later stages."""
         stood_in_for = self.route.stand_ins.get(owner + 1, {}).get(name, [])
         lost = "" if number == len(stood_in_for) - 1 else f"{name} returned, which other modules call too"
         for index, leaf in enumerate(pytree.tree_leaves(output)):
@@ -547,7 +547,7 @@ class _Trace(TorchDispatchMode):
                 self._in_memory.setdefault(_memory(leaf), []).append(returned)
 
     def finish(self, output: Any) -> None:
-        """Check that all stages were reached, and find what each hands over."""
+        """Check that all stages were reached, and determine the values that each receives."""
         if self._stage != self._layout.count - 1:
             raise ConfigurationError(
                 f"{self._name} never called {self._layout.splits[self._stage]}, which a stage begins with. "
@@ -566,7 +566,7 @@ class _Trace(TorchDispatchMode):
         return self._layout.modules[returned.module]
 
     def _cut(self, stage: int, entry: _Entry) -> Cut:
-        """What is handed to a stage: each tensor once, also where it is an argument besides."""
+        """Return the values to send to a stage. A tensor that is also an argument is sent once."""
         passing = [each for each, (last, _) in self._last_use.items() if self._owner(each) < stage <= last]
         returned: list[Returned | None] = []
         shapes: list[TensorShape] = []
@@ -599,7 +599,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def _is_checkpointed() -> bool:
-    """Whether a function is being run by `torch.utils.checkpoint`."""
+    """Return True if the caller runs inside `torch.utils.checkpoint`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == checkpointing.__file__:
@@ -609,7 +609,7 @@ def _is_checkpointed() -> bool:
 
 
 def signature_of(args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Any:
-    """What a route depends on: shapes and dtypes of tensors, and values of everything else."""
+    """Return the cache key of a route: shapes and dtypes of tensors, and all other argument values."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     known = tuple(_outline(leaf) for leaf in leaves)
     autocast = tuple(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))

@@ -1,4 +1,4 @@
-"""Running one stage: the model's own forward, from the first module of the stage to that of the next."""
+"""Execution of one pipeline stage: the model's forward from the stage's first module to that of the next stage."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _MOST_BLANKS = 16
 
 @dataclass
 class Call:
-    """One call of the module that is split, as a task's step makes it.
+    """One call of the pipelined module by a task's step.
 
     Attributes:
         args: Positional arguments.
-        kwargs: The other ones.
-        route: How stages run it.
-        finish: Takes what the last stage returns and gives what the stage module returns in its place.
+        kwargs: Keyword arguments.
+        route: The plan for the stages.
+        finish: Converts the last stage's output to the return value of the module.
     """
 
     args: tuple[Any, ...]
@@ -54,7 +54,7 @@ class Call:
 
 
 class _Reached(BaseException):
-    """The first module of the next stage was called: not an `Exception`, which a model's forward might catch."""
+    """Raised when the next stage's first module is called. Not an `Exception`, which a forward might catch."""
 
     def __init__(self, handed_over: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -63,15 +63,15 @@ class _Reached(BaseException):
 
 @dataclass(frozen=True)
 class _Unregistered:
-    """A module that is not to be found among another's children."""
+    """Reference to a module that is not registered as a child of the module that holds it."""
 
     module: nn.Module
 
 
 class StageModule(nn.Module):
-    """The modules of one stage, and a forward that runs the whole model's but computes only this part of it.
+    """Modules of one stage, with a forward that runs the full model but computes only this stage.
 
-    Sharding and compilation are applied to this module: its parameters are those of the stage.
+    Sharding and compilation are applied to this module. Its parameters are those of the stage.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class StageModule(nn.Module):
         self._register_parts(names)
 
     def _register_parts(self, names: Mapping[str, nn.Module]) -> None:
-        """Register the stage's own modules, outermost ones only, and parameters of modules that stages share."""
+        """Register the stage's outermost modules, and parameters of modules that several stages share."""
         for name, part in names.items():
             outer = [path for path in self.layout.modules if path and name.startswith(f"{path}.")]
             if outer:
@@ -117,17 +117,17 @@ class StageModule(nn.Module):
 
     @property
     def is_last(self) -> bool:
-        """Whether the model's output is computed here."""
+        """True if the stage computes the model's output."""
         return self.stage == self.layout.count - 1
 
     def put_back(self) -> None:
-        """Show the model the parameters that stand here in place of the ones it registered itself."""
+        """Set this module's parameters on the original model again, for example after sharding replaced them."""
         for own, name in self._loose.items():
             module, key = self._slot(name)
             module._parameters[key] = self._parameters[own]
 
     def forward(self, *received: Tensor, inputs: tuple[tuple[Any, ...], dict[str, Any]], call: Call) -> Any:
-        """Compute this stage's part."""
+        """Compute this stage's part of the model."""
         module = self._whole.module
         try:
             with self._context(), self._routed(call.route, received):
@@ -143,7 +143,7 @@ class StageModule(nn.Module):
 
     @contextmanager
     def _routed(self, route: Route, received: Sequence[Tensor]) -> Iterator[None]:
-        """Let the model's forward pass by other stages' modules, and take what was received at the first own one."""
+        """Replace modules of other stages in the body, and pass received values to the stage's first module."""
         parts = self._parts
         replaced: list[tuple[nn.Module, Any]] = []
 
@@ -187,7 +187,7 @@ class StageModule(nn.Module):
                 module._parameters[key] = parameter
 
     def _slot(self, name: str) -> tuple[nn.Module, str]:
-        """Where the model itself registers a parameter."""
+        """Return the module and attribute name under which the model registers a parameter."""
         path, _, key = name.rpartition(".")
         return self._whole.module.get_submodule(path), key
 
@@ -195,7 +195,7 @@ class StageModule(nn.Module):
         return f"stage {self.stage} of {type(self._whole.module).__name__}"
 
     def _stand_in(self, name: str, outputs: Sequence[Any], passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
-        """A call that returns tensors of the shapes that a module's calls return, or what was passed on of them."""
+        """Return a function that replaces a module and returns tensors of its outputs' shapes, or received values."""
         remaining = iter(enumerate(outputs))
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -216,7 +216,7 @@ class StageModule(nn.Module):
         return call
 
     def _blank(self, like: TensorShape) -> Tensor:
-        """A tensor of some shape whose values do not count: always the same one, which takes no time to fill."""
+        """Return a dummy tensor of a shape. It is reused, because its values do not matter."""
         if like not in self._blanks:
             if len(self._blanks) >= _MOST_BLANKS:
                 self._blanks.clear()
@@ -226,7 +226,7 @@ class StageModule(nn.Module):
 
 
 def _entry_of_stage(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> Callable[..., Any]:
-    """A call of a stage's first module, with what was received among its arguments."""
+    """Return a function that calls a stage's first module with the received values among its arguments."""
     own = module.__dict__.get(CALL) or module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -241,7 +241,7 @@ def _entry_of_stage(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> 
 def _kept(
     module: nn.Module, name: str, wanted: Collection[Returned | None], passed: dict[Returned, Tensor]
 ) -> Callable[..., Any]:
-    """A call of a module that keeps what later stages use of what it returns."""
+    """Return a function that calls a module and stores those outputs that later stages use."""
     own = module.__dict__.get(CALL) or module._call_impl
     numbers = itertools.count()
 
@@ -257,7 +257,7 @@ def _kept(
 
 
 def _exit_of_stage(name: str, cut: Cut, passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
-    """A call of the next stage's first module, which ends this stage's forward with what to hand over."""
+    """Return a replacement for the next stage's first module that ends the forward with the values to send."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -287,7 +287,7 @@ def _as_expected(name: str, tensor: Tensor, expected: TensorShape) -> Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take no memory, for a parameter that another stage holds; nothing computed from them counts."""
+    """Return zeros that share one element of memory, for a parameter that another stage holds."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
@@ -299,10 +299,10 @@ def _flat(name: str) -> str:
 
 
 class StageState:
-    """Which process holds which parameter of a task, and the state of all.
+    """State of a pipelined task: which process holds which parameter.
 
     Attributes:
-        group: The processes of the pipeline.
+        group: The process group of the pipeline.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class StageState:
         self._trained_by_peers: set[int] = set()
 
     def among(self, group: dist.ProcessGroup) -> StageState:
-        """The same among other processes that stand for those, as a later trainer's do."""
+        """Return a copy for another process group with the same ranks, for example that of a later Trainer."""
         moved = copy.copy(self)
         moved.group = group
         return moved
@@ -335,15 +335,15 @@ class StageState:
         return path.startswith(prefix) and path[len(prefix) :] in layout.modules
 
     def is_foreign(self, name: str) -> bool:
-        """Whether only a peer holds a parameter or buffer."""
+        """Return True if only another process holds a parameter or buffer."""
         return name not in self._everywhere and self._holders.get(name, self._rank) != self._rank
 
     def is_trained_by_peer(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter stands for one that another stage trains."""
+        """Return True if a parameter is a placeholder for one that another stage trains."""
         return id(parameter) in self._trained_by_peers
 
     def drop_foreign(self) -> None:
-        """Put tensors without values in place of those that peers hold."""
+        """Replace tensors that other processes hold by placeholders without data."""
         stand_ins: dict[int, nn.Parameter] = {}
         for path, module in self._bare.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
@@ -361,7 +361,7 @@ class StageState:
                     module._buffers[key] = torch.empty_like(buffer, device="meta")
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Take parameters of peers out of an optimizer's groups, and remember which were there."""
+        """Remove other stages' parameters from an optimizer's groups, and remember their positions."""
         names = {id(parameter): name for name, parameter in self._bare.named_parameters()}
         self._groups[optimizer] = [
             [names.get(id(parameter), "?") for parameter in group["params"]] for group in optimizer.param_groups
@@ -372,7 +372,7 @@ class StageState:
             del optimizer.state[parameter]
 
     def model_state(self) -> StateDict:
-        """Parameters and buffers, those that a peer holds on the meta device; call it on all processes."""
+        """Return parameters and buffers, with those of other stages on the meta device. Call it on all processes."""
         state: StateDict = {}
         for name, value in self._bare.state_dict().items():
             if not isinstance(value, Tensor):
@@ -386,13 +386,13 @@ class StageState:
         return state
 
     def _from_holder(self, name: str, value: Tensor) -> Tensor:
-        """A buffer that all have, as it is where it is used first."""
+        """Return a replicated buffer with the value of the stage that uses it first."""
         value = value.detach().clone()
         dist.broadcast(value, group=self.group, group_src=self._holders[name])
         return value
 
     def optimizer_state(self, optimizer: Optimizer, own: StateDict) -> StateDict:
-        """An optimizer's state over all stages; call it on all processes."""
+        """Return an optimizer's state over all stages. Call it on all processes."""
         described = {name: {key: _describe(value) for key, value in s.items()} for name, s in own["state"].items()}
         everyone: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(everyone, described, group=self.group)
@@ -411,7 +411,7 @@ class StageState:
         return {**own, "state": state, "param_groups": groups}
 
     def own_model_state(self, state: StateDict) -> StateDict:
-        """A whole state with what peers hold on the meta device, where loading it changes nothing."""
+        """Move other stages' tensors of a full state dict to the meta device, where loading skips them."""
         return {
             name: torch.empty(value.shape, dtype=value.dtype, device="meta")
             if isinstance(value, Tensor) and self.is_foreign(name)
@@ -420,7 +420,7 @@ class StageState:
         }
 
     def own_optimizer_state(self, state: StateDict) -> StateDict:
-        """A whole optimizer state without what peers hold."""
+        """Remove the entries of other stages from a full optimizer state."""
         groups = [
             {**group, "params": [name for name in group["params"] if not self.is_foreign(name)]}
             for group in state["param_groups"]
@@ -429,7 +429,7 @@ class StageState:
         return {**state, "state": own, "param_groups": groups}
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """All parameters and buffers, whole and on the CPU, on rank 0, one by one; an empty dict elsewhere."""
+        """Gather the full state dict on the CPU of rank 0, tensor by tensor. Other ranks get an empty dict."""
         collects = dist.get_global_rank(self.group, 0) == 0
         whole: dict[str, Tensor] = {}
         for name, value in self._bare.state_dict().items():
@@ -456,7 +456,7 @@ class StageState:
 
 
 class _Described:
-    """A tensor without its values."""
+    """Description of a tensor without its values."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
@@ -480,7 +480,7 @@ _COMPUTED, _FAILED = 1, 0
 
 
 class StagedModel:
-    """This process's stage of a model, all processes being one pipeline with a stage each."""
+    """One stage of a model for inference. All processes form one pipeline with one stage each."""
 
     def __init__(
         self,
@@ -503,17 +503,17 @@ class StagedModel:
 
     @property
     def is_last(self) -> bool:
-        """Whether outputs are computed here."""
+        """True if this process computes the outputs."""
         return self._rank == self._last
 
     def check(self, request: Request) -> None:
-        """Find how a request runs through the stages."""
+        """Determine how a request runs through the stages. Raises an error if it cannot."""
         self._route(request)
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Request, Any]]:
-        """Run requests through the stages; call it on all processes.
+        """Run requests through the stages and yield their outputs. Call it on all processes.
 
-        A stage computes one request while the stage before it computes the next.
+        A stage computes one request while the previous stage computes the next.
         """
         link = _Link(self._rank, self._last, self._device, self._in_flight)
         for request in requests if self._rank == 0 else link.requests():
@@ -526,7 +526,7 @@ class StagedModel:
         link.finish()
 
     def _compute(self, request: Request, link: _Link) -> Any:
-        """Run this stage on one request, with what the stage before hands over."""
+        """Run this stage on one request with the values of the previous stage."""
         try:
             route = self._route(request)
             received = link.receive_values(route.cuts[self._rank].tensors) if self._rank else ()
@@ -549,14 +549,14 @@ class StagedModel:
 
 
 class _Link:
-    """Brings requests and values from the stage before to this one, and from this one to the next."""
+    """Connection that receives requests and values from the previous stage and sends them to the next."""
 
     def __init__(self, rank: int, last: int, device: torch.device, in_flight: int) -> None:
         self._rank, self._last, self._device, self._in_flight = rank, last, device, in_flight
         self._sent: deque[list[Any]] = deque([[]])
 
     def requests(self) -> Iterator[Request]:
-        """The requests that the stage before passes on, until their end."""
+        """Yield the requests that the previous stage forwards, until the last one."""
         while True:
             size = self._receive((1,), torch.int64)
             content = self._receive((int(size.item()),), torch.uint8)
@@ -570,7 +570,7 @@ class _Link:
             yield pytree.tree_unflatten(filled, spec)
 
     def forward_request(self, request: Request | None) -> None:
-        """Pass a request on to the next stage, or None for the end of all."""
+        """Send a request to the next stage, or None after the last one."""
         if self._rank == self._last:
             return
         while len(self._sent) > self._in_flight:
@@ -586,7 +586,7 @@ class _Link:
                 self._send(leaf)
 
     def send_values(self, status: int, values: Iterable[Tensor]) -> None:
-        """Hand what this stage computed over to the next one."""
+        """Send this stage's results to the next stage."""
         if self._rank == self._last:
             return
         self._send(torch.tensor([status], dtype=torch.int64))
@@ -594,7 +594,7 @@ class _Link:
             self._send(value)
 
     def receive_values(self, shapes: Iterable[TensorShape]) -> tuple[Tensor, ...]:
-        """What the stage before hands over."""
+        """Receive the previous stage's results."""
         if int(self._receive((1,), torch.int64).item()) == _FAILED:
             raise CollectiveError(
                 f"Stage {self._rank - 1} of the pipeline failed, so stage {self._rank} has nothing to compute with. "
@@ -603,7 +603,7 @@ class _Link:
         return tuple(self._receive(each.shape, each.dtype) for each in shapes)
 
     def finish(self) -> None:
-        """Wait until all has arrived."""
+        """Wait until all sends have completed."""
         while self._sent:
             self._wait(self._sent.popleft())
 

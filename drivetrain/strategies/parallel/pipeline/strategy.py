@@ -1,8 +1,8 @@
-"""`Pipeline`: a model's layers spread over processes, micro-batches running through them one after another.
+"""`Pipeline`: pipeline parallelism, which spreads a model's layers over processes.
 
-The schedules are those of `torch.distributed.pipelining`; what a stage computes is the model's own forward, of which
-each process runs its part (`pipeline_stage`). The task stays as it is: where its step calls the model, that ends the
-step on all stages but the last, which continues with what came out of the pipeline.
+The schedules are those of `torch.distributed.pipelining`. Each process runs its part of the model's own forward
+(`pipeline_stage`). The task is unchanged: its step ends at the call of the model on all stages but the last, which
+continues with the pipeline's output.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from drivetrain.strategies.step_module import StepModule
 
 
 class TrainingWindow:
-    """Runs the steps of a task in two halves: up to the call of the model, and from its output to the loss."""
+    """Runs a task's steps in two parts: up to the call of the model, and from its output to the loss."""
 
     def __init__(self, calls: ModelCalls, place: PipelineGroup, topology: Topology) -> None:
         self._calls, self._place, self._topology = calls, place, topology
@@ -82,7 +82,7 @@ class TrainingWindow:
         return outputs
 
     def _probe(self, step_fn: Callable[..., Any], microbatch: Any, seed: int) -> Call:
-        """Find out what the task's step calls the model with."""
+        """Run the task's step up to the call of the model, and return this call."""
         found: list[Call] = []
 
         def catch(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ class TrainingWindow:
         )
 
     def _compute_loss(self, step_fn: Callable[..., Output], microbatch: Any, output: Any) -> tuple[Output, Tensor]:
-        """Run the task's step with what came out of the pipeline; return its result and the loss to go back from."""
+        """Run the task's step with the pipeline's output. Returns the step's result and the loss to differentiate."""
         self._loss = None
         with self._calls.answered(lambda *args, **kwargs: output):
             result = step_fn(microbatch)
@@ -117,7 +117,7 @@ class TrainingWindow:
         return result, torch.zeros((), device=self._topology.device, requires_grad=True) if loss is None else loss
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Keep a loss for the schedule, which goes back from it when it is its turn."""
+        """Store a loss. The schedule runs its backward later."""
         if kwargs:
             raise ConfigurationError(f"A pipeline runs backward itself and takes no {', '.join(kwargs)}.")
         if loss.numel() != 1 or not loss.requires_grad:
@@ -125,9 +125,9 @@ class TrainingWindow:
         self._loss = loss
 
     def _seeds(self, count: int) -> list[int]:
-        """Seeds of the micro-batches, the same on all stages: what a step draws before the model must agree.
+        """Return a seed per micro-batch, equal on all stages, because random numbers drawn before the model must agree.
 
-        They come from a generator of the pipeline's own, so that the order of the data is that of one process.
+        They come from a separate generator, so that the data order equals that of one process.
         """
         drawn = torch.randint(2**62, (1,), generator=self._generator).to(self._topology.device)
         dist.broadcast(drawn, group=self._place.group, group_src=0)
@@ -147,7 +147,7 @@ class TrainingWindow:
 
 
 class StagedGradients(ShardedGradients):
-    """Gradients whose norm is that over all stages."""
+    """Gradients with a norm over all stages."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
@@ -155,7 +155,6 @@ class StagedGradients(ShardedGradients):
         self._held: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def finish(self, optimizers: Sequence[Optimizer]) -> None:
-        """Leave gradients as they are: processes of other stages have other parameters."""
         for optimizer in optimizers:
             count = sum(len(group["params"]) for group in optimizer.param_groups)
             if count > self._held.setdefault(optimizer, count):
@@ -165,7 +164,7 @@ class StagedGradients(ShardedGradients):
                 )
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients down to a total norm of at most `max_norm`, over all shards and stages."""
+        """Clip the total norm of gradients over all shards and stages. Returns the norm before clipping."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         total = self._over_stages(total_norm_over_meshes(gradients, norm_type), norm_type)
         with torch.no_grad():
@@ -173,7 +172,7 @@ class StagedGradients(ShardedGradients):
         return total
 
     def _over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
-        """The norm of the gradients of all stages together, from that of this process's."""
+        """Combine the norm of this process's gradients with those of all stages."""
         # In one dtype on all, also on a process without any gradients, which has none to take it from.
         power = norm.detach().to(self._device, torch.float64)
         if norm_type == float("inf"):
@@ -188,7 +187,7 @@ class StagedGradients(ShardedGradients):
 
 
 class StagedState(ShardedState):
-    """The state of all stages."""
+    """Model and optimizer state over all stages."""
 
     held_as = "parts"
 
@@ -197,30 +196,29 @@ class StagedState(ShardedState):
         self._find = find
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Parts of the parameters under canonical names, those that a peer holds on the meta device; or full ones."""
+        """Return parameters by canonical name, with those of other stages on the meta device, or full ones."""
         self.reshard(model)
         stages = self._find().stage_state
         return stages.full_state_dict() if full else stages.model_state()
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """An optimizer's state over all stages, its tensors sharded as the parameters are."""
+        """Return an optimizer's state over all stages, sharded like the parameters."""
         return self._find().stage_state.optimizer_state(optimizer, super().optimizer(model, optimizer))
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Take this process's parts of what `model` returned under any strategy."""
+        """Load this process's part of a state dict of any strategy."""
         return super().load_model(model, self._find().stage_state.own_model_state(state), strict)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Take this process's parts of what `optimizer` returned under any strategy."""
+        """Load this process's part of an optimizer state of any strategy."""
         super().load_optimizer(model, optimizer, self._find().stage_state.own_optimizer_state(state))
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
-        """As everywhere; what stands for a parameter of another stage is trained where that one is."""
         elements, trained = super().describe(parameter)
         return elements, trained or self._find().stage_state.is_trained_by_peer(parameter)
 
     def reshard(self, model: nn.Module) -> None:
-        """Free whatever is gathered at the moment in this process's stages."""
+        """Free parameters that are currently gathered on this process."""
         split = self._find()
         for module in split.modules:
             super().reshard(module)
@@ -231,14 +229,14 @@ class StagedState(ShardedState):
 
 
 class StagedEvaluation(nn.Module):
-    """Called as `module(step, batch, ...)` like `StepModule`; only the last stage's process returns something."""
+    """Module called as `module(step, batch, ...)` like `StepModule`. Only the last stage returns a result."""
 
     def __init__(self, calls: ModelCalls, place: PipelineGroup, topology: Topology) -> None:
         super().__init__()
         self._calls, self._place, self._topology = calls, place, topology
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run a step, forward only."""
+        """Run a step without gradients through all stages."""
         with self._calls.answered(self._through_stages):
             try:
                 result = step(*args) if self._topology.computes_loss else step(*args, probe=True)
@@ -285,13 +283,13 @@ class StagedEvaluation(nn.Module):
 
 
 class StagePlacer:
-    """Brings the modules of one stage onto the processes that share it."""
+    """Moves the modules of one stage to the processes that share it."""
 
     def __init__(self, sharder: ModelSharder, shards: bool) -> None:
         self.shards, self.units, self._sharder = shards, sharder.units, sharder
 
     def place(self, stage: nn.Module, precision: Precision, units: Sequence[nn.Module]) -> None:
-        """Shard a stage, or leave it whole."""
+        """Shard a stage over its processes, or replicate it."""
         if not self.shards:
             self._sharder.rewrite_blocks(stage, units)
             return
@@ -301,7 +299,7 @@ class StagePlacer:
 
 
 class Pipeline(Strategy):
-    """One process's part of a pipeline."""
+    """Pipeline-parallel strategy of one process."""
 
     name = "parallel"
     schedules_microbatches = True
@@ -334,7 +332,7 @@ class Pipeline(Strategy):
         self.state = StagedState(self, lambda: self._prepared().split)
 
     def setup(self, state: PartialState) -> None:
-        """Let the model be called as any other again in the end; the grid has its place already."""
+        """Set up the strategy. The device mesh is already set up, and the model is restored at the end."""
         state.before_leaving(self._close)
 
     def _close(self) -> None:
@@ -344,7 +342,7 @@ class Pipeline(Strategy):
     # model
 
     def _spread(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Spread a model over stages, split its layers, and shard what is left."""
+        """Split a model into stages, apply tensor parallelism within the stage, and shard the rest."""
         bare = self.unwrap(model)
         known = placed_before(bare, self._sizes)
         if known is not None:
@@ -367,7 +365,7 @@ class Pipeline(Strategy):
         return model
 
     def _split(self, model: nn.Module, precision: Precision) -> tuple[SplitModel, frozenset[int]]:
-        """Split a model; also the `id` of modules whose parameters other stages hold."""
+        """Split a model into stages. Also returns the `id` of modules whose parameters other stages hold."""
         if not isinstance(model, StepModule):
             raise ConfigurationError(
                 f"pp={self._place.stages.ranks} spreads {type(model).__name__} over processes, and forward and "
@@ -387,7 +385,7 @@ class Pipeline(Strategy):
         return split, frozenset(id(module) for module in gone)
 
     def _take(self, split: SplitModel) -> None:
-        """Make the schedule, once the stages' modules are sharded and placed."""
+        """Create the schedule after the stages' modules have been sharded and placed."""
         split.put_back()
         split.remember()
         self._calls = ModelCalls(split, self._place.stages.count)
@@ -400,7 +398,7 @@ class Pipeline(Strategy):
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Split a model, and let optimizers step this process's parameters only; their groups stay, some empty."""
+        """Split a model. Optimizers keep their groups but step only this process's parameters."""
         slots = slots_of(model)
         placed = self._spread(model, precision, move)
         if optimizers is None:
@@ -414,7 +412,7 @@ class Pipeline(Strategy):
         return placed, list(optimizers)
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """The module to call; in evaluation one whose calls go through all stages."""
+        """Return the module to call. In evaluation, its calls run through all stages."""
         return StagedEvaluation(self._prepared(), self._place, self.topology) if stage == "evaluate" else model
 
     # one optimizer step
@@ -427,13 +425,13 @@ class Pipeline(Strategy):
         return self._window.run(step_fn, microbatches)  # type: ignore[return-value]
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Leave a loss to the schedule."""
+        """Store a loss for the schedule, which runs its backward."""
         assert self._window is not None
         self._window.backward(loss, **kwargs)
 
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Step an optimizer, once it is known to hold the shards."""
+        """Step an optimizer after checking that it holds this process's parameters."""
         self._replaced.check(optimizer)
         return super().optimizer_step(optimizer, precision, closure)
