@@ -1,4 +1,4 @@
-"""Accelerate's plugins: its names for the options of strategies that shard a model."""
+"""Accelerate's plugin classes, which describe drivetrain's strategies and options under Accelerate's names."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Options of the FSDP strategy; see `drivetrain.FSDP`, which `Accelerator(strategy=FSDP(...))` takes directly.
+    """Options of the FSDP strategy under Accelerate's names.
 
-    What means nothing under `fully_shard` is accepted and logged once.
+    `Accelerator(strategy=drivetrain.FSDP(...))` takes the options directly. Options without a meaning for `fully_shard`
+    are accepted and logged once.
     """
 
     fsdp_version: int | None = None
@@ -63,10 +64,10 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def strategy(self) -> FSDP:
-        """The strategy that these options mean.
+        """Return the FSDP strategy with these options.
 
         Raises:
-            ConfigurationError: An option cannot be.
+            ConfigurationError: An option is not supported.
         """
         from drivetrain.strategies.fsdp import FSDP
 
@@ -79,7 +80,7 @@ class FullyShardedDataParallelPlugin:
         return FSDP.from_config(self._config(), **options)
 
     def _config(self) -> dict[str, Any]:
-        """The same as keys of `fsdp_config`."""
+        """Return the options as keys of an `fsdp_config`."""
         for name in ("state_dict_config", "optim_state_dict_config"):
             if getattr(self, name) is not None:
                 logger.warning_once(f"{name} changes nothing: checkpoints are always written in shards.")
@@ -113,7 +114,9 @@ class FullyShardedDataParallelPlugin:
 
 @dataclass
 class DeepSpeedPlugin:
-    """Options of the DeepSpeed strategy; see `drivetrain.DeepSpeed`, which `Accelerator(strategy=...)` takes directly.
+    """Options of the DeepSpeed strategy under Accelerate's names.
+
+    `Accelerator(strategy=drivetrain.DeepSpeed(...))` takes the options directly.
 
     Attributes:
         hf_ds_config: A DeepSpeed configuration, as a dict or a path.
@@ -133,12 +136,12 @@ class DeepSpeedPlugin:
     transformer_moe_cls_names: str | None = None
 
     def strategy(self) -> Strategy:
-        """The strategy that these options mean."""
+        """Return the DeepSpeed strategy with these options."""
         strategy: Strategy = strategy_class("deepspeed")(**self.arguments())
         return strategy
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of that strategy."""
+        """Return the arguments for `drivetrain.DeepSpeed`."""
         names = {"transformer_moe_cls_names": "deepspeed_moe_layer_cls_names"}
         leave_out = ("hf_ds_config", "is_train_batch_min")
         given = {
@@ -154,14 +157,16 @@ class DeepSpeedPlugin:
 
 @dataclass
 class ParallelismConfig:
-    """Sizes of the grid of processes; see `drivetrain.Parallel`, which `Accelerator(strategy=...)` takes directly.
+    """Sizes of the device mesh under Accelerate's names.
+
+    `Accelerator(strategy=drivetrain.Parallel(...))` takes the sizes directly.
 
     Attributes:
-        cp_handler: A `TorchContextParallelConfig`: how attention exchanges parts of sequences.
-        tp_plan: Which layers are split how; Accelerate takes it from the model alone, which is `"auto"`.
+        cp_handler: A `TorchContextParallelConfig` with the communication of context parallelism.
+        tp_plan: The tensor-parallel plan. `"auto"` takes it from the model, as Accelerate does.
 
     Raises:
-        ConfigurationError: It asks for Ulysses' sequence parallelism, which context parallelism takes the place of.
+        ConfigurationError: Ulysses sequence parallelism is requested. Use context parallelism instead.
     """
 
     dp_replicate_size: int | None = None
@@ -189,49 +194,49 @@ class ParallelismConfig:
 
     @property
     def total_size(self) -> int:
-        """Processes of the grid."""
+        """The number of processes in the mesh."""
         return self.data_parallel_size * self.non_data_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Processes along the dimensions that spread data."""
+        """The number of processes along the data-parallel dimensions."""
         return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Processes that share their data."""
+        """The number of processes that share the same data."""
         return (self.tp_size or 1) * (self.cp_size or 1) * (self.sp_size or 1)
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether parameters are replicated."""
+        """True if parameters are replicated."""
         return (self.dp_replicate_size or 1) > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether parameters are sharded."""
+        """True if parameters are sharded."""
         return (self.dp_shard_size or 1) > 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether layers are split."""
+        """True if tensor parallelism is used."""
         return (self.tp_size or 1) > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are split."""
+        """True if context parallelism is used."""
         return (self.cp_size or 1) > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether Ulysses splits sequences."""
+        """True if Ulysses sequence parallelism is used."""
         return False
 
     def strategy(self, **options: Any) -> Strategy:
-        """The strategy that these sizes mean.
+        """Return the strategy with these sizes.
 
         Args:
-            **options: Those of `FSDP`, by which parameters are sharded.
+            **options: Options of `FSDP` for sharding parameters.
         """
         from drivetrain.strategies.parallel import Parallel
 
@@ -247,7 +252,7 @@ class ParallelismConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """How attention exchanges parts of sequences; `Parallel(cp_attention=...)` in Accelerate's words.
+    """Communication of context parallelism under Accelerate's names, as in `Parallel(cp_attention=...)`.
 
     Attributes:
         cp_comm_strategy: `"allgather"` or `"alltoall"`.
@@ -276,7 +281,7 @@ def strategy_of_plugins(
     megatron: MegatronLMPlugin | Mapping[str, Any] | None = None,
     grid_options: Mapping[str, Any] | None = None,
 ) -> Strategy | None:
-    """The strategy that Accelerate's plugins ask for, if any was given."""
+    """Return the strategy that Accelerate's plugins describe, or None if there is no plugin."""
     if megatron is not None:
         if any(other is not None for other in (fsdp, deepspeed, parallelism)):
             raise ConfigurationError(
@@ -305,12 +310,12 @@ def strategy_of_plugins(
 
 
 def _name_of(value: Any) -> Any:
-    """An enumeration's member by its name, as the keys of a YAML spell it."""
+    """Return the name of an enum member, as YAML keys spell it."""
     return getattr(value, "name", value)
 
 
 def _wrap_of(policy: Callable[..., Any]) -> Any:
-    """What torch's policies for its older FSDP mean for `FSDP(wrap=...)`."""
+    """Convert a wrapping policy of torch's older FSDP to `FSDP(wrap=...)`."""
     known = policy.keywords if isinstance(policy, functools.partial) else {}
     if "transformer_layer_cls" in known:
         return list(known["transformer_layer_cls"])
@@ -337,26 +342,26 @@ def _dtypes_of(policy: Any) -> dict[str, Any]:
 
 
 class FP8Handler:
-    """Options of `"fp8"` under Accelerate's names."""
+    """Base class of Accelerate's option holders for the precision `"fp8"`."""
 
     def precision(self) -> FP8:
-        """The precision that these options mean.
+        """Return the precision with these options.
 
         Raises:
-            ConfigurationError: An option cannot be.
+            ConfigurationError: An option is not supported.
         """
         raise NotImplementedError
 
 
 @dataclass
 class AORecipeKwargs(FP8Handler):
-    """Options of torchao.
+    """Options of torchao for FP8.
 
     Attributes:
-        config: A `Float8LinearConfig` of torchao's, in place of the others.
-        module_filter_func: Called with a layer and its name: whether it computes in 8-bit floats.
-        pad_inner_dim: Pad the inner dimension of products to a multiple of 16; True if None.
-        enable_fsdp_float8_all_gather: Under FSDP, gather weights in 8-bit floats; True if None.
+        config: A torchao `Float8LinearConfig`, which replaces the other options.
+        module_filter_func: A function of a layer and its name. Returns True if the layer computes in FP8.
+        pad_inner_dim: True or None to pad the inner dimension of matrix products to a multiple of 16.
+        enable_fsdp_float8_all_gather: True or None to all-gather FSDP weights in FP8.
     """
 
     config: Any = None
@@ -365,7 +370,7 @@ class AORecipeKwargs(FP8Handler):
     enable_fsdp_float8_all_gather: bool | None = None
 
     def precision(self) -> FP8:
-        """The precision that these options mean."""
+        """Return the FP8 precision with these options."""
         if self.config is not None:
             # A filter takes the place of Accelerate's own, which keeps the first and the last layer.
             return FP8(
@@ -383,7 +388,10 @@ class AORecipeKwargs(FP8Handler):
 
 @dataclass
 class TERecipeKwargs(FP8Handler):
-    """Options of TransformerEngine; None is Accelerate's default: HYBRID, a history of 1024, the most recent value."""
+    """Options of TransformerEngine for FP8 under Accelerate's names.
+
+    None means Accelerate's default: HYBRID, history length 1024, algorithm "most_recent".
+    """
 
     use_autocast_during_eval: bool | None = None
     margin: int | None = None
@@ -395,31 +403,31 @@ class TERecipeKwargs(FP8Handler):
     use_mxfp8_block_scaling: bool | None = None
 
     def precision(self) -> FP8:
-        """The precision that these options mean."""
+        """Return the FP8 precision with these options."""
         given = {field.name: getattr(self, field.name) for field in fields(TERecipeKwargs)}
         return FP8.from_config({"backend": "te", **given})
 
 
 @dataclass
 class MSAMPRecipeKwargs(FP8Handler):
-    """Options of MS-AMP; `opt_level` is `"O1"` or `"O2"`, the default."""
+    """Options of MS-AMP for FP8. `opt_level` is `"O1"` or `"O2"` (default)."""
 
     opt_level: str | None = None
 
     def precision(self) -> FP8:
-        """The precision that these options mean."""
+        """Return the FP8 precision with these options."""
         return FP8.from_config({"backend": "msamp", "opt_level": self.opt_level})
 
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs):
-    """Accelerate's older holder for both; `backend` is `"te"`, the default, or `"msamp"`."""
+    """Accelerate's older option holder for FP8. `backend` is `"te"` (default) or `"msamp"`."""
 
     opt_level: str | None = None
     backend: str | None = None
 
     def precision(self) -> FP8:
-        """The precision that these options mean."""
+        """Return the FP8 precision with these options."""
         if check_choice("FP8RecipeKwargs(backend)", self.backend or "te", ("te", "msamp")) == "msamp":
             return MSAMPRecipeKwargs(self.opt_level).precision()
         return super().precision()
@@ -432,7 +440,7 @@ Handler = TypeVar("Handler")
 
 
 class DDPCommunicationHookType(str, Enum):
-    """What DDP sends in place of the gradients, in Accelerate's words."""
+    """Accelerate's names of DDP communication hooks, which compress gradients before the all-reduce."""
 
     NO = "no"
     FP16 = "fp16"
@@ -443,13 +451,15 @@ class DDPCommunicationHookType(str, Enum):
 
 @dataclass
 class DistributedDataParallelKwargs:
-    """Options of the DDP strategy; see `drivetrain.DDP`, which `Accelerator(strategy=DDP(...))` takes directly.
+    """Options of the DDP strategy under Accelerate's names.
+
+    `Accelerator(strategy=drivetrain.DDP(...))` takes the options directly.
 
     Attributes:
-        dim: Accepted; batches are never scattered here.
-        check_reduction: Accepted; reductions are always checked.
+        dim: Accepted without effect. Batches are never scattered.
+        check_reduction: Accepted without effect. Reductions are always checked.
         comm_hook: A member of `DDPCommunicationHookType`, or its value.
-        comm_wrapper: `"fp16"` or `"bf16"`: what `comm_hook` sends is compressed further.
+        comm_wrapper: `"fp16"` or `"bf16"` to compress the output of `comm_hook` further.
         comm_state_option: Arguments of the PowerSGD state.
     """
 
@@ -465,7 +475,7 @@ class DistributedDataParallelKwargs:
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def strategy_options(self) -> dict[str, Any]:
-        """The same as arguments of `drivetrain.DDP`."""
+        """Return the options as arguments of `drivetrain.DDP`."""
         return {
             "broadcast_buffers": self.broadcast_buffers,
             "bucket_cap_mb": self.bucket_cap_mb,
@@ -479,14 +489,14 @@ class DistributedDataParallelKwargs:
 
 
 def _hook_named(given: DDPCommunicationHookType | str | None) -> str | None:
-    """Accelerate's word for a hook in ours."""
+    """Convert Accelerate's name of a communication hook to drivetrain's."""
     name = given.value if isinstance(given, Enum) else given
     return {None: None, "no": None, "power_sgd": "powersgd", "batched_power_sgd": "batched_powersgd"}.get(name, name)
 
 
 @dataclass
 class GradScalerKwargs:
-    """Options of the loss scale under `"fp16"`."""
+    """Options of the loss scaler for the precision `"fp16"`."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -500,9 +510,9 @@ class InitProcessGroupKwargs:
     """Options of the process group.
 
     Attributes:
-        backend: Overrides the device's own backend.
-        init_method: Accepted as None or `"env://"`: the processes meet where the launcher makes them meet.
-        timeout: How long a collective may wait for a peer.
+        backend: The c10d backend, instead of the device's default.
+        init_method: None or `"env://"`. The launcher sets the rendezvous.
+        timeout: The longest time that a collective waits for other processes.
 
     Raises:
         ConfigurationError: Another `init_method` is given.
@@ -522,7 +532,7 @@ class InitProcessGroupKwargs:
 
 @dataclass
 class AutocastKwargs:
-    """Options of autocast under the mixed precisions."""
+    """Options of autocast for the mixed precisions."""
 
     enabled: bool = True
     cache_enabled: bool = True
@@ -533,15 +543,15 @@ class ProfileKwargs:
     """Options of `Accelerator.profile`, those of `torch.profiler.profile`.
 
     Attributes:
-        activities: Names of what is recorded, such as `["cpu", "cuda"]`; what the machine has if None.
-        schedule_option: Arguments of `torch.profiler.schedule`; the loop then calls the profiler's `step`.
-        on_trace_ready: Called with the profiler whenever a cycle of the schedule has ended.
-        record_shapes: Record the shapes of inputs.
-        profile_memory: Record what is allocated.
-        with_stack: Record source lines.
-        with_flops: Estimate floating-point operations.
-        with_modules: Record the modules that operators are called in.
-        output_trace_dir: Where each process writes its trace for Chrome.
+        activities: The activities to record, such as `["cpu", "cuda"]`. None records all that the machine supports.
+        schedule_option: Arguments of `torch.profiler.schedule`. The loop then calls the profiler's `step`.
+        on_trace_ready: A function that is called with the profiler at the end of each schedule cycle.
+        record_shapes: True to record input shapes.
+        profile_memory: True to record memory allocations.
+        with_stack: True to record source lines.
+        with_flops: True to estimate floating-point operations.
+        with_modules: True to record the modules that call operators.
+        output_trace_dir: The directory in which each process writes its Chrome trace.
     """
 
     activities: list[str] | None = None
@@ -555,10 +565,10 @@ class ProfileKwargs:
     output_trace_dir: str | None = None
 
     def build(self) -> torch.profiler.profile:
-        """The profiler.
+        """Return a `torch.profiler.profile` with these options.
 
         Raises:
-            ConfigurationError: An activity is not known.
+            ConfigurationError: An activity is unknown.
         """
         known = {name.lower(): member for name, member in torch.profiler.ProfilerActivity.__members__.items()}
         unknown = [name for name in self.activities or [] if name not in known]
@@ -578,15 +588,15 @@ class ProfileKwargs:
 
 @dataclass
 class GradientAccumulationPlugin:
-    """How gradients are accumulated.
+    """Options of gradient accumulation.
 
     Attributes:
-        num_steps: Micro-batches per optimizer step.
-        adjust_scheduler: Accepted for scripts that move over; a prepared scheduler steps where its optimizer does.
-        sync_with_dataloader: Whether the last batch of a loader always ends a window.
-        sync_each_batch: Reduce gradients over processes in each micro-batch, which saves memory under sharding.
-        average_short_window: Whether a last window with fewer micro-batches than `num_steps` is normalised by what it
-            holds; False normalises by `num_steps` also there, as Accelerate does.
+        num_steps: The number of micro-batches per optimizer step.
+        adjust_scheduler: Accepted without effect. A prepared scheduler steps when its optimizer does.
+        sync_with_dataloader: True if the last batch of a loader always ends an accumulation window.
+        sync_each_batch: True to reduce gradients after every micro-batch, which saves memory under sharding.
+        average_short_window: True to average a shorter last window over its own micro-batches. False divides by
+            `num_steps`, as Accelerate does.
     """
 
     num_steps: int = 1
@@ -604,15 +614,16 @@ class GradientAccumulationPlugin:
 
 @dataclass
 class ProjectConfiguration:
-    """Where a run writes.
+    """Options for the output directory and checkpoints of a run.
 
     Attributes:
-        project_dir: The run's directory.
-        logging_dir: Where trackers write; `project_dir` if None.
-        automatic_checkpoint_naming: Let `save_state()` number its checkpoints under `project_dir/checkpoints`.
-        total_limit: How many of those to keep, the latest ones.
-        iteration: The number of the next one.
-        save_on_each_node: Write `Accelerator.save` and `save_model` on each machine, where machines share no disk.
+        project_dir: The output directory.
+        logging_dir: The directory for trackers' files. None uses `project_dir`.
+        automatic_checkpoint_naming: True to let `save_state()` number checkpoints under `project_dir/checkpoints`.
+        total_limit: The number of latest numbered checkpoints to keep.
+        iteration: The number of the next checkpoint.
+        save_on_each_node: True to write files of `Accelerator.save` and `save_model` on each machine, for machines
+            without a shared disk.
     """
 
     project_dir: str | None = None
@@ -628,7 +639,7 @@ class ProjectConfiguration:
         self.logging_dir = self.logging_dir or self.project_dir
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Set `project_dir`, and `logging_dir` where it was left open."""
+        """Set `project_dir`, and `logging_dir` if it is None."""
         self.project_dir = project_dir or self.project_dir
         self.logging_dir = self.logging_dir or self.project_dir
 
@@ -647,7 +658,7 @@ HANDLER_TYPES = (
 
 
 def checked_handlers(given: Sequence[Any]) -> list[Any]:
-    """Return the handlers given; raise on an unknown one, or on two of one kind."""
+    """Return the option handlers. Raises an error for an unknown handler, or for two of the same kind."""
     handlers = list(given)
     for index, handler in enumerate(handlers):
         if not isinstance(handler, HANDLER_TYPES):
@@ -664,12 +675,12 @@ def checked_handlers(given: Sequence[Any]) -> list[Any]:
 
 
 def find_handler(handlers: Sequence[Any], kind: type[Handler]) -> Handler | None:
-    """The handler of one kind, if it was given."""
+    """Return the handler of one kind, or None."""
     return next((handler for handler in handlers if isinstance(handler, kind)), None)
 
 
 def handler_options(handler: Any) -> dict[str, Any]:
-    """A handler's fields as keyword arguments; nothing for None."""
+    """Return a handler's fields as keyword arguments. Returns an empty dict for None."""
     return {} if handler is None else {field.name: getattr(handler, field.name) for field in fields(handler)}
 
 
@@ -677,7 +688,7 @@ def handler_options(handler: Any) -> dict[str, Any]:
 
 
 class DynamoBackend(str, Enum):
-    """Backends of `torch.compile`, in Accelerate's words."""
+    """Accelerate's names of `torch.compile` backends."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -699,23 +710,22 @@ class DynamoBackend(str, Enum):
 
 @dataclass
 class TorchDynamoPlugin:
-    """How prepared models are compiled.
+    """Options for compiling prepared models with `torch.compile`.
 
-    A model is compiled in place (`nn.Module.compile`), so its parameters keep their names and every strategy takes it.
+    A model is compiled in place (`nn.Module.compile`). Its parameters keep their names, and every strategy supports it.
 
     Attributes:
-        backend: A member of `DynamoBackend`, its name, or any other backend that `torch.compile` takes;
-            none if None.
+        backend: A member of `DynamoBackend`, its name, or another `torch.compile` backend. None compiles nothing.
         mode: The `mode` of `torch.compile`.
-        fullgraph: Whether a break in the graph is an error.
-        dynamic: Whether shapes are dynamic.
+        fullgraph: True to raise an error for graph breaks.
+        dynamic: True to compile for dynamic shapes.
         options: Options of the backend.
-        disable: Compile nothing.
-        use_regional_compilation: Compile each block of the model's lists of blocks, rather than the whole: much quicker
-            to compile where blocks are alike.
+        disable: True to compile nothing.
+        use_regional_compilation: True to compile each repeated block instead of the full model, which compiles much
+            faster.
 
     Raises:
-        ConfigurationError: The backend has an unknown name.
+        ConfigurationError: The backend is unknown.
     """
 
     backend: DynamoBackend | str | None = None
@@ -739,7 +749,7 @@ class TorchDynamoPlugin:
         self.backend = given
 
     def compilation(self) -> Compilation | None:
-        """What compiles prepared models; None where nothing does."""
+        """Return the engine's compilation options, or None if nothing is compiled."""
         if self.backend is DynamoBackend.NO or self.disable:
             return None
         return Compilation(
@@ -752,7 +762,7 @@ class TorchDynamoPlugin:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The options, the backend by its lower-case name."""
+        """Return the options as a dict, with the backend's lower-case name."""
         backend = self.backend.value.lower() if isinstance(self.backend, DynamoBackend) else self.backend
         return {**vars(self), "backend": backend}
 
@@ -782,13 +792,13 @@ _UNIT_SIZE = 100_000_000  # of SIZE_BASED_WRAP where none is given, as in Accele
 
 @dataclass(frozen=True)
 class Launched:
-    """The settings that reached this process through its environment."""
+    """Settings that the launcher passed to this process in environment variables."""
 
     settings: Mapping[str, Any] = field(default_factory=settings_in_environment)
 
     @property
     def fsdp(self) -> FullyShardedDataParallelPlugin | None:
-        """The options of FSDP, if it was asked for."""
+        """The launcher's FSDP options, or None."""
         if not self.settings.get("use_fsdp"):
             return None
         options = self._options("fsdp_")
@@ -798,7 +808,7 @@ class Launched:
 
     @property
     def deepspeed(self) -> DeepSpeedPlugin | None:
-        """The options of DeepSpeed, if it was asked for."""
+        """The launcher's DeepSpeed options, or None."""
         if not self.settings.get("use_deepspeed"):
             return None
         known = {each.name for each in fields(DeepSpeedPlugin)} - {"gradient_accumulation_steps"}
@@ -808,7 +818,7 @@ class Launched:
 
     @property
     def parallelism(self) -> ParallelismConfig | None:
-        """The sizes of the grid, if one was asked for."""
+        """The launcher's device mesh sizes, or None."""
         if not self.settings.get("use_parallelism_config"):
             return None
         sizes = {
@@ -820,19 +830,19 @@ class Launched:
 
     @property
     def megatron(self) -> MegatronLMPlugin | None:
-        """The options of Megatron, if it was asked for."""
+        """The launcher's Megatron options, or None."""
         if not self.settings.get("use_megatron_lm"):
             return None
         return MegatronLMPlugin(**self._options("megatron_lm_"))
 
     @property
     def fp8_config(self) -> dict[str, Any]:
-        """The recipe for `"fp8"`, as keys of an `fp8_config`."""
+        """The launcher's FP8 options, as keys of an `fp8_config`."""
         return {name: value for name, value in self.settings.items() if name.startswith("fp8_")}
 
     @property
     def compilation(self) -> Compilation | None:
-        """How prepared models are compiled, if they shall be."""
+        """The launcher's compilation options, or None."""
         backend = self.settings.get("dynamo_backend", "no")
         if backend == "no":
             return None
@@ -847,12 +857,12 @@ class Launched:
 
     @property
     def grid_options(self) -> dict[str, Any]:
-        """Further arguments of `Parallel`."""
+        """The launcher's further arguments of `Parallel`."""
         given = self.settings.get("parallelism_config_cp_comm_strategy")
         return {} if given is None else {"cp_attention": _CP_ATTENTION[given]}
 
     def strategy(self) -> Strategy | None:
-        """The strategy that was asked for; None leaves it open."""
+        """Return the strategy that the launcher selects, or None."""
         if not any(self.settings.get(name) for name in _SWITCHES):
             return None
         fsdp, grid = self.fsdp, self.parallelism
@@ -870,7 +880,7 @@ class Launched:
         parallelism: ParallelismConfig | None,
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
     ) -> Strategy | None:
-        """The strategy of the plugins that a script gives; what they leave open is as the launcher was asked."""
+        """Return the strategy of a script's plugins. Unset options use the launcher's settings."""
         if parallelism is not None and fsdp is None:
             fsdp = self.fsdp
         elif fsdp is not None and parallelism is None:
@@ -883,13 +893,13 @@ class Launched:
         )
 
     def _options(self, prefix: str) -> dict[str, Any]:
-        """The settings with a prefix, under the names of the plugins' fields."""
+        """Return the settings with a prefix, by plugin field name."""
         short = {name.removeprefix(prefix): value for name, value in self.settings.items() if name.startswith(prefix)}
         return {_FIELDS.get(name, name): value for name, value in short.items()}
 
 
 def _filled(plugin: Any, launched: Any) -> Any:
-    """A plugin whose open fields are as the launcher was asked; a mapping is taken as it is."""
+    """Fill a plugin's unset fields with the launcher's settings. A mapping is returned unchanged."""
     if launched is None or plugin is None or isinstance(plugin, Mapping):
         return plugin
     open_fields = {each.name for each in fields(plugin) if getattr(plugin, each.name) is None}
@@ -903,7 +913,7 @@ def _filled(plugin: Any, launched: Any) -> Any:
 
 @dataclass
 class Plugins:
-    """The plugins that an engine was given, each as an object or as the keys of its YAML."""
+    """Plugins that were passed to an Accelerator, as objects or as dicts of YAML keys."""
 
     fsdp_plugin: FullyShardedDataParallelPlugin | Mapping[str, Any] | None = None
     deepspeed_plugin: DeepSpeedPlugin | Mapping[str, Any] | None = None
@@ -922,7 +932,7 @@ class Plugins:
         megatron: MegatronLMPlugin | Mapping[str, Any] | None,
         tensor: Any = None,
     ) -> Plugins:
-        """Take the arguments of an `Accelerator`."""
+        """Create the record from the arguments of an `Accelerator`."""
         if isinstance(deepspeed, Mapping) and any(map(is_dataclass, deepspeed.values())):
             several, deepspeed = deepspeed, None
         if several and deepspeed is not None:
@@ -938,7 +948,7 @@ class Plugins:
         return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
 
     def each_deepspeed(self, launched: Launched) -> dict[str, Strategy]:
-        """The strategies that several DeepSpeed plugins ask for, by their names."""
+        """Return the strategy of each DeepSpeed plugin, by plugin name."""
         found = {}
         for name, plugin in (self.deepspeed_plugins or {}).items():
             strategy = launched.strategy_with(None, plugin, None, None)

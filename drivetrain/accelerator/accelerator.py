@@ -430,7 +430,7 @@ class EngineStatus:
 
     @device_placement.setter
     def device_placement(self, value: bool) -> None:
-        """True if `prepare` moves models, and prepared loaders move batches, to the device."""
+        """Return True if `prepare` moves models, and prepared loaders move batches, to the device."""
         self.preparation.options.device_placement = value
 
     @property
@@ -440,7 +440,7 @@ class EngineStatus:
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        """True if the current micro-batch is the last of a gradient accumulation window."""
+        """Return True if the current micro-batch is the last of a gradient accumulation window."""
         self.accumulation.sync_gradients = value
 
     @property
@@ -450,7 +450,7 @@ class EngineStatus:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        """The number of micro-batches per optimizer step."""
+        """Return the number of micro-batches per optimizer step."""
         self.accumulation.set_steps(value)
 
     @property
@@ -460,7 +460,7 @@ class EngineStatus:
 
     @dataloader_config.setter
     def dataloader_config(self, value: DataLoaderConfiguration) -> None:
-        """The settings by which loaders are sharded over processes."""
+        """Return the settings by which loaders are sharded over processes."""
         self.preparation.options.dataloader_config = value
 
     @property
@@ -475,7 +475,7 @@ class EngineStatus:
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        """True if every process gets the same number of batches. Metrics ignore the rows added for this."""
+        """Return True if every process gets the same number of batches. Metrics ignore the rows added for this."""
         self.preparation.options.dataloader_config.even_batches = value
 
     @property
@@ -565,7 +565,7 @@ class EngineStatus:
 
     @step_scheduler_with_optimizer.setter
     def step_scheduler_with_optimizer(self, value: bool) -> None:
-        """True if prepared schedulers step together with their optimizers."""
+        """Return True if prepared schedulers step together with their optimizers."""
         self.preparation.options.step_scheduler_with_optimizer = value
 
     @property
@@ -575,7 +575,7 @@ class EngineStatus:
 
     @step_scheduler_per_process.setter
     def step_scheduler_per_process(self, value: bool) -> None:
-        """True if a prepared scheduler steps once per process for each optimizer step."""
+        """Return True if a prepared scheduler steps once per process for each optimizer step."""
         self.preparation.options.step_scheduler_per_process = value
 
     @property

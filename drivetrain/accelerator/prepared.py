@@ -140,7 +140,7 @@ class GradientState:
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        """True if the current micro-batch is the last of a gradient accumulation window."""
+        """Return True if the current micro-batch is the last of a gradient accumulation window."""
         window, _ = self._find()
         if window is None:
             self._synchronises = value

@@ -39,7 +39,7 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
 
     @strict_loading.setter
     def strict_loading(self, strict: bool | None) -> None:
-        """True if a checkpoint must hold exactly the task's weights. If False, differences are only reported."""
+        """Return True if a checkpoint must hold exactly the task's weights. If False, differences are only reported."""
         self.__dict__["_strict_loading"] = strict
 
     @classmethod

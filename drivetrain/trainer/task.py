@@ -367,7 +367,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        """The Trainer that runs this task.
+        """Return the Trainer that runs this task.
 
         Raises:
             RuntimeError: The task is not attached to a Trainer.

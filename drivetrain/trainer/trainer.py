@@ -981,7 +981,7 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        """True if the run stops after this step. Setting it to True requests a stop, as `request_stop` does."""
+        """Return True if the run stops after this step. Setting it to True requests a stop, as `request_stop` does."""
         if not value:
             self.control.withdraw_stop()
         elif not self.control.stop_requested:

@@ -387,6 +387,6 @@ class FSDP(Strategy):
 
 
 def largest_anywhere(flag: torch.Tensor) -> torch.Tensor:
-    """The largest value of a scalar over all processes; call it on all."""
+    """Return the largest value of a scalar over all processes. Call it on all of them."""
     largest: torch.Tensor = reduce(flag, "max")
     return largest
