@@ -457,7 +457,7 @@ ROOMS = {
     "runtime": (24, 3587),
     "strategies": (59, 10875),
     "trackers": (18, 2959),
-    "trainer": (46, 9615),
+    "trainer": (46, 9621),
 }
 """Files and lines of code of each room. They may only fall; a commit that raises one says why."""
 
