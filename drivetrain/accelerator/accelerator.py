@@ -425,42 +425,38 @@ class EngineStatus:
 
     @property
     def device_placement(self) -> bool:
-        """Whether `prepare` and prepared loaders move models and batches to the device."""
+        """True if `prepare` moves models, and prepared loaders move batches, to the device."""
         return self.preparation.options.device_placement
 
     @device_placement.setter
     def device_placement(self, value: bool) -> None:
-        """Return True if `prepare` moves models, and prepared loaders move batches, to the device."""
         self.preparation.options.device_placement = value
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch ends an accumulation window."""
+        """True if the current micro-batch is the last of a gradient accumulation window."""
         return self.accumulation.sync_gradients
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        """Return True if the current micro-batch is the last of a gradient accumulation window."""
         self.accumulation.sync_gradients = value
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
+        """The number of micro-batches per optimizer step."""
         return self.accumulation.plugin.num_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        """Return the number of micro-batches per optimizer step."""
         self.accumulation.set_steps(value)
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders are sharded."""
+        """The settings by which loaders are sharded over processes."""
         return self.preparation.options.dataloader_config
 
     @dataloader_config.setter
     def dataloader_config(self, value: DataLoaderConfiguration) -> None:
-        """Return the settings by which loaders are sharded over processes."""
         self.preparation.options.dataloader_config = value
 
     @property
@@ -470,12 +466,11 @@ class EngineStatus:
 
     @property
     def even_batches(self) -> bool:
-        """Whether every process gets as many batches, the tail completed with rows that metrics drop."""
+        """True if every process gets the same number of batches. Metrics ignore the rows added for this."""
         return self.preparation.options.dataloader_config.even_batches
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        """Return True if every process gets the same number of batches. Metrics ignore the rows added for this."""
         self.preparation.options.dataloader_config.even_batches = value
 
     @property
@@ -560,22 +555,20 @@ class EngineStatus:
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """Whether prepared schedulers follow the optimizers."""
+        """True if prepared schedulers step together with their optimizers."""
         return self.preparation.options.step_scheduler_with_optimizer
 
     @step_scheduler_with_optimizer.setter
     def step_scheduler_with_optimizer(self, value: bool) -> None:
-        """Return True if prepared schedulers step together with their optimizers."""
         self.preparation.options.step_scheduler_with_optimizer = value
 
     @property
     def step_scheduler_per_process(self) -> bool:
-        """Whether a prepared scheduler steps once per process for each optimizer step."""
+        """True if a prepared scheduler steps once per process for each optimizer step."""
         return self.preparation.options.step_scheduler_per_process
 
     @step_scheduler_per_process.setter
     def step_scheduler_per_process(self, value: bool) -> None:
-        """Return True if a prepared scheduler steps once per process for each optimizer step."""
         self.preparation.options.step_scheduler_per_process = value
 
     @property

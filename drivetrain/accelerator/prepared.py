@@ -134,13 +134,12 @@ class GradientState:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch ends a window."""
+        """True if the current micro-batch is the last of a gradient accumulation window."""
         window, _ = self._find()
         return self._synchronises if window is None else window.sync_gradients
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        """Return True if the current micro-batch is the last of a gradient accumulation window."""
         window, _ = self._find()
         if window is None:
             self._synchronises = value

@@ -33,13 +33,12 @@ class TaskFiles(HoldsHyperParameters, nn.Module):
 
     @property
     def strict_loading(self) -> bool:
-        """Whether a checkpoint must have all of the task's weights and no others; else the differences are listed."""
+        """True if a checkpoint must hold exactly the task's weights. If False, differences are only reported."""
         found = self.__dict__.get("_strict_loading")
         return True if found is None else bool(found)
 
     @strict_loading.setter
     def strict_loading(self, strict: bool | None) -> None:
-        """Return True if a checkpoint must hold exactly the task's weights. If False, differences are only reported."""
         self.__dict__["_strict_loading"] = strict
 
     @classmethod

@@ -356,10 +356,10 @@ class Task(TaskFiles, DataHooks, TaskHooks):
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer that runs this task.
+        """The Trainer that runs this task.
 
         Raises:
-            RuntimeError: None does.
+            RuntimeError: The task is not attached to a Trainer.
         """
         if self._trainer is None:
             raise RuntimeError(f"{type(self).__name__} is not attached to a `Trainer`.")
@@ -367,11 +367,6 @@ class Task(TaskFiles, DataHooks, TaskHooks):
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        """Return the Trainer that runs this task.
-
-        Raises:
-            RuntimeError: The task is not attached to a Trainer.
-        """
         for module in self.modules():  # tasks in this one log through the same trainer
             if isinstance(module, Task):
                 module._trainer = trainer

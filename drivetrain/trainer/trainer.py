@@ -976,12 +976,11 @@ class Trainer(MadeAgain, OptionAttributes, TrainerStatus):
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run is to stop after this step; setting it asks for that, as `request_stop` does."""
+        """True if the run stops after this step. Setting it to True requests a stop, as `request_stop` does."""
         return self.control.stop_requested
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        """Return True if the run stops after this step. Setting it to True requests a stop, as `request_stop` does."""
         if not value:
             self.control.withdraw_stop()
         elif not self.control.stop_requested:

@@ -1,6 +1,6 @@
-"""Megatron's parallelism (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053), through megatron-core itself.
+"""Megatron parallelism (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053), through megatron-core.
 
-Names are resolved on first use: what they need of torch takes longer to import than torch itself.
+Names are imported at first use, because they need parts of torch whose import takes longer than torch itself.
 """
 
 from __future__ import annotations

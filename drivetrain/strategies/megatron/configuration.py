@@ -1,4 +1,4 @@
-"""Megatron-core's configurations: the user's, completed by what the grid and the precision decide."""
+"""Configurations of megatron-core: the user's values, completed with parallel sizes and precision."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECOMPUTE = ("selective", "full")
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """What was asked for; see `Megatron`."""
+    """Options of the `Megatron` strategy."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -71,11 +71,11 @@ class MegatronOptions:
 
     @property
     def chunks(self) -> int:
-        """Parts of the model that each process holds: more than one where stages are interleaved."""
+        """The number of model chunks on each process. More than one with interleaved stages."""
         return self.virtual_pipeline or 1
 
     def place(self, rank: int, world_size: int) -> MeshPlace:
-        """A process's place in the grid, whose order is megatron-core's: tensor parallel ranks are neighbours."""
+        """Return a process's coordinates in the grid. As in megatron-core, tensor-parallel ranks are adjacent."""
         needed = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
         if world_size % needed:
             raise ConfigurationError(
@@ -97,18 +97,18 @@ class MegatronOptions:
 
     @property
     def asked(self) -> str:
-        """The sizes above 1, as they were given."""
+        """The parallel sizes above 1, as text with their option names."""
         names = ("tensor_parallel", "pipeline_parallel", "context_parallel")
         return " x ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) > 1) or "Megatron()"
 
 
 def factors(number: int) -> list[int]:
-    """The numbers that a number is a multiple of, smallest first."""
+    """Return the divisors of a number in ascending order."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def check_fits(what: str, size: int, argument: str, parts: int) -> None:
-    """Raise where a size of the model is no multiple of the processes that share it."""
+    """Raise an error if a size of the model is not a multiple of the number of processes that share it."""
     if size % parts:
         fits = [each for each in factors(size) if each <= max(2 * parts, 16)]
         raise ConfigurationError(
@@ -149,12 +149,12 @@ _DIVISIBILITY = re.compile(r"(\d+) is not divisible by (\d+)")
 
 
 def low_dtype(precision: Precision) -> torch.dtype | None:
-    """The dtype of the model's weights beside 32-bit master weights; None in full precision."""
+    """Return the dtype of weights that have float32 master weights, or None in full precision."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision.name)
 
 
 def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any:
-    """A model's `TransformerConfig` with the sizes of the grid and the precision in it."""
+    """Return a copy of a `TransformerConfig` with the parallel sizes and dtypes of the run."""
     if not is_dataclass(config) or isinstance(config, type) or not hasattr(config, "tensor_model_parallel_size"):
         raise ConfigurationError(
             f"transformer_config() returned {type(config).__name__}. Return a TransformerConfig of megatron-core, "
@@ -199,7 +199,7 @@ def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any
 
 
 def _refuse_contradictions(config: Any, settings: Mapping[str, Any]) -> None:
-    """Refuse a size that the configuration gives otherwise than the strategy."""
+    """Raise an error if the configuration sets a size differently than the strategy."""
     for name, argument in (
         ("tensor_model_parallel_size", "tensor_parallel"),
         ("pipeline_model_parallel_size", "pipeline_parallel"),
@@ -234,7 +234,7 @@ def _check_sizes(config: Any, options: MegatronOptions) -> None:
 
 
 def _refuse_losses_beside(config: Any) -> None:
-    """Refuse losses that are added within layers where losses are averaged per token by the engine."""
+    """Raise an error if layers add auxiliary losses while losses are averaged per token."""
     beside = [name for name in ("num_moe_experts", "mtp_num_layers") if getattr(config, name, None)]
     if config.calculate_per_token_loss and beside:
         raise ConfigurationError(
@@ -256,7 +256,7 @@ def _check_names(argument: str, given: Mapping[str, Any], known: Any) -> None:
 
 
 def ddp_config(options: MegatronOptions, low: torch.dtype | None) -> Any:
-    """How gradients are accumulated and reduced."""
+    """Return megatron-core's options for accumulating and reducing gradients."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     _check_names("ddp", options.ddp, DistributedDataParallelConfig)
@@ -269,7 +269,7 @@ def ddp_config(options: MegatronOptions, low: torch.dtype | None) -> Any:
 
 
 def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.dtype | None) -> Any:
-    """What one of torch's optimizers asks for, as an `OptimizerConfig`; clipping is left to the engine."""
+    """Convert a torch optimizer's options to an `OptimizerConfig` without clipping."""
     from megatron.core.optimizer import OptimizerConfig
 
     _check_names("optimizer", options.optimizer, OptimizerConfig)
@@ -313,7 +313,7 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
 
 
 def _check_distributed(optimizer: Optimizer) -> None:
-    """Refuse what megatron-core's distributed optimizer does not spread over processes."""
+    """Raise an error if megatron-core's distributed optimizer does not support this optimizer."""
     from megatron.core import optimizer as kernels
 
     adam = (AdamW,) if kernels.USING_PYTORCH_OPTIMIZER else (Adam, AdamW)
@@ -327,7 +327,7 @@ def _check_distributed(optimizer: Optimizer) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Context of a model provider, in which megatron-core's assertions about sizes are raised in our words."""
+    """Convert megatron-core's assertions about sizes in the body to readable errors."""
     try:
         yield
     except AssertionError as error:
@@ -392,7 +392,7 @@ KEYS = (*_ARGUMENTS, *_TRANSFORMER, *_OPTIMIZER, *_ELSEWHERE, _RECOMPUTE)
 
 
 def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Megatron` that keys of a `megatron_lm_config` mean."""
+    """Convert keys of a `megatron_lm_config` to arguments of `Megatron`."""
     arguments: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {"transformer": {}, "optimizer": {}}
     for spelled, value in given.items():
@@ -423,7 +423,7 @@ def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_megatron() -> None:
-    """Raise where the package is not installed."""
+    """Raise an error if megatron-core is not installed."""
     try:
         found = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
@@ -436,7 +436,7 @@ def require_megatron() -> None:
 
 
 def require_device(device: torch.device) -> None:
-    """Raise where what megatron-core makes would be on another device than the run's."""
+    """Raise an error if megatron-core would allocate on another device than the run's."""
     try:
         made = torch.empty(0, device="cuda").device.type
     except (RuntimeError, AssertionError) as error:
@@ -459,7 +459,7 @@ _OWNER = "megatron_groups"
 
 
 class MegatronGroups:
-    """This process in megatron-core's `parallel_state`."""
+    """Process groups of this process in megatron-core's `parallel_state`."""
 
     def __init__(self, options: MegatronOptions, place: MeshPlace, device: torch.device) -> None:
         from megatron.core import parallel_state
@@ -486,12 +486,12 @@ class MegatronGroups:
 
     @property
     def stage_group(self) -> dist.ProcessGroup:
-        """The stages of this process's pipeline."""
+        """The process group of the stages of this process's pipeline."""
         group: dist.ProcessGroup = self._state.get_pipeline_model_parallel_group()
         return group
 
     def leave(self) -> None:
-        """Forget the groups, which are about to be destroyed."""
+        """Release the process groups before they are destroyed."""
         if PartialState.registry().get(_OWNER) is self:
             del PartialState.registry()[_OWNER]
             self._state.destroy_model_parallel()
@@ -503,7 +503,7 @@ class MegatronGroups:
 
     @contextmanager
     def initial_values(self, topology: Topology) -> Iterator[None]:
-        """Let what is drawn in the body be the same where processes hold copies, and differ where they hold parts."""
+        """Seed the body so that replicas get equal values, and shards different ones."""
         generator = own_generator("megatron")
         # In a run without a seed processes differ: all follow rank 0, from here on without talking.
         seed = broadcast(torch.randint(_LARGEST, (1,), generator=generator).to(topology.device))
@@ -515,7 +515,7 @@ class MegatronGroups:
             yield
 
     def begin_window(self) -> None:
-        """Seed megatron-core's trackers for one step, so that dropout is resumed with the run's random state."""
+        """Seed megatron-core's random trackers for one step, so that a resumed run draws the same dropout."""
         if self._generator is None:
             return
         drawn = int(torch.randint(_LARGEST, (1,), generator=self._generator))
@@ -525,7 +525,7 @@ class MegatronGroups:
 
     @property
     def generator(self) -> torch.Generator | None:
-        """What the seeds of steps are drawn from."""
+        """The generator from which the seeds of steps are drawn, or None."""
         return self._generator
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Where the parts of a model that each process holds belong in the whole one, by its canonical names.
+"""Mapping between the model parts of each process and the full model's canonical parameter names.
 
-The places are those of megatron-core's `sharded_state_dict`; the names are those of the same model on one process.
+Positions come from megatron-core's `sharded_state_dict`. Names are those of the same model on one process.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _METADATA = {"non_homogeneous_layers": True}
 
 @dataclass
 class Entry:
-    """One tensor of this process.
+    """One tensor of this process and its position in the full model.
 
     Attributes:
-        name: Of the whole that it is a part of.
-        tensor: A parameter, or a buffer.
-        sharded: Megatron-core's description of its place.
-        shape: Of the whole.
-        counts: Whether it stands for its part, rather than being a copy of a peer's.
+        name: The name of the full tensor.
+        tensor: The local parameter or buffer.
+        sharded: Megatron-core's description of its position.
+        shape: The shape of the full tensor.
+        counts: True if this process stores the part, False if the part is a replica of another process's.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Entry:
     counts: bool
 
     def pieces(self, like: Tensor) -> list[tuple[Slices, Tensor]]:
-        """Views of a tensor of this one's shape, such as an optimizer's state, each with its place in the whole."""
+        """Return views of a tensor of the local shape, each with its slices in the full tensor."""
         return [(piece.global_slice(), piece.data) for piece in _pieces(self.sharded, like)]
 
     def fill(self, like: Tensor, whole: Tensor) -> None:
-        """Copy this process's part of a whole tensor."""
+        """Copy this process's part of a full tensor into a local tensor."""
         if tuple(whole.shape) != self.shape:
             raise CheckpointError(
                 f"{self.name} has the shape {tuple(whole.shape)} in the checkpoint, but {self.shape} here."
@@ -59,11 +59,11 @@ class Entry:
 
 
 class Layout:
-    """Where the tensors of all processes belong; made by all processes together.
+    """Positions of the tensors of all processes. Create it on all processes together.
 
     Attributes:
         entries: The tensors of this process.
-        names: Those of the whole model, in its order.
+        names: The names of the full model's tensors, in order.
     """
 
     def __init__(self, chunks: Iterable[nn.Module], prefix: str, device: torch.device) -> None:
@@ -85,15 +85,15 @@ class Layout:
         self._numbers = {name: number for number, name in enumerate(self.names)}
 
     def find(self, tensor: Tensor) -> Entry | None:
-        """The place of a parameter of this process."""
+        """Return the entry of a local parameter, or None."""
         return self._by_tensor.get(id(tensor))
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor in the model."""
+        """Return the dtype of a tensor in the model."""
         return self._described[name][1]
 
     def rotating(self, name: str, ranks: list[int]) -> int:
-        """The process that keeps a whole tensor: one of those that have parts of it, in turn."""
+        """Return the rank that stores a full tensor. It rotates among the ranks that hold parts of it."""
         return ranks[self._numbers[name] % len(ranks)]
 
     def read(
@@ -102,7 +102,7 @@ class Layout:
         dtype: Callable[[str], torch.dtype],
         holder: Holder | None = None,
     ) -> dict[str, Tensor]:
-        """Whole tensors on the CPU, each on one process and on the meta device on the others; a collective."""
+        """Assemble full tensors on the CPU, each on one process and as a meta tensor on all others. A collective."""
         rank = dist.get_rank()
         state: dict[str, Tensor] = {}
         own: dict[str, list[Entry]] = {}
@@ -134,7 +134,7 @@ class Layout:
             dist.send(part.to(whole.dtype).contiguous(), dst=keeper)
 
     def elements(self, tensor: Tensor) -> int:
-        """How many elements the whole of a parameter has."""
+        """Return the number of elements of a full parameter."""
         entry = self.find(tensor)
         return tensor.numel() if entry is None else torch.Size(entry.shape).numel()
 
@@ -159,7 +159,7 @@ def _entries(chunk: nn.Module, prefix: str) -> Iterator[Entry]:
 
 
 def _canonical(local: str, key: str, renumbered: dict[str, str]) -> str:
-    """The name on one process: layers by their number in the whole model, a tied weight by that of the embedding."""
+    """Return a tensor's name on one process, with global layer numbers and the embedding's name for a tied weight."""
     if key.endswith("embedding.word_embeddings.weight"):
         return key
     for before, after in renumbered.items():
@@ -190,5 +190,5 @@ def _is_main(replica: Any) -> bool:
 
 
 def _natural(name: str) -> list[Any]:
-    """A key that sorts layer 10 behind layer 9."""
+    """Return a sort key by which layer 10 comes after layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -1,4 +1,4 @@
-"""The state of a model that is spread over layers, stages and data shards, under the names of the whole."""
+"""State of a Megatron model under the names of the full model, assembled from all processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drivetrain.strategies.megatron.optimizer import GROUP, MegatronOptimizerFro
 
 
 class MergedState(ModelState):
-    """State that is put together from the parts of all processes, and taken apart again."""
+    """Model and optimizer state that is assembled from the parts of all processes, and split again when loading."""
 
     held_as = "parts"
 
@@ -29,7 +29,7 @@ class MergedState(ModelState):
         self._models = models
 
     def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
-        """The size of the whole parameter, of which this process may hold a part."""
+        """Return the number of elements of the full parameter, and True if it is trained."""
         for placed in self._models:
             if placed.layout.find(parameter) is not None:
                 return placed.layout.elements(parameter), parameter.requires_grad
@@ -38,17 +38,17 @@ class MergedState(ModelState):
     # models
 
     def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Refuse: megatron-core's optimizer keeps master weights of its own."""
+        """Raise an error: megatron-core's optimizer holds its own master weights, so parameters cannot change."""
         raise ConfigurationError(
             "megatron-core keeps the weights that it trains in its optimizer, so they cannot be changed in place "
             'during a run. Use strategy="fsdp", or Parallel, to spread the model over processes.',
         )
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Parameters and buffers; unless they are to be full, in 32 bits where the optimizer keeps such master weights.
+        """Return full parameters and buffers. Unless `full`, float32 master weights replace low-precision weights.
 
-        What is put together from several processes is kept by one of them each, and stands as a tensor on the meta
-        device on the others, so that no process ever holds all of it.
+        A tensor assembled from several processes is stored on one of them and is a meta tensor on the others, so that
+        no process holds the full model.
         """
         placed = self._models.require(model)
         if full:
@@ -77,7 +77,7 @@ class MergedState(ModelState):
         return {name: value.detach() for name, value in whole.items()} | around
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Take this process's parts of whole tensors, into parameters and master weights."""
+        """Load this process's parts of full tensors into parameters and master weights."""
         placed = self._models.require(model)
         around = self._around(placed)
         missing = [name for name in (*placed.layout.names, *around) if name not in state]
@@ -100,7 +100,7 @@ class MergedState(ModelState):
         return type(placed.owner.load_state_dict({}, strict=False))(missing, unexpected)
 
     def _around(self, placed: PlacedModel) -> StateDict:
-        """What the user's module holds beside the model, such as metrics."""
+        """Return the state of the user's module outside the model, such as metrics."""
         own = {id(value) for chunk in placed.bare for value in chunk.state_dict(keep_vars=True).values()}
         state = placed.owner.state_dict(keep_vars=True)
         return {
@@ -110,7 +110,7 @@ class MergedState(ModelState):
     # optimizers
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """An optimizer's state by canonical parameter name, put together as in `model`."""
+        """Return an optimizer's state by canonical parameter name, assembled as in `model`."""
         front = self._front(optimizer)
         if front is None:
             return named_optimizer_state(self.strategy.unwrap(model), optimizer)
@@ -149,7 +149,7 @@ class MergedState(ModelState):
         return {name: tensor for name, tensor in found.items() if name in stepped}
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Give each process its part of what any strategy saved."""
+        """Load this process's part of an optimizer state that was saved under any strategy."""
         front = self._front(optimizer)
         if front is None:
             super().load_optimizer(model, optimizer, state)
@@ -177,14 +177,14 @@ class MergedState(ModelState):
 
 
 def _local(entry: Entry, whole: Tensor) -> Tensor:
-    """This process's part of a whole tensor, in 32 bits."""
+    """Return this process's part of a full tensor, in float32."""
     part = torch.empty(entry.tensor.shape, dtype=torch.float32, device=entry.tensor.device)
     entry.fill(part, whole)
     return part
 
 
 def _names_of_groups(front: MegatronOptimizerFront) -> list[list[str]]:
-    """The canonical names of the parameters in each of the user's groups, over all stages; a collective."""
+    """Return the canonical parameter names of each of the user's parameter groups, over all stages. A collective."""
     layout = front.placed.layout
     own = [
         [entry.name for p in group["params"] if (entry := layout.find(p)) is not None] for group in front.param_groups
@@ -211,7 +211,7 @@ _STEPPED = ("param", "fp32_param")
 
 
 def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
-    """Write model, optimizer and random state, each process its part; a collective."""
+    """Save model, optimizer and random state, each process its part. A collective."""
     from megatron.core import dist_checkpointing
 
     if torch.distributed.get_rank() == 0:
@@ -224,7 +224,7 @@ def save(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLi
 
 
 def load(placed: PlacedModel, groups: MegatronGroups, directory: str | os.PathLike[str]) -> None:
-    """Read what `save` wrote, on any grid of processes; a collective."""
+    """Load a directory written by `save`, with any parallel sizes. A collective."""
     from megatron.core import dist_checkpointing
 
     if not dist_checkpointing.check_is_distributed_checkpoint(os.fspath(directory)):

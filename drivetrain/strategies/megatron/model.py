@@ -1,4 +1,4 @@
-"""A model as megatron-core runs it, and all models of a strategy."""
+"""Models in the form in which megatron-core runs them, and the schedules that run them."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class MegatronProgram(Protocol):
-    """A task in megatron-core's own signatures, such as `drivetrain.MegatronTask`.
+    """Protocol of a task with megatron-core's function signatures, such as `drivetrain.MegatronTask`.
 
     Attributes:
-        chunks: The parts of the model that this process holds.
+        chunks: The model chunks of this process.
     """
 
     chunks: list[nn.Module]
 
     def transformer_config(self) -> Any:
-        """The model's `TransformerConfig`, without the sizes of the grid."""
+        """Return the model's `TransformerConfig`, without parallel sizes."""
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None
     ) -> nn.Module:
-        """Build one part of the model."""
+        """Create one model chunk."""
 
     def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
-        """Run one part of the model on the next batch; return its output and the function that computes the loss."""
+        """Run one model chunk on the next batch. Returns its output and the function that computes the loss."""
 
     def batch_shape(self, batch: Any) -> tuple[int, int]:
-        """How many rows a batch has, and how long they are."""
+        """Return the number of rows and the sequence length of a batch."""
 
 
 def shape_of(batch: Any) -> tuple[int, int]:
-    """How many rows the first tensor of a batch with two dimensions or more has, and how long they are."""
+    """Return the rows and length of the first tensor of a batch that has at least two dimensions."""
     for tensor in _tensors(batch):
         if tensor.dim() >= 2:
             return tensor.shape[0], tensor.shape[1]
@@ -68,12 +68,12 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 class PlacedModel:
-    """The parts of one model that this process holds.
+    """Model chunks of one model on this process.
 
     Attributes:
-        called: What `prepare` returned.
-        optimizer: What steps it; None where it is only evaluated.
-        accumulates: Whether a backward is within an accumulation window.
+        called: The module that `prepare` returned.
+        optimizer: The optimizer, or None if the model is only evaluated.
+        accumulates: True if the current backward is within an accumulation window.
     """
 
     def __init__(self, owner: nn.Module, bare: list[nn.Module], wrapped: list[nn.Module], layout: Layout) -> None:
@@ -84,7 +84,7 @@ class PlacedModel:
 
     @property
     def config(self) -> Any:
-        """Their `TransformerConfig`."""
+        """The `TransformerConfig` of the chunks."""
         return self.bare[0].config
 
     @property
@@ -98,7 +98,7 @@ class PlacedModel:
         return self.owner
 
     def finalize(self, chunks: list[nn.Module] | None = None, num_tokens: Any = None, **options: Any) -> None:
-        """Reduce the gradients of a window over all that share them, to their average over data shards."""
+        """Reduce the gradients of a window, and average them over data-parallel processes."""
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads(self.wrapped, None, **options)
@@ -108,18 +108,18 @@ class PlacedModel:
                 chunk.scale_gradients(1.0 / chunk.dp_cp_group.size())  # type: ignore[operator]
 
     def zero_gradients(self) -> None:
-        """Forget gradients that are held."""
+        """Clear accumulated gradients."""
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()  # type: ignore[operator]
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """What has been accumulated."""
+        """Return the accumulated gradients."""
         parameters = (parameter for chunk in self.bare for parameter in chunk.parameters())
         return [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
 
 
 class PlacedModels:
-    """All models of a strategy."""
+    """All models of a Megatron strategy."""
 
     def __init__(self) -> None:
         self._placed: list[PlacedModel] = []
@@ -128,23 +128,23 @@ class PlacedModels:
         return iter(self._placed)
 
     def add(self, placed: PlacedModel) -> None:
-        """Take a model, in place of what it was placed as before."""
+        """Add a model, replacing an earlier placement of the same model."""
         self._placed = [known for known in self._placed if known.owner is not placed.owner]
         self._placed.append(placed)
 
     def clear(self) -> None:
-        """Forget all models."""
+        """Remove all models."""
         self._placed.clear()
 
     def find(self, model: nn.Module) -> PlacedModel | None:
-        """A model by what it was or by what `prepare` returned; None where it is none of them."""
+        """Return a placed model by its original or its prepared module, or None."""
         for placed in self._placed:
             if model is placed.owner or model is placed.called or any(model is chunk for chunk in placed.wrapped):
                 return placed
         return None
 
     def require(self, model: nn.Module) -> PlacedModel:
-        """The same."""
+        """Return a placed model by its original or its prepared module. Raises an error if there is none."""
         placed = self.find(model)
         if placed is None:
             raise ConfigurationError(f"{type(model).__name__} has not been prepared under strategy='megatron'.")
@@ -159,10 +159,10 @@ Output = TypeVar("Output")
 
 
 class StageEnded(Exception):
-    """A step has come to the end of a part of the model that computes no loss.
+    """Raised when a step reaches the end of a model chunk that computes no loss.
 
     Attributes:
-        output: What the part hands over.
+        output: The output to send to the next chunk.
     """
 
     def __init__(self, output: Any) -> None:
@@ -171,18 +171,18 @@ class StageEnded(Exception):
 
 
 class CurrentChunk:
-    """The part of the model whose turn it is.
+    """The model chunk that is currently running.
 
     Attributes:
-        chunk: What is called; None outside of a step.
-        is_last: Whether it computes the loss.
+        chunk: The chunk to call, or None outside a step.
+        is_last: True if the chunk computes the loss.
     """
 
     chunk: nn.Module | None = None
     is_last: bool = True
 
     def run(self, program: MegatronProgram, batch: Any) -> tuple[Tensor, Any]:
-        """Run it on a batch; see `MegatronRuntime.run`."""
+        """Run the current chunk on a batch. See `MegatronRuntime.run`."""
         if self.chunk is None:
             raise ConfigurationError(
                 f"{type(program).__name__} runs its model outside of a step. Call it within training_step, "
@@ -194,7 +194,7 @@ class CurrentChunk:
         return output, loss_function
 
     def step(self, chunk: nn.Module, is_last: bool, step: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-        """Run a step with a part of the model."""
+        """Run a task's step with one model chunk."""
         self.chunk, self.is_last = chunk, is_last
         try:
             if is_last:
@@ -211,7 +211,7 @@ class CurrentChunk:
 
 
 class Schedule:
-    """Runs the windows of one model."""
+    """Runs accumulation windows of one model through megatron-core's pipeline schedules."""
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, groups: MegatronGroups, topology: Topology) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -270,7 +270,7 @@ class Schedule:
         return outputs
 
     def backward(self, loss: Tensor) -> None:
-        """Keep a loss for the schedule, which goes back from it when it is its turn."""
+        """Store a loss. The schedule runs its backward later."""
         if loss.numel() != 1 or not loss.requires_grad:
             raise RuntimeError(f"cannot go back from a tensor of shape {tuple(loss.shape)}: {loss}")
         # Where stages free what they have handed over, the loss would go with it.
@@ -286,14 +286,14 @@ class Schedule:
         return loss
 
     def _missing(self, count: int) -> int:
-        """How many micro-batches an interleaved schedule needs beside those of a window."""
+        """Return the number of dummy micro-batches that an interleaved schedule needs to complete a window."""
         if len(self._placed.wrapped) == 1:
             return 0
         stages: int = self._placed.config.pipeline_model_parallel_size
         return -count % stages
 
     def _shape(self, microbatches: Sequence[Any]) -> tuple[int, int]:
-        """Rows and length of the window's micro-batches, which stages hand over."""
+        """Return rows and length of the window's micro-batches, which determine the tensors that stages send."""
         if self._placed.config.pipeline_model_parallel_size == 1:
             return 1, 1
         program = self._placed.program
@@ -312,7 +312,7 @@ class Schedule:
 
 
 class _EvaluationPass:
-    """One forward through all stages."""
+    """One forward pass through all stages."""
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
         self._placed, self._current, self._topology = placed, current, topology
@@ -346,12 +346,12 @@ class _EvaluationPass:
 
 
 class Evaluation(nn.Module):
-    """Called as `module(step, batch, ...)` like `StepModule`; only the process with the last stage returns something.
+    """Module called as `module(step, batch, ...)` like `StepModule`. Only the last stage returns a result.
 
     Args:
         placed: The model.
-        current: Where its parts are named in turn.
-        topology: This process's place.
+        current: The record of the running chunk.
+        topology: This process's coordinates.
     """
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
@@ -360,12 +360,12 @@ class Evaluation(nn.Module):
         self._run: Callable[..., Any] = _EvaluationPass(placed, current, topology).run
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
-        """Run a step, forward only, through one stage after another."""
+        """Run a step without gradients through all stages."""
         return self._run(step, batch, *args)
 
 
 class MegatronRuntime:
-    """Builds and runs the parts of a model that this process holds."""
+    """Creates and runs the model chunks of this process."""
 
     def __init__(
         self, build: Callable[[MegatronProgram], list[nn.Module]], current: CurrentChunk, config: Callable[[], Any]
@@ -373,7 +373,7 @@ class MegatronRuntime:
         self.build, self.run, self._config = build, current.run, config
 
     def loss_of(self, result: Any) -> tuple[Any, dict[str, Any]]:
-        """Return what a loss function in megatron-core's signature returned, as a step returns it."""
+        """Convert the result of a megatron-core loss function to the result of a training step."""
         config = self._config()
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             raise ConfigurationError(
@@ -390,7 +390,7 @@ class MegatronRuntime:
         return total / tokens.clamp(min=1), report
 
     def own_part(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """This process's part of the sequences of a batch."""
+        """Return this process's part of the sequences in a batch."""
         if self._config().context_parallel_size == 1:
             return batch
         from megatron.core.utils import get_batch_on_this_cp_rank
@@ -399,7 +399,7 @@ class MegatronRuntime:
         return part
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
-        """Logits over the whole vocabulary."""
+        """Gather logits over the full vocabulary."""
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
         gathered: Tensor = gather_from_tensor_model_parallel_region(logits)

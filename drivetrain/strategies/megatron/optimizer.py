@@ -1,4 +1,4 @@
-"""Megatron-core's optimizer behind the one that the user made."""
+"""Megatron-core's optimizer behind the interface of the user's torch optimizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ INTERNAL = (
 
 
 class MegatronOptimizerFront(OptimizerProxy):
-    """What loops step and clear: the user's optimizer, whose options megatron-core's follows."""
+    """The user's optimizer as loops see it. Megatron-core's optimizer follows its options."""
 
     def __init__(self, optimizer: Optimizer, placed: PlacedModel, inner: Any) -> None:
         # Not Optimizer.__init__: groups and defaults are those of the optimizer inside.
@@ -40,7 +40,7 @@ class MegatronOptimizerFront(OptimizerProxy):
 
     @property
     def state(self) -> Any:
-        """The state that megatron-core keeps, by its own parameters."""
+        """The state of megatron-core's optimizer, by its own parameters."""
         return self.inner.state
 
     @state.setter
@@ -54,28 +54,28 @@ class MegatronOptimizerFront(OptimizerProxy):
 
     @property
     def parts(self) -> list[Any]:
-        """The optimizers of dense layers and of experts, those that hold parameters here."""
+        """The optimizers of dense layers and of experts that hold parameters on this process."""
         return [part for part in self.inner.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
 
     def prepare_gradients(self) -> bool:
-        """Bring a window's gradients to the parameters that are stepped, unscaled; once a window."""
+        """Unscale a window's gradients and copy them to the stepped parameters, once per window."""
         if self.overflowed is None:
             self.__dict__["overflowed"] = bool(self.inner.prepare_grads())
         found: bool = self.overflowed
         return found
 
     def stepped_parameters(self) -> list[Tensor]:
-        """The parameters that are stepped: 32-bit copies, or this process's part of them, where there are such."""
+        """Return the parameters to step: float32 copies, or this process's part of them, if they exist."""
         return [parameter for part in self.parts for parameter in part.get_parameters()]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients."""
+        """Clear gradients."""
         self.placed.zero_gradients()
         self.inner.zero_grad(set_to_none)
         self.__dict__.update(overflowed=None, clipped=False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
-        """Step, unless a gradient has overflowed."""
+        """Step the optimizer. Returns False if a gradient overflowed and the step was skipped."""
         if closure is not None:
             raise ConfigurationError(
                 f"{type(self.optimizer).__name__} under strategy='megatron' takes no closure: the schedule runs "
@@ -89,7 +89,7 @@ class MegatronOptimizerFront(OptimizerProxy):
         return stepped
 
     def follow_options(self) -> None:
-        """Take the learning rate and the other options from the user's groups."""
+        """Copy the learning rate and other options from the user's parameter groups."""
         for group in self.inner.param_groups:
             given = self.optimizer.param_groups[group[GROUP]]
             for name, value in given.items():
@@ -100,7 +100,7 @@ class MegatronOptimizerFront(OptimizerProxy):
 def make_optimizer(
     optimizer: Optimizer, placed: PlacedModel, options: MegatronOptions, low: torch.dtype | None
 ) -> MegatronOptimizerFront:
-    """Build megatron-core's optimizer for a model; a collective."""
+    """Create megatron-core's optimizer for a model. A collective."""
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
@@ -148,23 +148,23 @@ def _check_parameters(optimizer: Optimizer, chunks: Sequence[nn.Module], groups:
 
 
 class BufferedGradients(Gradients):
-    """Gradients in megatron-core's buffers, until its optimizer takes them."""
+    """Gradients in megatron-core's buffers, until its optimizer uses them."""
 
     def __init__(self, models: PlacedModels, topology: Topology, clipping: float | None) -> None:
         self._models, self._topology, self._clipping = models, topology, clipping
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context whose backwards do not end an accumulation window."""
+        """Return a context manager in which a backward does not end an accumulation window."""
         placed = self._models.find(model)
         return nullcontext() if placed is None or placed.optimizer is None else _within_window(placed)
 
     def are_held(self, model: nn.Module) -> bool:
-        """Return whether an accumulation window has gradients."""
+        """Return True if the current accumulation window holds gradients."""
         placed = self._models.find(model)
         return placed is not None and bool(placed.held_gradients())
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale gradients down to a total norm of at most `max_norm`, over all layers, stages and parts."""
+        """Clip the total norm of gradients over all layers, stages and shards. Returns the norm before clipping."""
         front = self._stepped(parameters)
         if front is None:
             return torch.zeros((), device=self._topology.device)
@@ -180,7 +180,7 @@ class BufferedGradients(Gradients):
         return torch.tensor(total, device=self._topology.device)
 
     def clip_by_default(self, front: MegatronOptimizerFront) -> None:
-        """Clip to the strategy's own norm, where the loop has not clipped."""
+        """Clip to the strategy's `gradient_clipping` if the loop has not clipped."""
         if self._clipping is not None and not front.clipped and not front.prepare_gradients():
             _clip(front, self._clipping, _total_norm(front, 2.0))
 
@@ -191,7 +191,7 @@ class BufferedGradients(Gradients):
         bound: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        """Change gradients: of a model those in megatron-core's buffers, else what its optimizer steps with."""
+        """Scale or clamp gradients: a model's in megatron-core's buffers, else those of the stepped parameters."""
         if model is not None:
             placed = self._models.find(model)
             for chunk in placed.wrapped if placed is not None and placed.optimizer is not None else ():
@@ -203,7 +203,7 @@ class BufferedGradients(Gradients):
             scale_tensors([each.grad for each in stepped if each.grad is not None], factor, bound)
 
     def _stepped(self, parameters: Iterable[torch.Tensor]) -> MegatronOptimizerFront | None:
-        """The optimizer that steps parameters: always all of a model's."""
+        """Return the optimizer of the parameters, which must be all parameters of a model, or None."""
         wanted = {id(parameter) for parameter in parameters}
         for placed in self._models:
             if placed.optimizer is not None and any(id(p) in wanted for p in placed.owner.parameters()):
@@ -248,12 +248,12 @@ def _within_window(placed: PlacedModel) -> Iterator[None]:
 
 
 class Stepped(NamedTuple):
-    """What is stepped in place of a parameter.
+    """Tensor that is stepped in place of a parameter.
 
     Attributes:
-        part: The optimizer of megatron-core that steps it.
-        main: The tensor that is stepped; None where another process steps all of the parameter.
-        start: Where this begins in the flattened parameter, where the optimizer is distributed; None where it is whole.
+        part: The megatron-core optimizer that steps it.
+        main: The stepped tensor, or None if another process steps the full parameter.
+        start: The offset in the flattened parameter if the optimizer is distributed, else None.
     """
 
     part: Any
@@ -262,12 +262,12 @@ class Stepped(NamedTuple):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The processes that step it together; None where each steps all of it."""
+        """The process group that steps the parameter together, or None if each process steps all of it."""
         return None if self.start is None else self.part.data_parallel_group
 
 
 class ParameterState:
-    """Reads and writes the state of a parameter."""
+    """Reads and writes a parameter's optimizer state."""
 
     def __init__(self, front: MegatronOptimizerFront) -> None:
         self._front = front
@@ -280,12 +280,12 @@ class ParameterState:
                 self._whole.update({id(p): part for p in part.get_parameters()})
 
     def is_stepped(self, parameter: Tensor) -> bool:
-        """Whether the optimizer steps a parameter."""
+        """Return True if the optimizer steps a parameter."""
         main = getattr(parameter, "main_param", parameter)
         return id(parameter) in self._distributed or id(main) in self._whole
 
     def find(self, parameter: Tensor) -> Stepped:
-        """What is stepped in place of a parameter."""
+        """Return the tensor that is stepped in place of a parameter."""
         part = self._distributed.get(id(parameter))
         if part is None:
             main = getattr(parameter, "main_param", parameter)
@@ -297,7 +297,7 @@ class ParameterState:
         return Stepped(part, main, part._get_model_param_range_map(parameter)["param"].start)
 
     def keys(self) -> dict[str, bool]:
-        """The names of what is kept here, and whether each is of the parameter's size."""
+        """Return the names of the optimizer state, each with True if it has the parameter's size."""
         found: dict[str, bool] = {}
         for part in self._front.parts:
             for main, values in part.optimizer.state.items():
@@ -306,7 +306,7 @@ class ParameterState:
         return found
 
     def steps(self) -> float | None:
-        """How many steps have been taken; None where the optimizer does not count them."""
+        """Return the number of steps taken, or None if the optimizer does not count them."""
         for part in self._front.parts:
             for values in part.optimizer.state.values():
                 if "step" in values:
@@ -317,7 +317,7 @@ class ParameterState:
         return None
 
     def make(self) -> None:
-        """Make the state of an optimizer that has not stepped yet, where megatron-core's checkpoints need it."""
+        """Create the state of an optimizer that has not stepped, if megatron-core's checkpoints need it."""
         for part in self._front.parts:
             if part.optimizer.state or not hasattr(part, "gbuf_ranges"):
                 continue
@@ -330,11 +330,11 @@ class ParameterState:
             self.write_steps(0.0)
 
     def read(self, parameter: Tensor, key: str | None) -> Tensor:
-        """A state of the parameter's shape in 32 bits, on all processes that step it together; a collective of those.
+        """Return state of the parameter's shape in float32. A collective of the processes that step it together.
 
         Args:
-            parameter: Of the model.
-            key: The name of the state; None for the value that is stepped.
+            parameter: A parameter of the model.
+            key: The name of the state, or None for the stepped value.
         """
         stepped = self.find(parameter)
         value: Tensor | None = stepped.main
@@ -351,7 +351,7 @@ class ParameterState:
         return whole.view(parameter.shape)
 
     def write(self, parameter: Tensor, key: str | None, value: Tensor) -> None:
-        """Take this process's part of a state."""
+        """Copy this process's part of a full state tensor."""
         stepped = self.find(parameter)
         if stepped.main is None:
             return
@@ -364,7 +364,7 @@ class ParameterState:
             stepped.part.optimizer.state[stepped.main][key] = torch.empty_like(stepped.main).copy_(value)
 
     def write_steps(self, steps: float) -> None:
-        """Take how many steps have been taken."""
+        """Set the number of steps taken."""
         for part in self._front.parts:
             inner = part.optimizer
             for group in inner.param_groups:

@@ -1,4 +1,4 @@
-"""`Megatron`: a strategy whose layers, schedules and optimizer are megatron-core's."""
+"""`Megatron`: strategy with the layers, schedules and optimizer of megatron-core."""
 
 from __future__ import annotations
 
@@ -54,31 +54,32 @@ MODEL = "model."
 
 
 class Megatron(Strategy):
-    """Tensor, pipeline, sequence, context and expert parallelism with megatron-core's own layers.
+    """Tensor, pipeline, sequence, context and expert parallelism with megatron-core's layers.
 
-    The task is a `MegatronTask`. All processes that the sizes leave over share the data.
+    The task must be a `MegatronTask`. Processes that the sizes leave over are data-parallel.
 
     Args:
-        tensor_parallel: Processes that share the computation of each layer, and the batch.
-        pipeline_parallel: Stages that the layers are spread over.
-        virtual_pipeline: Parts of the model that each stage holds, interleaved; 1 if None.
-        context_parallel: Processes that share each sequence.
-        expert_parallel: Processes that the experts of a mixture are spread over, of those that share the data.
-        expert_tensor_parallel: Processes that share the computation of each expert; `tensor_parallel` if None.
-        sequence_parallel: Shard what is between layers by position over the tensor-parallel processes.
-        distributed_optimizer: Spread the optimizer's state over the processes that share the data.
-        recompute: `"selective"` computes attention again in the backward, `"full"` whole layers; None keeps everything.
-        gradient_clipping: Clip to this norm in each step; a Trainer's `gradient_clip_val` has the same meaning.
-        gradient_accumulation_steps: Micro-batches in a step, to be held against the loop's, which decides.
-        transformer: Further fields of the task's `TransformerConfig`.
+        tensor_parallel: The number of processes that share the computation of each layer, and the batch.
+        pipeline_parallel: The number of pipeline stages.
+        virtual_pipeline: The number of interleaved model chunks per stage. None means 1.
+        context_parallel: The number of processes that share each sequence.
+        expert_parallel: The number of data-parallel processes over which experts are spread.
+        expert_tensor_parallel: The number of processes that share each expert. None uses `tensor_parallel`.
+        sequence_parallel: True to shard activations between layers along the sequence over tensor-parallel processes.
+        distributed_optimizer: True to shard the optimizer state over data-parallel processes.
+        recompute: `"selective"` recomputes attention in the backward, `"full"` full layers. None stores all
+            activations.
+        gradient_clipping: The maximum gradient norm, like the Trainer's `gradient_clip_val`.
+        gradient_accumulation_steps: The expected number of micro-batches per step. The loop sets the actual number.
+        transformer: Additional fields of the task's `TransformerConfig`.
         ddp: Fields of megatron-core's `DistributedDataParallelConfig`, such as `overlap_grad_reduce`.
-        optimizer: Fields of its `OptimizerConfig`, such as `use_precision_aware_optimizer`.
+        optimizer: Fields of megatron-core's `OptimizerConfig`, such as `use_precision_aware_optimizer`.
 
     Attributes:
-        options: All of these.
+        options: The options as one object.
 
     Raises:
-        ConfigurationError: Megatron-core is not installed, or options cannot be.
+        ConfigurationError: Megatron-core is not installed, or an option is not supported.
     """
 
     name = "megatron"
@@ -130,20 +131,20 @@ class Megatron(Strategy):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Megatron:
-        """Make the strategy that a `megatron_lm_config` describes.
+        """Create the strategy from a `megatron_lm_config`.
 
         Args:
-            config: Its keys and values, as in a launcher's YAML.
+            config: The keys and values, as in a launcher's YAML.
 
         Raises:
-            ConfigurationError: A key is unknown; the nearest one is named.
+            ConfigurationError: A key is unknown. The message names the closest match.
         """
         return cls(**arguments_from(config))
 
     # processes
 
     def setup(self, state: PartialState) -> None:
-        """Let megatron-core make its process groups."""
+        """Create megatron-core's process groups."""
         require_device(state.device)
         options = self.options
         place = options.place(state.process_index, state.num_processes)
@@ -155,7 +156,7 @@ class Megatron(Strategy):
         state.before_leaving(self._release)
 
     def check(self, options: RunOptions) -> None:
-        """Refuse number formats that megatron-core does not compute in, and leave those that it does to it."""
+        """Refuse precisions that megatron-core does not support, and leave the others to it."""
         precision = options.precision
         if precision.name not in _PRECISIONS:
             raise ConfigurationError(
@@ -179,23 +180,23 @@ class Megatron(Strategy):
 
     @property
     def runtime(self) -> MegatronRuntime:
-        """What builds and runs the parts of a `MegatronTask`'s model."""
+        """The object that creates and runs the model chunks of a `MegatronTask`."""
         return MegatronRuntime(self._build, self._current, lambda: self._config)
 
     # model
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Build models with the same values where processes hold copies, and others where they hold parts."""
+        """Return a context manager that creates models with equal values on replicas and different ones on shards."""
         return self._joined().initial_values(self.topology)
 
     def transformer_config(self, config: Any) -> Any:
-        """A `TransformerConfig` with the sizes of the grid and the precision in it, for a loop of one's own.
+        """Return a `TransformerConfig` with the parallel sizes and dtypes of the run, for a loop of your own.
 
         Args:
-            config: The model's.
+            config: The model's configuration.
 
         Raises:
-            ConfigurationError: Sizes of the model do not fit those of the grid.
+            ConfigurationError: The model's sizes do not fit the parallel sizes.
         """
         assert self._precision is not None, "the strategy has not been given to an Accelerator or a Trainer"
         self._config = complete(config, self.options, self._precision)
@@ -257,7 +258,7 @@ class Megatron(Strategy):
         return placed.called, [front]
 
     def _parts_of(self, model: nn.Module) -> list[nn.Module]:
-        """The parts of a model that this process holds."""
+        """Return the chunks of a model that this process holds."""
         bare = super().unwrap(model)
         if isinstance(model, StepModule):
             if not isinstance(bare, MegatronProgram):
@@ -290,7 +291,7 @@ class Megatron(Strategy):
         return [bare]
 
     def _lowered(self, chunk: nn.Module, precision: Precision) -> nn.Module:
-        """A part of a model on the device, in the precision's dtype."""
+        """Move a model chunk to the device and convert it to the precision's dtype."""
         chunk.to(self.topology.device)
         if low_dtype(precision) is None:
             return chunk
@@ -308,12 +309,12 @@ class Megatron(Strategy):
         return placed
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The user's own module."""
+        """Return the original module of a prepared model."""
         placed = self._models.find(model)
         return super().unwrap(model) if placed is None else placed.owner
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """The module to call; in evaluation one whose steps go through all stages."""
+        """Return the module to call. In evaluation, its steps run through all stages."""
         if stage != "evaluate" or not isinstance(model, StepModule):
             return model
         return Evaluation(self._models.require(model), self._current, self.topology)
@@ -332,7 +333,7 @@ class Megatron(Strategy):
             self._running = None
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Leave a loss to the schedule; in a raw loop, compute its gradients and reduce them where a window ends."""
+        """Store a loss for the schedule. In a raw loop, compute its gradients and reduce them at a window's end."""
         if kwargs:
             raise ConfigurationError(f"Megatron's backward takes no {', '.join(kwargs)}.")
         if self._running is not None:
@@ -349,7 +350,7 @@ class Megatron(Strategy):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Step megatron-core's optimizer. Returns False where it skipped the step because of an overflow."""
+        """Step megatron-core's optimizer. Returns False if it skipped the step because of an overflow."""
         if not isinstance(optimizer, MegatronOptimizerFront):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} was not prepared together with its model, which Megatron needs: "
@@ -370,23 +371,23 @@ class Megatron(Strategy):
     # what only megatron-core has
 
     def save_native(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
-        """Write megatron-core's own checkpoint, each process its part; call it on all.
+        """Save a checkpoint in megatron-core's own format, each process its part. Call it on all processes.
 
         Args:
             model: A prepared model.
-            directory: Where to; it is made, and must be empty.
+            directory: The directory to write to. It is created, and must be empty.
         """
         merged_state.save(self._models.require(model), self._joined(), directory)
 
     def load_native(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
-        """Read what `save_native` wrote, on any grid of processes; call it on all.
+        """Load a checkpoint of `save_native`, with any parallel sizes. Call it on all processes.
 
         Args:
             model: A prepared model.
-            directory: Where from.
+            directory: The checkpoint's directory.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: There is no such checkpoint.
         """
         merged_state.load(self._models.require(model), self._joined(), directory)
 
