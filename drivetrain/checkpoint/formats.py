@@ -32,7 +32,7 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What a drivetrain run recorded in a file of another tool's format.
+    """Facts about a run that drivetrain recorded in a file of another tool's format.
 
     Attributes:
         world_size: The number of processes that wrote the file.

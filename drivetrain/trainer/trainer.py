@@ -119,7 +119,7 @@ class TrainerStatus:
 
     @property
     def timing(self) -> Timing:
-        """How this process spent its time in `fit`, by activity. Its `print` shows a table."""
+        """The time that this process spent on each activity in `fit`. Its `print` shows a table."""
         return self.accelerator.optimizer_step.timing
 
     # the task

@@ -1,4 +1,4 @@
-"""A command line for a training script: `TrainerCLI`, and what it is made of."""
+"""`TrainerCLI`: a command line for a training script."""
 
 from drivetrain.trainer.cli.instantiation import instantiate_class, instantiate_module
 from drivetrain.trainer.cli.parser import (

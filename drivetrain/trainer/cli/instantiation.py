@@ -1,4 +1,4 @@
-"""Making objects of configurations, so that checkpoints can make them again."""
+"""Creation of objects from configurations, on the command line and from checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IS_INSTALLED = find_spec("jsonargparse") is not None and find_spec("docstring_pa
 
 
 def require_jsonargparse(owner: str) -> None:
-    """Raise where jsonargparse is not installed."""
+    """Raise an error if jsonargparse is not installed."""
     if not IS_INSTALLED:
         raise ConfigurationError(
             f'{owner} needs jsonargparse[signatures], which is not installed: pip install "drivetrain[cli]".',
@@ -36,7 +36,7 @@ def require_jsonargparse(owner: str) -> None:
 
 
 def is_of_jsonargparse(error: BaseException) -> bool:
-    """Whether jsonargparse itself raised an error, rather than something that it called."""
+    """Return True if jsonargparse itself raised an error, not code that it called."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -47,11 +47,14 @@ M = TypeVar("M")
 
 
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
-    """Make an object of a configuration.
+    """Create an object from a configuration.
 
     Args:
-        args: The first argument of its constructor, or several as a tuple, that no configuration has.
-        init: `class_path`, `init_args` and `dict_kwargs`.
+        args: The first constructor argument, or a tuple of several, which is not part of the configuration.
+        init: A dict with `class_path`, `init_args` and `dict_kwargs`.
+
+    Returns:
+        The object.
 
     Example:
         ```python
@@ -70,24 +73,27 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
 
 
 def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
-    """Make a task or a data module again of the hyper-parameters that a command line left in a checkpoint.
+    """Create a task or data module from the hyper-parameters that a command line stored in a checkpoint.
 
-    It imports the classes that the hyper-parameters name. It calls only subclasses of `class_type`, and of the classes
-    in the annotations of the constructor that gets them.
+    It imports the classes named in the hyper-parameters. It calls only subclasses of `class_type`, and subclasses of
+    the annotated type of the constructor argument that receives them.
 
     Args:
-        class_type: The class, or a base of the one that the hyper-parameters name.
+        class_type: The class, or a base class of the one that the hyper-parameters name.
         config: The hyper-parameters.
 
+    Returns:
+        The object.
+
     Raises:
-        ConfigurationError: They do not fit the class.
-        CheckpointError: They name something that is no subclass of the annotated class.
+        ConfigurationError: The hyper-parameters do not fit the class.
+        CheckpointError: They name something that is not a subclass of the annotated class.
     """
     return make_again(class_type, config, {}, instantiate=True)
 
 
 def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str, Any], instantiate: bool) -> M:
-    """Make an object of the configuration in a file, and of arguments that win over it."""
+    """Create an object from the configuration in a checkpoint, with arguments that replace saved ones."""
     require_jsonargparse("load_from_checkpoint")
     kind = _chosen_class(class_type, saved.get(CLASS_PATH), instantiate)
     config = {**saved, **given}
@@ -107,9 +113,9 @@ def make_again(class_type: type[M], saved: Mapping[str, Any], given: Mapping[str
 
 
 def argument_types(kind: type) -> dict[str, Any]:
-    """Return the annotated types of a constructor's arguments, `Any` if there is none or it cannot be resolved.
+    """Return the annotated types of a constructor's arguments, with `Any` for missing or unresolvable ones.
 
-    The arguments of a base's constructor are among them if this one takes `**kwargs`, as is then an entry `**`.
+    If the constructor has `**kwargs`, the arguments of its base constructor and an entry `**` are included.
     """
     found: dict[str, Any] = {}
     for base in kind.__mro__:
@@ -132,14 +138,14 @@ def argument_types(kind: type) -> dict[str, Any]:
 
 
 def names_an_object(value: Any) -> bool:
-    """Whether a value is the description of an object to make, or holds one."""
+    """Return True if a value is, or contains, the description of an object to create."""
     if isinstance(value, Mapping):
         return "class_path" in value or any(map(names_an_object, value.values()))
     return isinstance(value, list | tuple) and any(map(names_an_object, value))
 
 
 def is_plain(hint: Any) -> bool:
-    """Whether all values of a type are text and numbers, so that they cannot name a class."""
+    """Return True if all values of a type are strings and numbers, so that none can name a class."""
     if hint is None or get_origin(hint) is Literal:
         return True
     arguments = [each for each in get_args(hint) if each is not Ellipsis]
@@ -158,7 +164,7 @@ _UNIONS = (Union, UnionType)
 
 
 def _container(hint: Any) -> Any:
-    """The kind of container, or of union, that a generic type is of; None if it is another generic type."""
+    """Return the container or union type of a generic type, or None for other generic types."""
     origin = get_origin(hint)
     if origin in _UNIONS:
         return Union
@@ -167,7 +173,7 @@ def _container(hint: Any) -> Any:
 
 
 def _chosen_class(class_type: type[M], path: Any, instantiate: bool) -> type[M]:
-    """The class itself, or the subclass that a file names; unless `instantiate`, one that the script has imported."""
+    """Return the class, or the subclass named in a file. Without `instantiate`, it must be imported already."""
     if path is None:
         return class_type
     if (loaded := loaded_subclass(class_type, str(path))) is not None:
@@ -182,7 +188,7 @@ def _chosen_class(class_type: type[M], path: Any, instantiate: bool) -> type[M]:
 
 
 def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
-    """Import a class. Raises unless it is a subclass of one of the bases."""
+    """Import a class by its path. Raises an error unless it is a subclass of one of the bases."""
     module, _, last = str(path).rpartition(".")
     try:
         found = getattr(importlib.import_module(module), last)
@@ -199,7 +205,7 @@ def _class_at(path: Any, bases: Sequence[type], name: str) -> Any:
 
 
 def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
-    """Make an argument of a value as a configuration has it."""
+    """Create a constructor argument from its value in a configuration."""
     if not instantiate and names_an_object(value):
         raise CheckpointError(
             f"The hyper-parameter {name!r} describes an object, {_shortened(value)}, whose class would be imported and "
@@ -236,7 +242,7 @@ def _made(hint: Any, value: Any, name: str, instantiate: bool) -> Any:
 
 
 def _converted(hint: Any, value: Any, name: str) -> Any:
-    """Read a value of text and numbers as a command line does, such as the member of an `Enum` by its name."""
+    """Convert a value of strings and numbers to a type, such as a name to the member of an `Enum`."""
     from jsonargparse import ArgumentError, ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False, default_env=False)
@@ -248,7 +254,7 @@ def _converted(hint: Any, value: Any, name: str) -> Any:
 
 
 def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
-    """Make the object that a value describes, or what makes it of further arguments if a callable is asked for."""
+    """Create the object that a value describes, or a factory for it if the argument is a callable."""
     plain, makers = _classes(hint)
     if not plain and not makers:
         raise ConfigurationError(
@@ -264,7 +270,7 @@ def _object(hint: Any, value: Mapping[str, Any], name: str) -> Any:
 
 
 def _named(hint: Any, value: str, name: str) -> Any:
-    """A text as it is, unless the argument takes none: then it would be the name of something to import."""
+    """Return a string, or raise an error if the argument's type excludes strings, so that it names an import."""
     takes_text = any(each in (Any, object, str) for each in _alternatives(hint))
     if takes_text or not _classes(hint, names_only=True)[0]:
         return value
@@ -275,7 +281,7 @@ def _named(hint: Any, value: str, name: str) -> Any:
 
 
 def _alternatives(hint: Any) -> list[Any]:
-    """The types of a union, or the only one."""
+    """Return the member types of a union, or the type itself."""
     if get_origin(hint) is Annotated:
         return _alternatives(get_args(hint)[0])
     if get_origin(hint) in _UNIONS:
@@ -284,9 +290,9 @@ def _alternatives(hint: Any) -> list[Any]:
 
 
 def _classes(hint: Any, names_only: bool = False) -> tuple[list[type], list[type]]:
-    """The classes whose objects a type takes, and those whose objects the callables make that it takes.
+    """Return the classes that a type accepts, and the classes that its callables return.
 
-    With `names_only`, the first are all types that are no plain values, such as callables and types.
+    With `names_only`, the first list contains all types that are not plain values, such as callables and types.
     """
     plain: list[Any] = []
     makers: list[Any] = []
@@ -300,12 +306,12 @@ def _classes(hint: Any, names_only: bool = False) -> tuple[list[type], list[type
 
 
 def _is_own_class(hint: Any) -> bool:
-    """Whether a type is a class whose subclasses are meant, rather than all objects."""
+    """Return True if a type is a class whose subclasses may be chosen, and not `object`."""
     return isinstance(hint, type) and hint.__module__ not in ("builtins", "typing", "collections.abc")
 
 
 def _fields(hint: Any) -> dict[str, Any] | None:
-    """The types of the fields of a class of fields, such as a dataclass; None if it is another type."""
+    """Return the field types of a dataclass or similar class, or None for other types."""
     if not isinstance(hint, type):
         return None
     is_one = dataclasses.is_dataclass(hint) or hasattr(hint, "model_fields") or hasattr(hint, "__attrs_attrs__")
@@ -313,13 +319,13 @@ def _fields(hint: Any) -> dict[str, Any] | None:
 
 
 def _shortened(value: Any) -> str:
-    """A value as text, for a message."""
+    """Return a value as short text for an error message."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters that a configuration means, the same whether or not it names the class."""
+    """Return the hyper-parameters in a configuration, with or without a class path around them."""
     if "class_path" not in configured:
         return dict(configured)
     own = {**(configured.get("init_args") or {}), **(configured.get("dict_kwargs") or {})}
@@ -329,7 +335,7 @@ def hyper_parameters_of(configured: Mapping[str, Any]) -> dict[str, Any]:
 def configuration_of(
     saved: Mapping[str, Any], configured: Mapping[str, Any], kind: type, subclass_mode: bool
 ) -> dict[str, Any]:
-    """Return the configuration that saved hyper-parameters mean, without what the command line has already."""
+    """Convert saved hyper-parameters to a configuration, without options that the command line sets."""
     own = {name: value for name, value in saved.items() if name not in (CLASS_PATH, INSTANTIATOR)}
     path = saved.get(CLASS_PATH)
     here = hyper_parameters_of(configured)
@@ -358,7 +364,7 @@ def configuration_of(
 
 
 def _is_harmless(value: Any, hint: Any) -> bool:
-    """Whether a parser makes nothing of a value: it reads texts as YAML, and those for other types as names."""
+    """Return True if the parser keeps a value unchanged. It reads strings as YAML, or as names for other types."""
     if value is None or isinstance(value, bool | int | float):
         return True
     if isinstance(value, str):

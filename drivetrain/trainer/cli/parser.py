@@ -1,4 +1,4 @@
-"""`TrainerArgumentParser`: options of Trainers, tasks, callbacks and optimizers by their signatures."""
+"""`TrainerArgumentParser`: command-line options from the signatures of Trainers, tasks, callbacks and optimizers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ else:
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """The schedule of that name in torch, with the metric that it watches.
+    """Torch's `ReduceLROnPlateau` with the name of the metric to monitor.
 
     Args:
         optimizer: The optimizer.
-        monitor: Name of the logged metric.
-        *args: As for torch's.
-        **kwargs: The same.
+        monitor: The name of the logged metric.
+        *args: Positional arguments of torch's scheduler.
+        **kwargs: Keyword arguments of torch's scheduler.
     """
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
@@ -86,19 +86,19 @@ _KEY = re.compile(r"(?:Group '([\w.]+)' )?does not accept option '([\w.]+)'")
 
 
 class TrainerArgumentParser(ArgumentParser):
-    """The parser of jsonargparse with options of classes: those of callbacks, optimizers and schedules too.
+    """jsonargparse parser with options for the arguments of classes, including callbacks, optimizers and schedulers.
 
     Args:
-        *args: For `jsonargparse.ArgumentParser`.
-        description: What `--help` begins with.
-        env_prefix: How the names of variables begin.
-        default_env: Whether variables are read.
-        **kwargs: For `jsonargparse.ArgumentParser`.
+        *args: Arguments of `jsonargparse.ArgumentParser`.
+        description: The first text of `--help`.
+        env_prefix: The prefix of environment variables.
+        default_env: True to read environment variables.
+        **kwargs: Arguments of `jsonargparse.ArgumentParser`.
 
     Attributes:
-        callback_keys: Where the callbacks are that every run has.
-        optimizers: For each key the class of the optimizer, or several, and where it goes.
-        lr_schedulers: The same for schedules.
+        callback_keys: The keys of callbacks that every run has.
+        optimizers: For each key, the optimizer class or classes, and the target argument.
+        lr_schedulers: For each key, the scheduler class or classes, and the target argument.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class TrainerArgumentParser(ArgumentParser):
         self.lr_schedulers: dict[str, tuple[Any, str]] = {}
 
     def add_config_option(self) -> None:
-        """Add `--config`, which reads a file."""
+        """Add the option `--config`, which reads a file."""
         self.add_argument(
             "-c", "--config", action=ActionConfigFile, help="Path to a configuration file in json or yaml format."
         )
@@ -126,15 +126,15 @@ class TrainerArgumentParser(ArgumentParser):
     def add_class_args(
         self, kind: type | Callable[..., Any], nested_key: str, subclass_mode: bool = False, required: bool = True
     ) -> list[str]:
-        """Add the arguments of a constructor.
+        """Add options for the arguments of a constructor.
 
-        Callbacks that are added so belong to every run.
+        A callback added here is part of every run.
 
         Args:
-            kind: The class: a Trainer, task, data module or callback; or a function that returns one.
-            nested_key: What the names of the options begin with.
-            subclass_mode: Whether options choose a subclass.
-            required: Whether one has to be chosen.
+            kind: The class of a Trainer, task, data module or callback, or a function that returns one.
+            nested_key: The prefix of the options' names.
+            subclass_mode: True to let an option choose a subclass.
+            required: True if a subclass must be chosen.
 
         Returns:
             The names of the options.
@@ -157,13 +157,13 @@ class TrainerArgumentParser(ArgumentParser):
         nested_key: str = "optimizer",
         link_to: str = AUTOMATIC,
     ) -> None:
-        """Add the arguments of an optimizer.
+        """Add options for the arguments of an optimizer.
 
         Args:
-            optimizer_class: Its class; or a tuple of those whose subclasses options choose from.
-            nested_key: What the names of the options begin with.
-            link_to: The argument of the task that gets the configuration, for `instantiate_class`; by default the
-                optimizer is made for the task's parameters.
+            optimizer_class: The optimizer class, or a tuple of base classes whose subclasses an option chooses.
+            nested_key: The prefix of the options' names.
+            link_to: The task's argument that receives the configuration, for `instantiate_class`. By default, the
+                optimizer is created for the task's parameters.
         """
         self._add_of_optimizer(optimizer_class, nested_key, "params")
         self.optimizers[nested_key] = (optimizer_class, link_to)
@@ -174,13 +174,13 @@ class TrainerArgumentParser(ArgumentParser):
         nested_key: str = "lr_scheduler",
         link_to: str = AUTOMATIC,
     ) -> None:
-        """Add the arguments of a schedule.
+        """Add options for the arguments of a learning-rate scheduler.
 
         Args:
-            lr_scheduler_class: Its class; or a tuple of those whose subclasses options choose from.
-            nested_key: What the names of the options begin with.
-            link_to: The argument of the task that gets the configuration, for `instantiate_class`; by default the
-                schedule is made for the optimizer.
+            lr_scheduler_class: The scheduler class, or a tuple of base classes whose subclasses an option chooses.
+            nested_key: The prefix of the options' names.
+            link_to: The task's argument that receives the configuration, for `instantiate_class`. By default, the
+                scheduler is created for the optimizer.
         """
         self._add_of_optimizer(lr_scheduler_class, nested_key, "optimizer")
         self.lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
@@ -194,15 +194,15 @@ class TrainerArgumentParser(ArgumentParser):
             self.add_class_arguments(kind, key, sub_configs=True, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Exit with a message on what was given, and the option whose name is nearest where it is unknown."""
+        """Exit with an error message that names the closest option if an option is unknown."""
         guess = self._guess(message)
         super().error(f"{message.rstrip()}{'.' if guess else ''}{guess}", ex)
 
     def print_usage(self, *args: Any, **kwargs: Any) -> None:
-        """Print nothing: with an option for each argument of a Trainer, the usage would bury the message."""
+        """Print nothing. With an option for each argument of a Trainer, the usage would hide the error message."""
 
     def _guess(self, message: str) -> str:
-        """What an unknown option, class, or key of a file may have been meant to be."""
+        """Return a hint with the closest option, class or key for an unknown one, or an empty string."""
         classes = _CLASS.search(message)
         if classes is not None:
             return nearest(classes[1], {each.__name__ for kind in _NAMED for each in subclasses(kind)})
@@ -217,7 +217,7 @@ class TrainerArgumentParser(ArgumentParser):
         return guess
 
     def _known(self) -> list[str]:
-        """The names of this parser's options, and of its subcommands'."""
+        """Return the names of this parser's and its subcommands' options."""
         subcommands = self._subcommands_action.choices.values() if self._subcommands_action is not None else ()
         return [
             option.removeprefix("--")
@@ -238,14 +238,14 @@ if IS_INSTALLED:
 
 
 def load_named_classes() -> None:
-    """Import callbacks and profilers, so that their names can be given without their modules."""
+    """Import callbacks and profilers, so that options can name them without their modules."""
     for room in (callbacks, profilers):
         for name in room.__all__:
             getattr(room, name)
 
 
 def subclasses(kind: type) -> Iterator[type]:
-    """All subclasses of a class that are known so far."""
+    """Yield all currently imported subclasses of a class."""
     known: list[type] = kind.__subclasses__()
     for each in known:
         yield each
@@ -253,7 +253,7 @@ def subclasses(kind: type) -> Iterator[type]:
 
 
 def class_of(kind: type | Callable[..., Any]) -> type:
-    """A class, or that of what a function returns."""
+    """Return a class, or the return type of a function that creates one."""
     if isinstance(kind, type):
         return kind
     try:

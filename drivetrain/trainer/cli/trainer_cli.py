@@ -1,4 +1,4 @@
-"""`TrainerCLI`: a training script's command line, made of the signatures of its task, data module and Trainer."""
+"""`TrainerCLI`: a training script's command line, derived from the signatures of its task, data module and Trainer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
-    """What makes a configuration of the arguments of one class."""
+    """Return a function that turns constructor arguments into a configuration with the class's path."""
 
     def add_class_path(init_args: Any) -> dict[str, Any]:
         return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": _plain(init_args)}
@@ -58,12 +58,12 @@ def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ConfiguredOptimizers:
-    """A `configure_optimizers` that makes what was chosen, each time that a run begins.
+    """A `configure_optimizers` that creates the chosen optimizer and scheduler when a run begins.
 
     Attributes:
-        optimizer: Configuration of the optimizer.
-        lr_scheduler: Configuration of the schedule, if there is one.
-        arrange: What makes the return value of them; called with the task, `optimizer` and `lr_scheduler`.
+        optimizer: The configuration of the optimizer.
+        lr_scheduler: The configuration of the learning-rate scheduler, or None.
+        arrange: A function of the task, `optimizer` and `lr_scheduler` that creates the return value.
     """
 
     optimizer: Mapping[str, Any]
@@ -71,7 +71,7 @@ class ConfiguredOptimizers:
     arrange: Callable[..., Any]
 
     def __call__(self, task: Task) -> Any:
-        """Make them for the parameters that the task has now."""
+        """Create the optimizer and scheduler for the task's current parameters."""
         optimizer = instantiate_class(task.parameters(), self.optimizer)
         if self.lr_scheduler is None:
             return self.arrange(task, optimizer=optimizer, lr_scheduler=None)
@@ -81,7 +81,7 @@ class ConfiguredOptimizers:
 def chosen_configuration(
     added: Mapping[str, tuple[Any, str]], config: Mapping[str, Any], what: str
 ) -> dict[str, Any] | None:
-    """The configuration of the optimizer, or of the schedule, that the command line hands to the task; None without."""
+    """Return the configuration of the optimizer or scheduler that the task receives, or None."""
     automatic = {key: kind for key, (kind, link_to) in added.items() if link_to == AUTOMATIC}
     if len(automatic) > 1:
         raise ConfigurationError(
@@ -97,7 +97,7 @@ def chosen_configuration(
 
 
 def override_optimizers(task: Task, configured: ConfiguredOptimizers, owner: str, warn: Callable[[str], None]) -> None:
-    """Put what was chosen in the place of a task's `configure_optimizers`."""
+    """Replace a task's `configure_optimizers` by the chosen optimizer."""
     if type(task).configure_optimizers is not Task.configure_optimizers:
         warn(
             f"`{type(task).__name__}.configure_optimizers` will be overridden by `{owner}.configure_optimizers`: an "
@@ -107,7 +107,7 @@ def override_optimizers(task: Task, configured: ConfiguredOptimizers, owner: str
 
 
 def _plain(init: Any) -> dict[str, Any]:
-    """A configuration as nested dicts."""
+    """Return a configuration as nested dicts."""
     values: dict[str, Any] = init.as_dict() if hasattr(init, "as_dict") else dict(init)
     return values
 
@@ -116,25 +116,25 @@ def _plain(init: Any) -> dict[str, Any]:
 
 
 class ConfigExistsError(DrivetrainError, RuntimeError):
-    """A run would replace the configuration that another one has left."""
+    """Raised if a run would overwrite the configuration file of another run."""
 
 
 class SaveConfigCallback(Callback):
-    """Writes the configuration of a run when it begins, so that `fit --config` of that file repeats the run.
+    """Callback that saves a run's configuration at its start. `fit --config FILE` repeats the run.
 
-    A `TrainerCLI` adds it. The file appears complete or not at all, and only one process writes.
+    `TrainerCLI` adds it. One process writes the file, and it appears only after it is complete.
 
     Args:
-        parser: The parser that has read the configuration.
+        parser: The parser that parsed the configuration.
         config: The configuration.
-        config_filename: The file's name.
-        overwrite: Whether an existing file is replaced.
-        multifile: Whether configurations that were read from files of their own become such files again.
-        save_to_log_dir: Whether it is written to the first tracker's directory; without, only `save_config` is called.
+        config_filename: The name of the file.
+        overwrite: True to replace an existing file.
+        multifile: True to write configurations that were read from separate files to separate files again.
+        save_to_log_dir: True to write to the first tracker's directory. False to only call `save_config`.
 
     Raises:
-        ConfigurationError: It would do nothing.
-        ConfigExistsError: There is such a file already; raised when the run begins.
+        ConfigurationError: The callback would do nothing.
+        ConfigExistsError: The file already exists. Raised when the run begins.
 
     Example:
         ```python
@@ -178,16 +178,16 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: Trainer, task: Task, stage: str) -> None:
-        """Save the configuration somewhere else, too; called in one process, so it cannot use collectives.
+        """Save the configuration to another destination. Called in one process, so it must not use collectives.
 
         Args:
-            trainer: The Trainer that runs.
-            task: The task that it runs.
+            trainer: The running Trainer.
+            task: The task that the Trainer runs.
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
         """
 
     def _save(self, trainer: Trainer) -> None:
-        """Write the file in one process; all raise where it may not be written."""
+        """Write the file in one process. All processes raise an error if it must not be written."""
         path = Path(trainer.local_dir, self.config_filename)
         refused = [trainer.is_global_zero and not self.overwrite and path.is_file()]
         if broadcast_object_list(refused)[0]:
@@ -214,14 +214,14 @@ logger = get_logger(__name__)
 
 
 class ModuleInstantiator:
-    """Makes the task or the data module of a command line so that its hyper-parameters are its configuration."""
+    """Creates the task or data module of a command line, with its configuration as hyper-parameters."""
 
     def __init__(self, cli: TrainerCLI, key: str) -> None:
         self._cli = cli
         self._key = key
 
     def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any) -> Any:
-        """Make an object; one of another class, such as a task within a task, is made as ever."""
+        """Create an object. Objects of other classes, such as a task within a task, are created as usual."""
         configured = self._cli.config_dump.get(self._key) or {}
         path = configured.get("class_path")
         if path is not None and path.rpartition(".")[2] != class_type.__name__:
@@ -237,7 +237,7 @@ class ModuleInstantiator:
 
 
 def _set_nested(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a path of keys, and make the dicts on the way."""
+    """Set the value at a path of keys, creating dicts on the way."""
     *outer, last = path.split(".")
     for key in outer:
         if not isinstance(values.get(key), dict):
@@ -247,46 +247,46 @@ def _set_nested(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 class TrainerCLI:
-    """A training script's command line: `fit`, `validate`, `test` and `predict`, with an option for every argument.
+    """Command line of a training script with the subcommands `fit`, `validate`, `test` and `predict`.
 
-    Making an object parses the command line, makes task, data module and Trainer of it, and runs the subcommand.
-    Options come from the signatures of the classes: `--trainer.max_epochs`, `--model.lr`, `--data.batch_size`; and
-    from files given by `--config`, the later ones and options on the right winning. `--print_config` prints all of
-    them as such a file. Needs `pip install "drivetrain[cli]"`.
+    The constructor parses the command line, creates task, data module and Trainer, and runs the subcommand. Options
+    come from the signatures of the classes: `--trainer.max_epochs`, `--model.lr`, `--data.batch_size`. Files given by
+    `--config` set them too. Later files and options win. `--print_config` prints all options as such a file. Requires
+    `pip install "drivetrain[cli]"`.
 
     Args:
-        model_class: The task's class, or a function that returns one. If None, `--model` chooses a subclass of `Task`.
+        model_class: The task's class, or a function that returns a task. If None, `--model` chooses a subclass of
+            `Task`.
         datamodule_class: The data module's class, or a function that returns one. If None, `--data` may choose one.
-        save_config_callback: What saves the configuration beside each run, if anything does.
+        save_config_callback: The callback class that saves the configuration of each run, or None.
         save_config_kwargs: Its arguments: `config_filename`, `overwrite`, `multifile`, `save_to_log_dir`.
-        trainer_class: The Trainer's class, or a function that returns one.
-        trainer_defaults: Other defaults of the Trainer's arguments. `callbacks` among them belong to every run.
-        seed_everything_default: The seed where none is given; True takes the one that was set before, else 0, and
-            False seeds nothing.
-        parser_kwargs: Arguments of the parser, such as `{"default_env": True}` to read variables
-            (`TRAINER_FIT__MODEL__LR`); or under a subcommand's name those of its parser.
+        trainer_class: The Trainer's class, or a function that returns a Trainer.
+        trainer_defaults: Defaults for the Trainer's arguments. Its `callbacks` are part of every run.
+        seed_everything_default: The default seed. True uses a seed that was set before, or else 0. False seeds nothing.
+        parser_kwargs: Arguments of the parser, such as `{"default_env": True}` to read environment variables
+            (`TRAINER_FIT__MODEL__LR`), or dicts of arguments by subcommand.
         parser_class: The parser's class.
-        subclass_mode_model: Whether `--model` chooses a subclass of `model_class`.
-        subclass_mode_data: Whether `--data` chooses a subclass of `datamodule_class`.
-        args: What to parse instead of the command line: a list as there, or a dict of values.
-        run: Whether there are subcommands, which are run. Without, task and Trainer are only made.
-        auto_configure_optimizers: Whether there are `--optimizer` and `--lr_scheduler`, which stand for the task's
-            `configure_optimizers` where they are given.
-        load_from_checkpoint_support: Whether `save_hyperparameters` keeps the configuration rather than the objects
-            made of it, so that `load_from_checkpoint` needs no arguments.
+        subclass_mode_model: True if `--model` chooses a subclass of `model_class`.
+        subclass_mode_data: True if `--data` chooses a subclass of `datamodule_class`.
+        args: A list of arguments, or a dict of values, to parse instead of the command line.
+        run: True to have subcommands and run one. False to only create task and Trainer.
+        auto_configure_optimizers: True to add `--optimizer` and `--lr_scheduler`, which replace the task's
+            `configure_optimizers`.
+        load_from_checkpoint_support: True if `save_hyperparameters` records the configuration instead of objects, so
+            that `load_from_checkpoint` needs no arguments.
 
     Attributes:
         parser: The parser.
-        config: What was parsed.
-        config_init: The same with objects made of it.
-        subcommand: The subcommand; None with `run=False`.
+        config: The parsed configuration.
+        config_init: The configuration with objects created from it.
+        subcommand: The subcommand, or None with `run=False`.
         model: The task.
-        datamodule: The data module, if there is one.
+        datamodule: The data module, or None.
         trainer: The Trainer.
 
     Raises:
         ConfigurationError: The package jsonargparse is not installed.
-        SystemExit: The command line has a mistake, which is printed, or asks for help.
+        SystemExit: The command line is invalid, which is printed, or asks for help.
 
     Example:
         ```python
@@ -369,16 +369,16 @@ class TrainerCLI:
     # the parser
 
     def _split_parser_kwargs(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The arguments of the parser, and those of subcommands' parsers by name."""
+        """Split `parser_kwargs` into arguments of the main parser and of subcommands' parsers."""
         names = self.subcommands()
         own = {name: value for name, value in self.parser_kwargs.items() if name not in names}
         return own, {name: value for name, value in self.parser_kwargs.items() if name in names}
 
     def init_parser(self, **kwargs: Any) -> TrainerArgumentParser:
-        """Make a parser.
+        """Create a parser.
 
         Args:
-            **kwargs: Its arguments.
+            **kwargs: The parser's arguments.
         """
         kwargs.setdefault("dump_header", [self.version_line()])
         parser = self.parser_class(**kwargs)
@@ -386,18 +386,18 @@ class TrainerCLI:
         return parser
 
     def version_line(self) -> str:
-        """The comment at the top of a saved configuration."""
+        """Return the comment on the first line of a saved configuration."""
         return f"drivetrain=={package_version()}"
 
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Make the parser, and those of subcommands.
+        """Create the parser and the parsers of subcommands.
 
         Args:
-            add_subcommands: Whether there are subcommands.
-            main_kwargs: Arguments of the parser.
-            subparser_kwargs: Those of subcommands' parsers by name.
+            add_subcommands: True to add subcommands.
+            main_kwargs: Arguments of the main parser.
+            subparser_kwargs: Arguments of subcommands' parsers, by name.
         """
         load_named_classes()
         self.parser = self.init_parser(**main_kwargs)
@@ -425,7 +425,7 @@ class TrainerCLI:
         """Add the option for the seed.
 
         Args:
-            parser: The parser of a subcommand, or the only one.
+            parser: The parser of a subcommand, or the main parser without subcommands.
         """
         parser.add_argument(
             "--seed_everything",
@@ -438,7 +438,7 @@ class TrainerCLI:
         """Add the options of the Trainer, the task and the data module.
 
         Args:
-            parser: The parser of a subcommand, or the only one.
+            parser: The parser of a subcommand, or the main parser without subcommands.
         """
         parser.add_class_args(self.trainer_class, "trainer")
         defaults = {f"trainer.{name}": value for name, value in self.trainer_defaults.items() if name != "callbacks"}
@@ -448,10 +448,10 @@ class TrainerCLI:
         parser.add_class_args(self.datamodule_class or self.base_data, "data", self.subclass_mode_data, required)
 
     def add_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
-        """Add options of your own, link some, or change defaults: override this.
+        """Override this method to add options, link arguments, or change defaults.
 
         Args:
-            parser: The parser of a subcommand, or the only one.
+            parser: The parser of a subcommand, or the main parser without subcommands.
         """
 
     def _add_arguments(self, parser: TrainerArgumentParser) -> None:
@@ -467,7 +467,7 @@ class TrainerCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The Trainer's methods that are subcommands, each with the arguments that are no options."""
+        """Return the Trainer's methods that are subcommands, each with the arguments that are not options."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "validate": {"model", "dataloaders", "datamodule"},
@@ -477,10 +477,10 @@ class TrainerCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: TrainerArgumentParser) -> None:
-        """Link the configurations of optimizers and schedules to the task's arguments that take them.
+        """Link the configurations of optimizers and schedulers to the task's arguments that receive them.
 
         Args:
-            parser: The parser of a subcommand, or the only one.
+            parser: The parser of a subcommand, or the main parser without subcommands.
         """
         for key, (kind, link_to) in {**parser.optimizers, **parser.lr_schedulers}.items():
             if link_to == AUTOMATIC:
@@ -491,11 +491,11 @@ class TrainerCLI:
                 parser.link_arguments(key, link_to, compute_fn=with_class_path(kind))
 
     def parse_arguments(self, parser: TrainerArgumentParser, args: ArgsType) -> None:
-        """Parse the command line, or what was given instead.
+        """Parse the command line or the given arguments.
 
         Args:
             parser: The parser.
-            args: A list as on the command line, a dict or a namespace; the command line if None.
+            args: A list of arguments, a dict or a namespace. None parses the command line.
         """
         if args is not None and len(sys.argv) > 1:
             self.warn(
@@ -508,30 +508,30 @@ class TrainerCLI:
             self.config = parser.parse_object(args)
 
     def _own_parser(self) -> TrainerArgumentParser:
-        """The parser of the subcommand, or the only one."""
+        """Return the parser of the subcommand, or the main parser without subcommands."""
         return self.parser if self.subcommand is None else self._subparsers[self.subcommand]
 
     def _own(self, config: Namespace) -> Namespace:
-        """The part of a configuration that belongs to the subcommand, or all of it."""
+        """Return the subcommand's part of a configuration, or all of it without subcommands."""
         own: Namespace = config if self.subcommand is None else config[self.subcommand]
         return own
 
     def warn(self, message: str) -> None:
-        """Warn of something about the command line.
+        """Warn about something on the command line.
 
         Args:
-            message: What of.
+            message: The text of the warning.
         """
         logger.warning(message)
 
     def _refuse(self, error: Exception) -> NoReturn:
-        """Exit with an error's message, as for any mistake on the command line."""
+        """Exit with an error's message, as for an invalid command line."""
         self._own_parser().error(str(error), error)
 
     # what was parsed
 
     def _take_checkpoint_hyper_parameters(self) -> None:
-        """Take the task's hyper-parameters from the checkpoint that `--ckpt_path` names."""
+        """Use the task's hyper-parameters from the checkpoint given by `--ckpt_path`."""
         path = self._own(self.config).get("ckpt_path")
         if not path or not Path(path).exists():
             return
@@ -555,17 +555,17 @@ class TrainerCLI:
             raise
 
     def _seed(self) -> None:
-        """Seed all generators, and remember with what."""
+        """Seed all random generators, and store the seed in the configuration."""
         config = self._own(self.config)
         given = config["seed_everything"]
         if given is not False:
             config["seed_everything"] = self.seed(None if given is True else given)
 
     def seed(self, seed: int | None) -> int:
-        """Seed all generators.
+        """Seed all random generators.
 
         Args:
-            seed: The seed; if None, the one that was set before, else 0.
+            seed: The seed. None uses one that was set before, or else 0.
 
         Returns:
             The seed.
@@ -578,7 +578,7 @@ class TrainerCLI:
         return chosen
 
     def _add_instantiators(self) -> None:
-        """Let hyper-parameters of the task and the data module be their configuration."""
+        """Let the task and data module record their configuration as hyper-parameters."""
         parser, config = self._own_parser(), self._own(self.config)
         self.config_dump = yaml.safe_load(parser.dump(config, skip_link_targets=False, skip_none=False))
         for kind, key, chosen in (
@@ -590,10 +590,10 @@ class TrainerCLI:
     # making what was chosen
 
     def before_instantiate_classes(self) -> None:
-        """Called once the command line is parsed; override it to change `self.config`."""
+        """Override this method to change `self.config` after the command line is parsed."""
 
     def instantiate_classes(self) -> None:
-        """Make the data module, the task and the Trainer."""
+        """Create the data module, the task and the Trainer."""
         try:
             self.config_init = self.parser.instantiate_classes(self.config)
             own = self._own(self.config_init)
@@ -609,13 +609,13 @@ class TrainerCLI:
             raise
 
     def after_instantiate_classes(self) -> None:
-        """Called once task, data module and Trainer are made; override it."""
+        """Override this method to run code after task, data module and Trainer are created."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make a Trainer.
+        """Create a Trainer.
 
         Args:
-            **kwargs: Arguments that win over the configured ones.
+            **kwargs: Arguments that replace configured ones.
         """
         own = self._own(self.config_init)
         configured = own.get("trainer")
@@ -623,7 +623,7 @@ class TrainerCLI:
         return self._instantiate_trainer(config, [own[key] for key in self._own_parser().callback_keys])
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Make a Trainer of its arguments, and of callbacks that are not among them."""
+        """Create a Trainer from its arguments and additional callbacks."""
         always = self.trainer_defaults.get("callbacks")
         every = [*_listed(config.get("callbacks")), *callbacks, *map(_made, _listed(always))]
         if self.save_config_callback is not None and not config.get("fast_dev_run"):
@@ -641,12 +641,12 @@ class TrainerCLI:
 
     @staticmethod
     def configure_optimizers(task: Task, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return what stands for the task's `configure_optimizers`; override it to change how a schedule is used.
+        """Return the result of the task's `configure_optimizers`. Override it to change how a scheduler is used.
 
         Args:
             task: The task.
-            optimizer: The optimizer that was chosen.
-            lr_scheduler: The schedule, if one was.
+            optimizer: The chosen optimizer.
+            lr_scheduler: The chosen learning-rate scheduler, or None.
         """
         if lr_scheduler is None:
             return optimizer
@@ -656,7 +656,7 @@ class TrainerCLI:
         return [optimizer], [lr_scheduler]
 
     def _configure_optimizers(self) -> None:
-        """Put the chosen optimizer in the place of the task's."""
+        """Replace the task's optimizers by the chosen one."""
         parser, config = self._own_parser(), cast("Mapping[str, Any]", self._own(self.config))
         optimizer = chosen_configuration(parser.optimizers, config, "optimizer")
         lr_scheduler = chosen_configuration(parser.lr_schedulers, config, "lr_scheduler")
@@ -688,18 +688,18 @@ class TrainerCLI:
 
 
 def _first_line(component: Any) -> str:
-    """The first line of a method's docstring."""
+    """Return the first line of a method's docstring."""
     text = (component.__doc__ or "").strip()
     return text.partition("\n")[0].strip()
 
 
 def _listed(given: Any) -> list[Any]:
-    """One or several as a list."""
+    """Return one or several values as a list."""
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _made(callback: Any) -> Any:
-    """A callback that may be given as its configuration."""
+    """Create a callback if it is given as a configuration."""
     return instantiate_class((), callback) if isinstance(callback, Mapping) else callback

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -242,12 +244,13 @@ def test_help_has_the_docstrings_in_groups(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit, match="0"):
         command("fit", "--help")
     printed = " ".join(capsys.readouterr().out.split())
+    described = dict(re.findall(r"^    (\w+): (.*)$", inspect.getdoc(Trainer) or "", re.MULTILINE))
     for words in (
         "Train a task.",
         "A line through the origin: --model",
         "The learning rate. (type: float, default: 0.1)",
         "Batches of ones:",
-        "Epochs to train; 1000 where nothing else ends the run",
+        described["max_epochs"],
     ):
         assert words in printed
 
