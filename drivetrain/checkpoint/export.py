@@ -680,7 +680,7 @@ def files_of_index(content: bytes, path: str) -> dict[str, str]:
         raise CheckpointError(f"{path} is no index of weights: its weight_map does not lead from names to files.")
     for file in parts.values():
         if os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
-            raise CheckpointError(f"{path} names {file!r}, which is not a file beside it.")
+            raise CheckpointError(f"{path} lists {file!r}. It may list only files in its own directory.")
     return parts
 
 

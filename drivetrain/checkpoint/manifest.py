@@ -88,7 +88,9 @@ def _read_version_1(content: dict[str, Any]) -> Manifest:
         raise ValueError(f"it names {data!r} as the folder of its files")
     fits = _is_count(world_size) and world_size > 0 and (step is None or _is_count(step))
     if not fits or not (_is_count(saved_at) or (type(saved_at) is float and math.isfinite(saved_at))):
-        raise ValueError(f"world_size={world_size!r}, step={step!r} or saved_at={saved_at!r} is not what it should be")
+        raise ValueError(
+            f"world_size={world_size!r} must be positive, step={step!r} a count, and saved_at={saved_at!r} a time"
+        )
     return Manifest(files, world_size, step, saved_at, data, content.get("finite_loss", True) is True, version=1)
 
 

@@ -243,7 +243,7 @@ def overlap(path: Path, index: Path) -> None:
         (lambda path, index: path.unlink(), r"00001-of-00002.safetensors"),
         (lambda path, index: path.write_bytes(b"<html>not found</html>"), "does not begin as a safetensors file"),
         (lie, r"norm.bias is in model-00001-of-00002.safetensors, which does not hold it"),
-        (lead_away, "not a file beside it"),
+        (lead_away, "only files in its own directory"),
         (lambda path, index: index.write_text("[]"), "no weight_map"),
         (lambda path, index: index.write_text('{"weight_map": {"norm.bias": 3}}'), "does not lead from names"),
         (overlap, "does not begin where the tensor before it ends"),

@@ -355,8 +355,8 @@ def _fill_batch(config: Config, known: Known) -> None:
     if micro is None:
         if whole is not None and whole % share:
             raise ConfigurationError(
-                f"The DeepSpeed configuration says train_batch_size={whole}, which {steps} micro-batches on "
-                f"{known.world_size} processes do not divide.",
+                f"The DeepSpeed configuration has train_batch_size={whole}, which is not a multiple of {steps} "
+                f"micro-batches x {known.world_size} processes. Change it, or the gradient accumulation steps.",
             )
         micro = 1 if whole is None else whole // share
     if whole is not None and whole != micro * share:

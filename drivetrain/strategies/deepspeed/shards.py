@@ -70,7 +70,8 @@ class DeepSpeedShards:
         count = max(count) if isinstance(count, list) else count
         if len(self._states) != count or (self.stage == 3 and len(self._models) != count):
             raise CheckpointError(
-                f"{folder} holds the files of {len(self._states)} of the {count} processes that wrote it."
+                f"{folder} is incomplete: it holds the files of {len(self._states)} of the {count} processes "
+                "that wrote it. Copy the missing files there."
             )
 
     def weights(self) -> dict[str, Tensor]:

@@ -231,8 +231,8 @@ class Megatron(Strategy):
             return self._place(model, precision), []
         if len(optimizers) > 1:
             raise ConfigurationError(
-                f"Megatron-core steps a model with one optimizer, but {len(optimizers)} hold parameters of it. Give "
-                "one optimizer several parameter groups.",
+                f"Megatron-core supports one optimizer per model, but {len(optimizers)} hold its parameters. "
+                "Use one optimizer with several parameter groups.",
             )
         from megatron.core.distributed import DistributedDataParallel
 

@@ -245,7 +245,8 @@ class StagedEvaluation(nn.Module):
             called = self._calls.was_called
         if not called:
             raise ConfigurationError(
-                f"The step never called {self._calls.name}, the module that is spread over stages."
+                f"The step did not call {self._calls.name}, the module that is split into pipeline stages. "
+                "Call it in each step."
             )
         return result
 
