@@ -47,7 +47,7 @@ class WrittenFile:
     finite_loss: bool
 
     def own(self, rank: int) -> dict[str, Any]:
-        """Return the own state of one rank."""
+        """Return the part of a checkpoint's state that belongs to one rank, such as its random state."""
         raise NotImplementedError
 
 

@@ -123,7 +123,7 @@ class Checkpoint:
         return tree, report
 
     def own(self, rank: int) -> Any:
-        """Read the own state of one rank."""
+        """Read the part of a checkpoint's state that belongs to one rank, such as its random state."""
         return self._tree(self.packed(PROCESS_FILE.format(rank)), {}, PROCESS_FILE.format(rank))
 
     def verify(self, names: list[str] | None = None) -> None:

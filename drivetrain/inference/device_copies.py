@@ -156,7 +156,7 @@ class DeviceCopies:
         self._ring = _Ring(slots if pins and not pin else 0)
 
     def enter(self, number: int, ahead: Sequence[int]) -> None:
-        """Install a group's copies as the modules' weights, and start to copy the groups in `ahead`."""
+        """Make a group of offloaded modules use their weights on the device, and prefetch the groups in `ahead`."""
         if number not in self._used:
             self._use(number)
         self._prefetch(ahead)
@@ -312,7 +312,7 @@ class MappedPages:
             self._stays.append(budget >= 0)
 
     def enter(self, number: int, ahead: Sequence[int]) -> None:
-        """Check that a group's files are unchanged, and start to read its weights and those of the `ahead` groups."""
+        """Check that a group's weight files are unchanged, and prefetch its weights and those of groups in `ahead`."""
         for file in self._files[number]:
             file.check_unchanged()
         for each in (number, *ahead):

@@ -230,7 +230,7 @@ class DeviceMap(dict[str, Any]):
         return self._problem.boundaries(self._placement)
 
     def to_dict(self) -> dict[str, int | str]:
-        """Return the map as a plain dict with numbers and strings as devices."""
+        """Return the device map as a plain dict from module name to device, a number or a string."""
         return {name: device if isinstance(device, int) else str(device) for name, device in self.items()}
 
     def explain(self, name: str) -> str:

@@ -148,12 +148,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Problem:
-    """Blocks in execution order, and budgets in the order accelerators, host, disk.
+    """Input of the placement solver: a model's blocks and the memory budgets of all devices.
 
     Attributes:
-        blocks: The blocks.
-        budgets: The budgets.
-        stream_buffers: Number of offloaded blocks that are on the executing device at a time.
+        blocks: The blocks in execution order.
+        budgets: The memory budgets, in the order accelerators, host, disk.
+        stream_buffers: The number of offloaded blocks that are on the executing device at a time.
     """
 
     blocks: Sequence[Block]

@@ -225,7 +225,7 @@ class Tracker(ABC):
 
     @property
     def tracker(self) -> Any:
-        """The underlying object, such as a `SummaryWriter`, for features that only it has. Opens the run."""
+        """The tracker library's own run object, such as a `SummaryWriter`. Opens the run if necessary."""
         self.start()
         return self
 

@@ -86,10 +86,10 @@ def flat_scalars(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str,
 
 
 class PackageRun(Tracker):
-    """Base class of runs of a package, called on the thread of a `PackageLogger`.
+    """Base class for trackers that wrap an experiment run of a third-party package, such as Aim or MLflow.
 
-    A subclass implements `open`, which opens the run of the package and assigns it to `_run`, and `finalize`, which
-    ends it.
+    Its methods are called on the thread of a `PackageLogger`. A subclass implements `open`, which opens the package's
+    run and assigns it to `_run`, and `finalize`, which ends the run.
 
     Attributes:
         run_id: The ID of the run, or None before it is opened.

@@ -176,7 +176,7 @@ def uncompiled(model: Any) -> Any:
 
 
 def is_compiled(task: Task) -> bool:
-    """Return True if a task's forward and steps are compiled, as done by `uncompiled`."""
+    """Return True if a task's forward and step methods are compiled with `torch.compile`."""
     return _BEFORE in task.__dict__
 
 

@@ -612,7 +612,7 @@ class LoggedValues:
 
     @contextmanager
     def recorded(self) -> Iterator[list[Call]]:
-        """Store the values logged in the `with` block, and also collect their calls in a list for other ranks."""
+        """Yield a list that collects all `log` calls of the body, so that other ranks can repeat the calls."""
         calls: list[Call] = []
         self._record = calls
         try:
