@@ -461,9 +461,7 @@ class RunState:
         own: Mapping[str, Any] | None = None,
         moment: Moment | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Collect everything that a checkpoint stores. Returns the state shared by all ranks, and this rank's
-        own state.
-        """
+        """Collect everything that a checkpoint stores. Returns the shared state and this rank's own state."""
         driver = dict(driver or {})
         kept = sorted(self._kept.keys() - driver)
         shared = {"engine": engine, "driver": {**{name: self._kept[name] for name in kept}, **driver}, "kept": kept}
