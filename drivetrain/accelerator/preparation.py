@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
@@ -242,6 +242,7 @@ def under_precision(function: Callable[..., Any], precision: Precision) -> Calla
     if not overrides(precision, "forward_context"):
         return function
 
+    @wraps(function)  # a step function may be marked by an attribute
     def step_in_precision(*args: Any, **kwargs: Any) -> Any:
         with precision.forward_context():
             return function(*args, **kwargs)

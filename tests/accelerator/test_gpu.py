@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.pool import run_in_processes
 
 pytestmark = pytest.mark.gpu
 ON_GPU = {"DRIVETRAIN_USE_CPU": None}
+NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
 
 
 def data(rows: int = 64, features: int = 16) -> DataLoader:
@@ -170,3 +172,35 @@ def with_trainer(precision: str) -> float:
 def test_the_trainer_on_cuda(precision):
     [found] = run_in_processes(with_trainer, 1, args=(precision,), env=ON_GPU, timeout=120)
     assert found > 0
+
+
+def mixed_beside_full(strategy: str) -> tuple[float, float]:
+    """How far weights under bf16 are from those of strategy 'single' under bf16, and from those in 32 bits."""
+
+    def trained(strategy: str, precision: str) -> torch.Tensor:
+        task = CudaTask()
+        trainer = Trainer(
+            accelerator="gpu",
+            devices=1,
+            strategy=strategy,
+            precision=precision,
+            max_epochs=2,
+            logger=False,
+            enable_checkpointing=False,
+        )
+        trainer.fit(task, data())
+        state = trainer.strategy.state.model(trainer.model, full=True)
+        return torch.cat([state[name].flatten().float().cpu() for name in sorted(state)])
+
+    found = trained(strategy, "bf16-mixed")
+    gaps = [(found - trained("single", precision)).abs().max().item() for precision in ("bf16-mixed", "32")]
+    return gaps[0], gaps[1]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp", *(pytest.param(f"deepspeed_stage_{n}", marks=NEEDS_DEEPSPEED) for n in (1, 2, 3))]
+)
+def test_every_strategy_computes_in_the_precision_that_was_asked_for(strategy):
+    [(from_mixed, from_full)] = run_in_processes(mixed_beside_full, 1, args=(strategy,), env=ON_GPU, timeout=120)
+    assert from_mixed < 1e-5
+    assert from_full > 1e-4

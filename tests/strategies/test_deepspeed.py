@@ -385,6 +385,45 @@ def test_what_cannot_work_is_refused(result_of, case, message):
     assert message in result_of(refusals)[case]
 
 
+class AutocastTask(NetTask):
+    """Lists, for each call of the wrapper and each step, whether autocast is enabled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.around: list[bool] = []
+        self.inside: list[bool] = []
+
+    def on_train_start(self) -> None:
+        self.trainer.model.register_forward_pre_hook(lambda *_: self.around.append(torch.is_autocast_enabled("cpu")))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.inside.append(torch.is_autocast_enabled("cpu"))
+        return super().training_step(batch, batch_idx)
+
+
+@runs
+def autocast_around_and_inside_of_the_engine() -> dict[str, Any]:
+    """An engine that finds autocast enabled on CUDA disables it, and so would compute in 32 bits."""
+    found: dict[str, Any] = {}
+    for strategy in ("ddp", "deepspeed_stage_1", "deepspeed_stage_3"):
+        task = AutocastTask()
+        one = quiet_trainer(strategy, precision="bf16-mixed")
+        one.fit(task, DataLoader(data(4), batch_size=ROWS))
+        found[strategy] = (set(task.around), set(task.inside))
+        loop = Loop(strategy, precision="bf16")
+        around: list[bool] = []
+        loop.model.register_forward_pre_hook(lambda *_, seen=around: seen.append(torch.is_autocast_enabled("cpu")))
+        loop.train(2)
+        found[f"{strategy}, loop"] = (set(around), {True})
+    return found
+
+
+def test_autocast_is_enabled_inside_of_the_engine_only(result_of):
+    found = result_of(autocast_around_and_inside_of_the_engine)
+    assert found
+    assert all(places == ({False}, {True}) for places in found.values()), found
+
+
 def fit_with_a_step_left_out() -> None:
     quiet_trainer(DeepSpeed(stage=3)).fit(fsdp_models.NetTask(skipped=0), fsdp_models.loader())
 

@@ -294,10 +294,17 @@ def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
         logged.skips = before
 
 
-def bind_step(model: nn.Module, step: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
+def bind_step(
+    model: nn.Module, step: Callable[..., Any], strategy: Strategy, precision: Precision
+) -> Callable[..., Any]:
     """Return a function that runs a step of the task under the precision, and through the wrapper of the strategy."""
-    bare = isinstance(model, StepModule) and not (model._forward_hooks or model._forward_pre_hooks)
-    return under_precision(step if bare else partial(model, step), precision)
+    if isinstance(model, StepModule) and not (model._forward_hooks or model._forward_pre_hooks):
+        return under_precision(step, precision)
+    if strategy.schedules_microbatches:
+        # The layers run in the schedule, outside of the step.
+        return under_precision(partial(model, step), precision)
+    # Inside the wrapper: DeepSpeed's engine disables autocast on CUDA if it is enabled when the engine is called.
+    return partial(model, under_precision(step, precision))
 
 
 def bind_evaluation_step(
@@ -311,7 +318,7 @@ def bind_evaluation_step(
     strategy, logged = trainer.strategy, trainer.logged
     called = strategy.view(model, "evaluate")
     if not strategy.schedules_microbatches:
-        return bind_step(called, step, trainer.accelerator.precision)
+        return bind_step(called, step, strategy, trainer.accelerator.precision)
 
     def step_or_probe(*args: Any, probe: bool = False) -> Any:
         if not probe:
@@ -319,7 +326,7 @@ def bind_evaluation_step(
         with muted_logging(logged, task):
             return step(*args)
 
-    bound = bind_step(called, step_or_probe, trainer.accelerator.precision)
+    bound = bind_step(called, step_or_probe, strategy, trainer.accelerator.precision)
 
     def shared_step(*args: Any) -> Any:
         with logged.recorded() as calls:
@@ -391,7 +398,7 @@ class PlainStep:
 
     def _bind(self, step: Callable[..., Any]) -> Callable[..., Any]:
         replacing = step if self._dummy_loss is None else self._dummy_loss.replacing(step)
-        return bind_step(self._model, replacing, self._trainer.accelerator.precision)
+        return bind_step(self._model, replacing, self._trainer.strategy, self._trainer.accelerator.precision)
 
     def _choose_dummy_loss(self) -> DummyLoss | None:
         trainer = self._trainer
