@@ -132,7 +132,10 @@ class WeightedMean:
             )
         if isinstance(weight, Tensor) and weight.requires_grad:
             raise ConfigurationError("The weight of a loss must not depend on parameters; detach() it.")
-        return torch.as_tensor(weight).to(device=device, dtype=_wide(device)).reshape(())
+        if not isinstance(weight, Tensor):
+            # Filled on the device: copying a number from the host would wait for all queued kernels.
+            return torch.full((), weight, device=device, dtype=_wide(device))
+        return weight.to(device=device, dtype=_wide(device)).reshape(())
 
 
 def _power_of_two(weight: Tensor) -> float:

@@ -263,7 +263,10 @@ class Guard(Callback):
         metrics = trainer.callback_metrics
         if self.monitor not in metrics:
             raise ConfigurationError(missing_metric_message(metrics, self.monitor, type(self).__name__))
-        return torch.as_tensor(metrics[self.monitor], dtype=torch.float32, device=trainer.strategy.topology.device)
+        value, device = metrics[self.monitor], trainer.strategy.topology.device
+        if isinstance(value, Tensor):
+            return value.to(device=device, dtype=torch.float32)
+        return torch.full((), value, dtype=torch.float32, device=device)  # a copy from the host would wait
 
     def _forget_step(self) -> None:
         self._losses.clear()

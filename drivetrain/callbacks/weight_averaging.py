@@ -74,7 +74,7 @@ class AveragedTensors:
             self._average = [each.to(self._device or each.device, copy=True) for each in live]
         elif self._avg_fn is not None and self._multi_avg_fn is None:
             for average, value in zip(self._average, live, strict=True):
-                count = torch.tensor(self.count, device=average.device)
+                count = torch.full((), self.count, device=average.device)  # filled there: a copy would wait for it
                 average.copy_(self._avg_fn(average, value.to(average.device), count))
         else:
             self._update_together(live)
@@ -142,7 +142,7 @@ class AveragedTensors:
             values.append(value.to(average.device))
         for (device, _), (averages, values) in groups.items():
             if self._multi_avg_fn is not None:
-                self._multi_avg_fn(averages, values, torch.tensor(self.count, device=device))
+                self._multi_avg_fn(averages, values, torch.full((), self.count, device=device))
             elif averages[0].is_floating_point():
                 torch._foreach_lerp_(averages, values, 1.0 / (self.count + 1))
             else:

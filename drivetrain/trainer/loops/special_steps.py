@@ -455,7 +455,7 @@ class SplitStep(PlainStep):
     def _agree_on_weights(self) -> None:
         """Enable weighted losses on all ranks if any rank returned a weight. Runs an all-reduce."""
         topology, weights = self._trainer.strategy.topology, self._engine.weights
-        flag = torch.tensor(float(self._own_weight is not None), device=topology.device)
+        flag = torch.full((), float(self._own_weight is not None), device=topology.device)
         in_use = bool(topology.sum(flag) > 0)
         if in_use and not self._is_weighted:
             weights.expect()

@@ -223,7 +223,9 @@ class _Losses(Callback):
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if loss is not None and not trainer.logged.skips:
-            weight = torch.as_tensor(outputs.get("weight", 1.0), device=loss.device)
+            weight = outputs.get("weight", 1.0)
+            if not isinstance(weight, Tensor):
+                weight = torch.full((), weight, dtype=torch.float32, device=loss.device)
             mean = "weight" not in outputs
             self._sums.append(torch.stack([(loss * weight if mean else loss).float(), weight.float()]))
 
