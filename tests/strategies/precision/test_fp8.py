@@ -288,5 +288,7 @@ def test_on_a_gpu_with_8_bit_arithmetic_nothing_is_emulated():
     accelerator = Accelerator(mixed_precision=FP8())
     model, plain = accelerator.prepare(net()), net().cuda()
     assert not model.blocks[0].up.config.emulate
-    x = torch.randn(32, 16, device="cuda")
-    torch.testing.assert_close(model(x), plain(x), atol=0.05, rtol=0.05)
+    for rows in (32, 8):  # the products need multiples of 16: the last batch of an epoch seldom is one
+        x = torch.randn(rows, 16, device="cuda")
+        torch.testing.assert_close(model(x), plain(x), atol=0.05, rtol=0.05)
+        model(x).sum().backward()

@@ -42,7 +42,7 @@ class TorchAO(FP8Backend):
         *,
         emulate: bool | None = None,
         float8_all_gather: bool = False,
-        pad_inner_dim: bool = False,
+        pad_inner_dim: bool = True,
         config: Float8LinearConfig | None = None,
     ) -> None:
         known = {name: ours for ours, name in _TORCHAOS_NAMES.items()}
