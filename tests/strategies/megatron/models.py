@@ -205,7 +205,7 @@ class Recorder(Callback):
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
         rows = float(trainer.batch_info.real_rows)
         loss, weight = outputs["loss"].double(), outputs.get("weight")
-        pair = [loss * rows, torch.tensor(rows)] if weight is None else [loss * bool(rows), weight * bool(rows)]
+        pair = [loss * rows, loss.new_tensor(rows)] if weight is None else [loss * bool(rows), weight * bool(rows)]
         total, count = trainer.strategy.topology.sum(torch.stack([value.double() for value in pair])).tolist()
         self.outcome.losses.append(total / count)
 
