@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import re
 import signal
 import sys
@@ -68,10 +69,20 @@ def _missing_tpu() -> str | None:
     return None if glob("/dev/accel*") or glob("/dev/vfio/[0-9]*") else "needs a TPU, and this machine has none"
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "sim"), default="cpu", help="kind of device that tests train on")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Let tests interrupt what they start: jobs in a shell's background are deaf to SIGINT, and all that they start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("--device") == "sim":
+        from tests.simulated import building, devices
+
+        os.environ[devices.LIBRARY] = str(building.library())
+        os.environ[pool.DEVICE] = "sim"
+        devices.start(2)
 
 
 def pytest_collection_finish() -> None:

@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.pool_server import INSIDE, ROOT, Outcome, Request
+from tests.pool_server import DEVICE, INSIDE, ROOT, Outcome, Request
 
 
 class ProcessesFailed(AssertionError):
@@ -54,6 +54,11 @@ class ProcessesFailed(AssertionError):
         self.hung = [one.rank for one in outcomes if one.status == "hung"]
         self.tracebacks = {one.rank: one.traceback for one in outcomes if one.traceback}
         self.outputs = {one.rank: one.output for one in outcomes}
+
+
+def device() -> str:
+    """The kind of device that the tests of this session train on: `"cpu"`, or what `--device` names."""
+    return os.environ.get(DEVICE, "cpu")
 
 
 def run_in_processes(
@@ -95,7 +100,8 @@ def run_in_processes(
             "Give a function defined at the top of a module and arguments that pickle."
         ) from None
     environment = dict(os.environ)
-    environment.setdefault("DRIVETRAIN_USE_CPU", "1")
+    if DEVICE not in environment:
+        environment.setdefault("DRIVETRAIN_USE_CPU", "1")
     for name, value in (env or {}).items():
         environment.pop(name, None)
         if value is not None:

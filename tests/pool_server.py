@@ -36,6 +36,7 @@ GRACE_SECONDS = 1.0
 DUMP_SECONDS = 0.5
 # Set in every rank.
 INSIDE = "TEST_POOL_RANK"
+DEVICE = "DRIVETRAIN_TESTS_DEVICE"
 DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (1 if hasattr(signal, "SIGRTMAX") else 0)
 # Below the range that Linux gives to outgoing connections: nothing takes a port between choice and use.
 PORTS = range(15_000, 32_000)
@@ -327,6 +328,10 @@ def _be_a_rank(request: Request, environment: dict[str, str], pipe: int, output:
         os.chdir(request.directory)
         sys.path[:] = request.path
         _seed_from_entropy()
+        if request.environment.get(DEVICE) == "sim":
+            from tests.simulated.devices import start
+
+            start(request.world_size)
         function, args, kwargs = pickle.loads(request.call)
         value = pickle.dumps(function(*args, **kwargs))
         _leave_world()

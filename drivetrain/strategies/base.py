@@ -32,29 +32,38 @@ if TYPE_CHECKING:
 
 def move_model(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model to a device, keeping the identity of its parameters so that existing optimizers stay valid."""
+    return move_in_place(model, device) if replaces_parameters(device) else model.to(device)
+
+
+def replaces_parameters(device: torch.device) -> bool:
+    """Return True if `Module.to` creates new parameters for this device, as on XLA and PrivateUse1 backends."""
     probe = nn.ParameterList([nn.Parameter(torch.empty(0))])
     before = probe[0]
-    return model.to(device) if probe.to(device)[0] is before else move_in_place(model, device)
+    return probe.to(device)[0] is not before
 
 
 def move_in_place(
-    model: nn.Module, device: torch.device, placed: Callable[[str, nn.Parameter], None] | None = None
+    model: nn.Module,
+    device: torch.device,
+    placed: Callable[[str, nn.Parameter], None] | None = None,
+    moves: Callable[[Tensor], bool] = lambda tensor: True,
 ) -> nn.Module:
     """Move a model's parameters and buffers to a device without creating new parameter objects.
 
     On XLA and PrivateUse1 backends `Module.to` creates new parameters and breaks weight tying. Optimizers built
     earlier would then step the old parameters. This function swaps the tensors inside the existing objects instead.
-    `placed`, if given, is called with the name and the parameter after each move.
+    `placed`, if given, is called with the name and the parameter after each move. Tensors for which `moves` returns
+    False stay where they are.
     """
     for name, parameter in model.named_parameters():
-        if not _is_on(parameter, device):
+        if moves(parameter) and not _is_on(parameter, device):
             _move(name, parameter, device)
         if placed is not None:
             placed(name, parameter)
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and not _is_on(buffer, device):
+            if buffer is not None and moves(buffer) and not _is_on(buffer, device):
                 if id(buffer) not in moved:
                     moved[id(buffer)] = buffer.to(device)
                 module._buffers[name] = moved[id(buffer)]

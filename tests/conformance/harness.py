@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import DDP, Accelerator, Callback, Strategy, Task, Trainer
 from drivetrain.strategies.precision import Float16Mixed
+from tests.pool import device
 
 FEATURES, CLASSES = 12, 5
 STEPS = 6
@@ -126,7 +127,9 @@ class Recorder(Callback):
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
         info = trainer.batch_info
-        weighed = torch.stack([outputs["loss"].double() * info.real_rows, torch.tensor(float(info.real_rows)).double()])
+        weighed = torch.stack(
+            [outputs["loss"].double() * info.real_rows, outputs["loss"].new_tensor(info.real_rows).double()]
+        )
         total, rows = trainer.accelerator.reduce(weighed, "sum").tolist()
         self.outcome.losses.append(total / rows)
 
@@ -141,7 +144,7 @@ def train_with_trainer(
     outcome = Outcome()
     task = ConformanceTask()
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=device(),
         strategy=strategy,
         precision=precision,
         accumulate_grad_batches=accumulate,
@@ -157,11 +160,12 @@ def train_with_trainer(
     data = training_set(samples or LOCAL_ROWS * world * accumulate * STEPS)
     trainer.fit(task, DataLoader(data, batch_size=rows))
     outcome.parameters = {
-        name.removeprefix("net."): value.clone() for name, value in trainer.strategy.state.model(trainer.model).items()
+        name.removeprefix("net."): value.cpu().clone()
+        for name, value in trainer.strategy.state.model(trainer.model).items()
     }
     evaluation = DataLoader(evaluation_set(), batch_size=5)
     outcome.evaluation_loss = trainer.validate(task, evaluation, verbose=False)[0]["evaluation_loss"]
-    outcome.predictions = torch.cat(trainer.predict(task, evaluation))
+    outcome.predictions = torch.cat(trainer.predict(task, evaluation)).cpu()
     return outcome
 
 
@@ -171,7 +175,7 @@ def train_with_accelerator(
     """The same through the raw Accelerator."""
     outcome = Outcome()
     accelerator = Accelerator(
-        cpu=True, strategy=strategy, mixed_precision=precision, gradient_accumulation_steps=accumulate
+        device=device(), strategy=strategy, mixed_precision=precision, gradient_accumulation_steps=accumulate
     )
     model = make_model()
     optimizer = make_optimizer(model.parameters())
@@ -188,7 +192,7 @@ def train_with_accelerator(
             if accelerator.sync_gradients:
                 outcome.norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
             optimizer.step()
-    outcome.parameters = {name: value.clone() for name, value in accelerator.strategy.state.model(model).items()}
+    outcome.parameters = {name: value.cpu().clone() for name, value in accelerator.strategy.state.model(model).items()}
     predictions, losses = [], []
     with torch.no_grad():
         for x, y in evaluation:
@@ -197,7 +201,7 @@ def train_with_accelerator(
             logits, each = accelerator.gather_for_metrics((logits, each))
             predictions.append(logits.argmax(-1))
             losses.append(each)
-    outcome.predictions = torch.cat(predictions)
+    outcome.predictions = torch.cat(predictions).cpu()
     outcome.evaluation_loss = torch.cat(losses).mean().item()
     return outcome
 

@@ -5,7 +5,9 @@
 // times. So whether a copy overlaps with compute is a number, and code that reads what has not arrived, writes what is
 // still read, or frees what another stream uses is found without a race having to happen.
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -47,6 +49,12 @@ struct Allocation {
   std::set<StreamKey> recorded;
 };
 
+// Memory that was freed while another stream used it. The next work of its home stream may be given it.
+struct Freed {
+  double until;
+  std::string what;
+};
+
 struct State {
   std::recursive_mutex mutex;
   int devices = 1;
@@ -58,6 +66,9 @@ struct State {
   std::map<StreamKey, double> streams;
   std::array<c10::StreamId, kMaxDevices> made{};
   std::vector<std::string> hazards;
+  std::map<StreamKey, std::vector<Freed>> freed;
+  int64_t kernels = 0;
+  void (*synchronised)(const char*) = nullptr;  // called without the lock: it takes Python's
   std::map<const char*, size_t> pinned;
 };
 
@@ -72,6 +83,11 @@ thread_local int current_device = 0;
 thread_local std::array<c10::StreamId, kMaxDevices> current_stream{};
 thread_local int inside_kernel = 0;  // copies of a kernel's own arguments are none of the program's
 
+// The host waits for the device here. What is reported is the program's own, not what a kernel does on the CPU.
+void report(const char* what) {
+  if (!inside_kernel && state().synchronised) state().synchronised(what);
+}
+
 StreamKey stream_of(int device) { return {device, current_stream[device]}; }
 
 std::string shown(StreamKey stream) {
@@ -85,14 +101,15 @@ void release(void* context) {
   {
     Lock lock(state().mutex);
     state().used[allocation->device] -= static_cast<int64_t>(allocation->bytes);
-    // The memory is given out again in the order of its home stream.
-    double reusable = std::max(state().streams[allocation->home], state().host);
+    // The memory is given out again in the order of its home stream, which may wait for the others until then.
+    auto name = std::to_string(allocation->bytes) + " bytes of " + shown(allocation->home) + " were freed while ";
+    auto& freed = state().freed[allocation->home];
     for (auto& [stream, until] : allocation->reads)
-      if (stream != allocation->home && until > reusable && !allocation->recorded.count(stream))
-        state().hazards.push_back("freed while " + shown(stream) + " reads it");
-    if (allocation->writer != allocation->home && allocation->written > reusable &&
+      if (stream != allocation->home && until > state().host && !allocation->recorded.count(stream))
+        freed.push_back({until, name + shown(stream) + " reads them"});
+    if (allocation->writer != allocation->home && allocation->written > state().host &&
         !allocation->recorded.count(allocation->writer))
-      state().hazards.push_back("freed while " + shown(allocation->writer) + " writes it");
+      freed.push_back({allocation->written, name + shown(allocation->writer) + " writes them"});
   }
   std::free(allocation->memory);
   delete allocation;
@@ -163,6 +180,18 @@ Allocation* allocation_of(const at::Tensor& tensor) {
 
 double begin_on(StreamKey stream) { return std::max(state().streams[stream], state().host); }
 
+// When work that is given to a stream now begins. It may be given memory that was freed before.
+double begin_work(StreamKey stream) {
+  double start = begin_on(stream);
+  auto freed = state().freed.find(stream);
+  if (freed != state().freed.end()) {
+    for (auto& each : freed->second)
+      if (each.until > start) state().hazards.push_back(each.what);
+    state().freed.erase(freed);
+  }
+  return start;
+}
+
 void check_read(Allocation* allocation, StreamKey stream, double start, const std::string& what) {
   if (allocation && allocation->writer != stream && allocation->written > start)
     state().hazards.push_back(what + " on " + shown(stream) + " reads what " + shown(allocation->writer) + " still writes");
@@ -191,15 +220,18 @@ double seconds(int64_t bytes, double rate) { return rate > 0 ? static_cast<doubl
 
 void count_copy(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (inside_kernel) return;
-  Lock lock(state().mutex);
   bool from_host = from.is_cpu(), to_host = to.is_cpu();
+  if (from_host != to_host && (!non_blocking || !is_pinned((from_host ? from : to).storage().data())))
+    report(from_host ? "copy to the device" : "copy to the host");
+  Lock lock(state().mutex);
   auto direction = from_host ? kToDevice : to_host ? kToHost : from.device() == to.device() ? kDirections : kBetween;
   auto bytes = static_cast<int64_t>(from.nbytes());
   auto stream = stream_of((to_host ? from : to).device().index());
-  double start = begin_on(stream);
+  double start = begin_work(stream);
   if (direction == kBetween) start = std::max(start, begin_on(stream_of(from.device().index())));
   check_read(allocation_of(from), stream, start, "copy");
   check_write(allocation_of(to), stream, start, "copy");
+  if (direction == kDirections) state().kernels += 1;
   double rate = direction == kDirections ? state().kernel_rate : state().copy_rate[direction];
   double end = start + seconds(bytes, rate);
   state().streams[stream] = end;
@@ -250,10 +282,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return state().streams[key(asked)] <= state().host;
   }
   void synchronizeStream(const c10::Stream& asked) const override {
+    report("synchronize of a stream");
     Lock lock(state().mutex);
     state().host = std::max(state().host, state().streams[key(asked)]);
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    report("synchronize of the device");
     Lock lock(state().mutex);
     for (auto& [stream, time] : state().streams)
       if (stream.first == device) state().host = std::max(state().host, time);
@@ -275,6 +309,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return !event || static_cast<Event*>(event)->time <= state().host;
   }
   void synchronizeEvent(void* event) const override {
+    report("synchronize of an event");
     Lock lock(state().mutex);
     if (event) state().host = std::max(state().host, static_cast<Event*>(event)->time);
   }
@@ -297,6 +332,57 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+// Random numbers: each device has a generator of its own, whose kernels run on the CPU with its state
+
+struct Generator final : c10::GeneratorImpl {
+  explicit Generator(c10::DeviceIndex device, at::Generator numbers = at::detail::createCPUGenerator())
+      : GeneratorImpl({kSim, device}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), inner(std::move(numbers)) {}
+  void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
+  void set_offset(uint64_t offset) override { inner.set_offset(offset); }
+  uint64_t get_offset() const override { return inner.get_offset(); }
+  uint64_t current_seed() const override { return inner.current_seed(); }
+  uint64_t seed() override { return inner.unsafeGetGeneratorImpl()->seed(); }
+  void set_state(const c10::TensorImpl& given) override { inner.unsafeGetGeneratorImpl()->set_state(given); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return inner.unsafeGetGeneratorImpl()->get_state();
+  }
+  at::Generator inner;
+
+ private:
+  Generator* clone_impl() const override { return new Generator(device_.index(), inner.clone()); }
+};
+
+const at::Generator& generator_of(int device) {
+  static auto* made = new std::array<at::Generator, kMaxDevices>([] {
+    std::array<at::Generator, kMaxDevices> all;
+    for (int number = 0; number < kMaxDevices; ++number)
+      all[number] = at::make_generator<Generator>(static_cast<c10::DeviceIndex>(number));
+    return all;
+  }());
+  return (*made)[device];
+}
+
+at::Generator numbers_of(const at::Generator& generator) {
+  return static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->inner;
+}
+
+// While it lives, the CPU's default generator has the state of a device's.
+class Lent {
+ public:
+  explicit Lent(int device)
+      : inner_(numbers_of(generator_of(device))), cpu_(at::detail::getDefaultCPUGenerator()), before_(cpu_.get_state()) {
+    cpu_.set_state(inner_.get_state());
+  }
+  ~Lent() {
+    inner_.set_state(cpu_.get_state());
+    cpu_.set_state(before_);
+  }
+
+ private:
+  at::Generator inner_, cpu_;
+  at::Tensor before_;
+};
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   bool isBuilt() const override { return true; }
@@ -310,6 +396,19 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return before;
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    return generator_of(device < 0 ? current_device : device);
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex device) const override {
+    return at::make_generator<Generator>(static_cast<c10::DeviceIndex>(device < 0 ? current_device : device));
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    c10::DeviceGuard guard(storage.device());
+    auto other = allocator.allocate(bytes);
+    if (auto kept = std::min(bytes, storage.nbytes())) std::memcpy(other.get(), storage.data(), kept);
+    storage.set_data_ptr_noswap(std::move(other));
+    storage.set_nbytes(bytes);
+  }
   bool isPinnedPtr(const void* memory) const override { return is_pinned(memory); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
 };
@@ -361,13 +460,34 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 
 at::Scalar local_scalar(const at::Tensor& tensor) {
   auto device = tensor.device().index();
+  report("item");
   Lock lock(state().mutex);
   state().host = std::max(state().host, state().streams[stream_of(device)]);
   return on_cpu(tensor).item();
 }
 
-at::Tensor& fill(at::Tensor& tensor, const at::Scalar& value) { return on_cpu(tensor).fill_(value), tensor; }
-at::Tensor& zero(at::Tensor& tensor) { return on_cpu(tensor).zero_(), tensor; }
+// A kernel on the current stream of the tensors' device: the clock and what the tensors are read and written by.
+void launched(const at::TensorList read, const at::TensorList written, const std::string& what, double takes) {
+  if (inside_kernel || (read.empty() && written.empty())) return;
+  Lock lock(state().mutex);
+  auto stream = stream_of((written.empty() ? read : written)[0].device().index());
+  double start = begin_work(stream), end = start + takes;
+  for (auto& tensor : read) check_read(allocation_of(tensor), stream, start, what);
+  for (auto& tensor : written) check_write(allocation_of(tensor), stream, start, what);
+  state().streams[stream] = end;
+  state().kernels += 1;
+  for (auto& tensor : read) mark_read(allocation_of(tensor), stream, end);
+  for (auto& tensor : written) mark_written(allocation_of(tensor), stream, end);
+}
+
+at::Tensor& fill(at::Tensor& tensor, const at::Scalar& value) {
+  launched({}, {tensor}, "fill_", seconds(static_cast<int64_t>(tensor.nbytes()), state().kernel_rate));
+  return on_cpu(tensor).fill_(value), tensor;
+}
+at::Tensor& zero(at::Tensor& tensor) {
+  launched({}, {tensor}, "zero_", seconds(static_cast<int64_t>(tensor.nbytes()), state().kernel_rate));
+  return on_cpu(tensor).zero_(), tensor;
+}
 
 at::Tensor as_strided(
     const at::Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
@@ -420,28 +540,49 @@ void collect(const c10::IValue& value, std::vector<at::Tensor>& found) {
   }
 }
 
+const std::set<std::string> kDependOnValues{
+    "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
+    "aten::bincount", "aten::repeat_interleave", "aten::equal"};
+
+bool has_mask(const std::vector<at::Tensor>& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](auto& each) {
+    return each.scalar_type() == at::kBool || each.scalar_type() == at::kByte;
+  });
+}
+
 // A kernel: what it reads and writes is checked against the clock, then it runs on the CPU.
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   auto first = stack->size() - schema.arguments().size();
   std::vector<at::Tensor> read, written, results;
+  bool has_generator = false;
   for (size_t number = 0; number < schema.arguments().size(); ++number) {
     auto* alias = schema.arguments()[number].alias_info();
-    collect((*stack)[first + number], alias && alias->isWrite() ? written : read);
+    auto& value = (*stack)[first + number];
+    collect(value, alias && alias->isWrite() ? written : read);
+    if (value.isGenerator() && value.toGenerator().defined()) {
+      has_generator = true;
+      if (value.toGenerator().device().type() == kSim) value = numbers_of(value.toGenerator());
+    }
   }
   const auto* device = !read.empty() ? &read[0] : !written.empty() ? &written[0] : nullptr;
   auto stream = stream_of(device ? device->device().index() : current_device);
   double start;
   {
     Lock lock(state().mutex);
-    start = begin_on(stream);
+    start = inside_kernel ? begin_on(stream) : begin_work(stream);
     if (!inside_kernel) {
       for (auto& tensor : read) check_read(allocation_of(tensor), stream, start, schema.name());
       for (auto& tensor : written) check_write(allocation_of(tensor), stream, start, schema.name());
     }
   }
+  // Their outputs' sizes depend on values, which the host has to wait for.
+  bool reads_values = kDependOnValues.count(schema.name()) || (schema.name() == "aten::index" && has_mask(read));
+  if (reads_values) report(schema.name().c_str());
+  bool is_random = !inside_kernel && !has_generator && op.hasTag(at::Tag::nondeterministic_seeded);
   ++inside_kernel;
   try {
+    auto lent = is_random ? std::make_unique<Lent>(stream.first) : nullptr;
     at::native::cpu_fallback(op, stack);
   } catch (...) {
     --inside_kernel;
@@ -457,6 +598,8 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     for (auto& tensor : *tensors) bytes += static_cast<int64_t>(tensor.nbytes());
   double end = start + seconds(bytes, state().kernel_rate);
   state().streams[stream] = end;
+  state().kernels += 1;
+  if (reads_values) state().host = std::max(state().host, end);
   for (auto& tensor : read) mark_read(allocation_of(tensor), stream, end);
   for (auto* tensors : {&written, &results})
     for (auto& tensor : *tensors) mark_written(allocation_of(tensor), stream, end);
@@ -485,7 +628,43 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
 }
 
+// What tests/simulated/collectives.py calls: a view of the memory for the CPU, and a kernel of so many seconds.
+
+TORCH_LIBRARY(sim, library) {
+  library.def("on_cpu(Tensor(a) given) -> Tensor(a)", [](const at::Tensor& given) { return on_cpu(given); });
+  library.def("launch(Tensor[] read, Tensor[] written, str what, float seconds) -> ()",
+              [](const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& written, const std::string& what,
+                 double takes) { launched(read, written, what, takes); });
+  library.def("random_state(int device) -> Tensor", [](int64_t device) { return generator_of(device).get_state(); });
+  library.def("set_random_state(int device, Tensor given) -> ()", [](int64_t device, const at::Tensor& given) {
+    auto generator = generator_of(device);
+    generator.set_state(given);
+  });
+}
+
 }  // namespace
+
+// Autocast, with the operations that CUDA computes in low and in full precision
+
+namespace at::autocast {
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+#define SIM_LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define SIM_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define SIM_FP32_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define SIM_PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+  AT_FORALL_LOWER_PRECISION_FP(SIM_LOWER)
+  AT_FORALL_FP32(SIM_FP32)
+  AT_FORALL_FP32_SET_OPT_DTYPE(SIM_FP32_DTYPE)
+  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
+  AT_FORALL_PROMOTE(SIM_PROMOTE)
+}
+
+}  // namespace at::autocast
 
 // What tests/simulated/devices.py calls
 
@@ -517,7 +696,15 @@ void sim_reset_clock(double to_device, double to_host, double between, double ke
   state().origin = state().host;
   state().copies = {};
   state().copied = {};
+  state().kernels = 0;
+  state().freed.clear();
   state().hazards.clear();
+}
+int64_t sim_kernels() { return state().kernels; }
+void sim_on_synchronise(void (*called)(const char*)) { state().synchronised = called; }
+void sim_seed(int device, uint64_t seed) {
+  auto generator = generator_of(device);
+  generator.set_current_seed(seed);
 }
 // Seconds that the host has seen go by.
 double sim_now() { return state().host - state().origin; }
@@ -531,6 +718,8 @@ void sim_spend_on_device(int device, double time) {
   auto stream = stream_of(device);
   state().streams[stream] = begin_on(stream) + time;
 }
+// When the last work of a stream ends, and the earliest time at which a kernel that is launched now would begin.
+double sim_stream_time(int device, int64_t stream) { return state().streams[{device, stream}] - state().origin; }
 int64_t sim_hazards() { return static_cast<int64_t>(state().hazards.size()); }
 const char* sim_hazard(int64_t number) { return state().hazards[number].c_str(); }
 }

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ import pytest
 import torch
 
 from drivetrain import DeviceKind, register_device
+from tests.simulated import collectives
 from tests.simulated.building import CannotBuild, library
 
 LIBRARY = "DRIVETRAIN_TESTS_SIMULATED"
@@ -59,13 +61,21 @@ class Simulated:
 
     Args:
         native: The library.
+
+    Attributes:
+        synchronisations: For each time that the host waited for a device since the clock was reset, why and at which
+            line of Python.
     """
 
     def __init__(self, native: Any) -> None:
         self._native = native
-        for name in ("cap", "used", "peak", "copies", "copied_bytes", "hazards"):
+        for name in ("cap", "used", "peak", "copies", "copied_bytes", "hazards", "kernels"):
             getattr(native, f"sim_{name}").restype = ctypes.c_int64
-        native.sim_now.restype = ctypes.c_double
+        for name in ("now", "stream_time"):
+            getattr(native, f"sim_{name}").restype = ctypes.c_double
+        self.synchronisations: list[str] = []
+        self._observe = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self._note)  # kept, since the library calls it
+        native.sim_on_synchronise(self._observe)
         native.sim_hazard.restype = ctypes.c_char_p
 
     @property
@@ -92,6 +102,22 @@ class Simulated:
     def reset_peak(self, device: int) -> None:
         """Let the most count from here."""
         self._native.sim_reset_peak(device)
+
+    @property
+    def kernels(self) -> int:
+        """Kernels launched since the clock was reset, copies within a device included."""
+        return int(self._native.sim_kernels())
+
+    def _note(self, what: bytes) -> None:
+        self.synchronisations.append(f"{what.decode()} at {_caller()}")
+
+    def seed(self, seed: int, device: int) -> None:
+        """Seed the generator of a device."""
+        self._native.sim_seed(device, ctypes.c_uint64(seed))
+
+    def stream_time(self, stream: torch.Stream) -> float:
+        """Simulated seconds until the work that has been given to a stream ends."""
+        return float(self._native.sim_stream_time(stream.device_index, ctypes.c_int64(stream.stream_id)))
 
     @property
     def to_device(self) -> Copies:
@@ -123,6 +149,7 @@ class Simulated:
             between: The same for copies from one device to another.
             kernels: Bytes a second that kernels read and write.
         """
+        self.synchronisations.clear()
         self._native.sim_reset_clock(*map(ctypes.c_double, (to_device, to_host, between, kernels)))
 
     @property
@@ -175,7 +202,8 @@ def start(devices: int = 2, cap: int = 0) -> Simulated:
         sim = Simulated(native)
         torch._register_device_module("sim", _module(sim, native))
         torch.utils.generate_methods_for_privateuse1_backend()
-        register_device(DeviceKind("sim", backend="gloo"), replace=True)
+        collectives.register()
+        register_device(DeviceKind("sim", backend=collectives.BACKEND), replace=True)
         _started.append(sim)
     for device in range(_started[0].count):
         _started[0].cap(device, cap)
@@ -203,7 +231,11 @@ def _module(sim: Simulated, native: Any) -> types.ModuleType:
         "device_count": lambda: sim.count,
         "current_device": index,
         "set_device": lambda device: native.sim_set_device(index(device)),
-        "manual_seed_all": lambda seed: None,
+        "manual_seed": lambda seed: sim.seed(seed, index()),
+        "manual_seed_all": lambda seed: [sim.seed(seed, device) for device in range(sim.count)] and None,
+        "get_rng_state": lambda device=None: torch.ops.sim.random_state(index(device)),
+        "set_rng_state": lambda state, device=None: torch.ops.sim.set_random_state(index(device), state),
+        "get_device_name": lambda device=None: "simulated device",
         "empty_cache": lambda: None,
         "synchronize": lambda device=None: torch.accelerator.synchronize(torch.device("sim", index(device))),
         "Stream": lambda device=None, priority=0: torch.Stream(torch.device("sim", index(device)), priority=priority),
@@ -225,3 +257,13 @@ def _module(sim: Simulated, native: Any) -> types.ModuleType:
 def _free(sim: Simulated, device: int) -> tuple[int, int]:
     limit = sim.limit(device) or 2**40
     return limit - sim.used(device), limit
+
+
+def _caller() -> str:
+    """The innermost line of Python that is not torch's, as file:line."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and (
+        os.sep + "torch" + os.sep in frame.f_code.co_filename or "ctypes" in frame.f_code.co_filename
+    ):
+        frame = frame.f_back
+    return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -22,8 +22,10 @@ from torch.optim import SGD, Adagrad, Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.errors import ConfigurationError, some_of
-from drivetrain.strategies.base import lay_out_state, needs_closure
+from drivetrain.runtime.state import PartialState
+from drivetrain.strategies.base import lay_out_state, move_in_place, needs_closure, replaces_parameters
 
 # What is done to each block of a model by itself: recompute its activations, compile it
 
@@ -274,9 +276,15 @@ class UnitSharding:
 
 def shard_unit(unit: nn.Module, unit_sharding: UnitSharding) -> None:
     """Shard the parameters of a module that no inner unit has sharded."""
+    mesh = unit_sharding.mesh
+    kind = get_device_kind(mesh.device_type)
+    if kind.name != "cpu" and replaces_parameters(torch.device(kind.name)):
+        # `fully_shard` assigns `tensor.data`, which is an error on such a device (torch 2.13).
+        device = PartialState().device
+        move_in_place(unit, device, moves=lambda tensor: not (tensor.is_meta or isinstance(tensor, DTensor)))
     fully_shard(
         unit,
-        mesh=unit_sharding.mesh,
+        mesh=mesh,
         reshard_after_forward=unit_sharding.reshard_after_forward,
         mp_policy=unit_sharding.mixed_precision,
         offload_policy=unit_sharding.offload,
