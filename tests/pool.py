@@ -100,7 +100,7 @@ def run_in_processes(
             "Give a function defined at the top of a module and arguments that pickle."
         ) from None
     environment = dict(os.environ)
-    if DEVICE not in environment:
+    if DEVICE not in environment and DEVICE not in (env or {}):
         environment.setdefault("DRIVETRAIN_USE_CPU", "1")
     for name, value in (env or {}).items():
         environment.pop(name, None)

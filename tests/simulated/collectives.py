@@ -113,7 +113,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     # What torch asks of a group
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return BACKEND
 
     def _get_backend(self, device: torch.device) -> Any:
