@@ -153,9 +153,10 @@ class Duration:
             if not 0 < amount <= 1:
                 raise ConfigurationError(f"{given}: a part of the run must be above 0 % and at most 100 %.")
             return amount
-        if round(amount, 6) != int(amount):
+        whole = round(amount)  # 2.01 * 1e6 is 2009999.9999999998
+        if round(amount, 6) != whole:
             raise ConfigurationError(f"{given}: the number of {unit} must be whole.")
-        return int(amount)
+        return whole
 
     @property
     def timedelta(self) -> timedelta:
