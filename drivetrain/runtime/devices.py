@@ -367,7 +367,7 @@ class XLADevice(DeviceKind):
         return xla.is_started()
 
     def start(self, spmd: bool) -> None:
-        """Start this process's XLA runtime and apply a seed that was set earlier.
+        """Start the XLA runtime of this process, and apply a seed that was set before.
 
         Args:
             spmd: Use all devices as one (SPMD) instead of one device.
