@@ -446,7 +446,7 @@ def estimate_training(
         activations,
     )
     use = STRATEGIES[strategy](case)
-    # Optimizer steps work on the local shard, whose share gradients have too.
+    # Temporary tensors of the optimizer step are sharded like the gradients.
     share = use.gradients / max(1.0, _replicated(case).gradients)
     return replace(use, temporaries=temporaries * share)
 

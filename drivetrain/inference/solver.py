@@ -390,7 +390,7 @@ def _streaming(problem: Problem, main: int, reserve: int, in_order: bool, rooms:
     """Place blocks so that the main device has `reserve` bytes for offloaded ones. Return None on failure."""
     limits = {room: problem.budgets[room].limit for room in sorted({*rooms, main})}
     filling = _Filling(problem, limits, main, reserve)
-    # Blocks above the reserve cannot be offloaded, so they get accelerator memory first.
+    # Blocks above the reserve cannot be offloaded, so they are placed first.
     large = [index for index, block in enumerate(problem.blocks) if block.streamed > reserve]
     if large and not in_order:
         room_for = {**limits, main: limits[main] - reserve * problem.stream_buffers}
