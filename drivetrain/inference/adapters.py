@@ -284,7 +284,7 @@ class LoRALinear(FrozenLinear):
         return output
 
     def update(self) -> Tensor:
-        """Return the change of the weight by the adapter, `scaling * B @ A`, shape `(out_features, in_features)`."""
+        """Return the adapter's update of the weight, `scaling * B @ A`, of shape `(out_features, in_features)`."""
         if not self.rank:
             return torch.zeros((), device=self.scaling.device)
         return self.scaling * (self.lora_B.detach() @ self.lora_A.detach())

@@ -154,7 +154,9 @@ class AlignDevicesHook(ModelHook):
         self._guard = MoveGuard(module.modules() if self.place_submodules else [module], kinds, self._apply_in_place)
 
     def _apply_in_place(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
-        """Apply a function that keeps device and dtype, such as `share_memory_`, also to offloaded weights."""
+        """Apply a function that keeps device and dtype, such as `share_memory_`, to all weights, even offloaded
+        ones.
+        """
         for child in module.children() if recurse else ():
             child._apply(function)  # type: ignore[no-untyped-call]
         for tensor in _tensors(module, False).values():
@@ -177,7 +179,7 @@ class AlignDevicesHook(ModelHook):
         return (args, kwargs) if device is None else self._move_inputs(module, args, kwargs) or (args, kwargs)
 
     def _move_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the inputs on the execution device, or None if all of them are there already."""
+        """Return the inputs moved to the execution device, or None if all of them are there already."""
         device: Any = self._device
         for value in (*args, *kwargs.values()) if kwargs else args:
             if (not isinstance(value, Tensor) or value.device != device) and value is not None:
@@ -438,7 +440,7 @@ def attach_align_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Add a hook to every submodule with own tensors that loads them on a device when the submodule runs.
+    """Add hooks that move each submodule's tensors and inputs to one device, and offload weights if requested.
 
     Args:
         module: The module.

@@ -220,7 +220,7 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def shares(self) -> dict[Device, Share]:
-        """Memory that the model uses on each device, as a dict from device to bytes for weights and others."""
+        """Memory that the model uses on each device, as a dict from device to bytes by purpose."""
         shares = self._problem.shares(self._placement)
         return {budget.device: share for budget, share in zip(self._problem.budgets, shares, strict=True)}
 

@@ -58,7 +58,7 @@ class ModelHook:
     _decisive: tuple[str, ...] = ("no_grad", "pre_forward", "post_forward", "on_error")
 
     def init_hook(self, module: ModuleT) -> ModuleT:
-        """Prepare a module, when the hook is added to it, and return the module to use.
+        """Prepare a module when the hook is added to it. Return the module to use.
 
         Args:
             module: The module.
@@ -101,7 +101,7 @@ class ModelHook:
         """
 
     def detach_hook(self, module: ModuleT) -> ModuleT:
-        """Undo the hook's changes to a module, when the hook is removed, and return the module to use.
+        """Undo the hook's changes to a module when the hook is removed. Return the module to use.
 
         Args:
             module: The module.
@@ -120,7 +120,7 @@ class ModelHook:
         return before, overrides(self, "post_forward"), self.no_grad or overrides(self, "on_error")
 
     def attached_to(self, module: nn.Module, attached: bool) -> None:
-        """Note that the hook has been added to or removed from a module, which is referenced weakly.
+        """Record that the hook has been added to a module or removed from it, using a weak reference.
 
         Args:
             module: The module.

@@ -57,7 +57,7 @@ def location(given: torch.device | str | int) -> Location:
 
 
 def execution_device(given: torch.device | str | int | None, others: Collection[Location] = ()) -> torch.device:
-    """Return the device that computes modules with offloaded weights: `given`, or the first accelerator."""
+    """Return the device that computes offloaded modules: `given`, else the first accelerator, else the CPU."""
     if given is not None:
         found = location(given)
         if not isinstance(found, torch.device):
@@ -294,7 +294,7 @@ class _Loading:
         return torch.float32 if keeps else self._dtype
 
     def compare(self, strict: bool, quiet: bool = False) -> None:
-        """Check that checkpoint and model have equal shapes and dtypes, and equal names if `strict` is True."""
+        """Check that the checkpoint's shapes, dtypes and, if `strict`, names match the model. Raise an error if not."""
         where, kind = self._weights.where, type(self._model).__name__
         wrong = []
         for item in self.items:

@@ -214,7 +214,7 @@ def skeleton_of_files(files: Iterable[Path]) -> nn.Module:
 
 
 def _with_lists(module: nn.Module) -> nn.Module:
-    """Turn modules whose children are numbered into `nn.ModuleList`, which marks repeated blocks."""
+    """Convert modules with numbered children to `nn.ModuleList`, so that repeated blocks are recognized."""
     children = {name: _with_lists(child) for name, child in module.named_children()}
     numbers = sorted(int(name) for name in children if name.isdecimal())
     if children and numbers == list(range(len(children))) and not list(module.parameters(recurse=False)):
@@ -523,7 +523,7 @@ def _config_value(config: Mapping[str, Any], what: str, required: bool = True) -
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that tracks current and peak bytes of all tensors alive, also of meta and fake tensors."""
+    """Dispatch mode that tracks the current and peak bytes of all live tensors, including meta and fake ones."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

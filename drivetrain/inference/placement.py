@@ -30,7 +30,7 @@ from drivetrain.runtime.pytrees import find_device, send_to_device
 
 
 class _OneDevice(TorchFunctionMode):
-    """Mode in which an operation that fails on tensors from several devices is retried on one device."""
+    """Torch function mode that retries an operation on one device if its tensors are on several devices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -569,7 +569,7 @@ def _load_meta_tensors(
 def _with_shared_buffers(
     places: Mapping[str, Place], where: Mapping[str, loading.Location], main: torch.device
 ) -> dict[str, loading.Location]:
-    """Return tensor locations with shared buffers kept in memory if any of their names is."""
+    """Return where each tensor goes. A buffer shared by several modules goes to disk only if all of them do."""
     found = dict(where)
     sharing: dict[int, list[str]] = {}
     for name, place in places.items():

@@ -49,7 +49,7 @@ def dtype_byte_size(dtype: torch.dtype | str | Any) -> float:
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and tensor of each parameter and buffer of a module. Shared tensors come once.
+    """Yield the name and tensor of each parameter and buffer of a module. A shared tensor is yielded once.
 
     Args:
         module: The module.
@@ -112,7 +112,7 @@ def dtype_scale(
 
 
 def new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) -> int:
-    """Return how many bytes of a tensor are not in `covered`, the memory of earlier tensors, and add them."""
+    """Return how many bytes of a tensor are not yet in `covered`, and add the tensor's memory to it."""
     return sum(_new_bytes(piece, covered) for piece in stored_pieces(tensor))
 
 

@@ -180,7 +180,7 @@ class Problem:
         return self.budgets[place].kind == "accelerator" or place == main
 
     def shares(self, placement: Placement) -> list[Share]:
-        """Return the memory that a placement uses on each device. A placement fits if none has less than 0 free."""
+        """Return the memory that a placement uses on each device, next to the limit of the device."""
         weights, activations = [0] * len(self.budgets), [0] * len(self.budgets)
         largest = resident = 0
         for block, place in zip(self.blocks, placement.places, strict=True):
@@ -331,7 +331,9 @@ class _Filling:
         return places
 
     def around(self, fixed: dict[int, int]) -> list[int | None]:
-        """Place the blocks around some `fixed` ones, each next to its predecessor if possible. None marks a misfit."""
+        """Assign the `fixed` blocks as given and all others near their predecessors. Blocks that do not fit get
+        None.
+        """
         for index, room in fixed.items():
             self.put(room, self.blocks[index])
         places: list[int | None] = []
@@ -375,7 +377,7 @@ def _reserves(problem: Problem) -> list[int]:
 
 
 def _first_accelerator(problem: Problem, placement: Placement) -> int | None:
-    """Return the first accelerator that a placement uses, or else the host if it is the main device."""
+    """Return the first accelerator in a placement, else the host if it computes offloaded blocks, else None."""
     accelerators = [place for place in placement.places if problem.budgets[place].kind == "accelerator"]
     host = placement.main is not None and problem.budgets[placement.main].kind == "host"
     return accelerators[0] if accelerators else placement.main if host else None

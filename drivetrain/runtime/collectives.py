@@ -78,7 +78,7 @@ def gather(tensor: Any) -> Any:
 
 
 def gather_rows(data: Any, keep: int) -> Any:
-    """Concatenate the first `keep` rows of the tensors of all processes. `keep` may differ by process."""
+    """Concatenate the first `keep` rows of the tensors of all processes. `keep` may differ between processes."""
     state = PartialState()
     rows: list[int] = []
 

@@ -93,7 +93,7 @@ class Duration:
 
     @classmethod
     def of(cls, value: Any, name: str = "duration") -> Duration | None:
-        """Parse a duration from text such as `"2 epochs"`, a timedelta or a dict. None and durations pass through.
+        """Parse a duration from text such as `"2 epochs"`, a timedelta or a dict. Return None for None.
 
         Args:
             value: Text such as `"500 steps"`, `"2 epochs"`, `"1M samples"`, `"50M tokens"`, `"10 min"` or `"10%"`;
@@ -174,7 +174,7 @@ class Duration:
 
 
 def clock_time(value: Any, name: str, otherwise: str = "") -> timedelta | None:
-    """Parse a wall-clock time such as `"10 min"` into a timedelta. None passes through."""
+    """Parse a wall-clock time such as `"10 min"` into a timedelta. Return None for None."""
     duration = Duration.of(value, name)
     if duration is None:
         return None
@@ -200,7 +200,7 @@ def interval_of(value: Any, name: str) -> int | Duration:
 
 
 def count_of(value: Any, name: str, unit: Unit, otherwise: str = "") -> Any:
-    """Parse a count such as `"2 epochs"` into the int 2. Values that are not durations pass through."""
+    """Parse a count such as `"2 epochs"` into the int 2. Return a value unchanged that is no duration."""
     # Other values, such as None or a wrong type, are checked by the caller.
     if not isinstance(value, Duration) and not (isinstance(value, str) and value.strip()[:1].isdigit()):
         return value

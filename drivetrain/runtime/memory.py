@@ -45,7 +45,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Attempt(NamedTuple):
-    """Result of `attempt_together`, a call that some process may fail for lack of memory.
+    """Result of a call that all processes make together, in which some may run out of memory.
 
     Attributes:
         enough: True if memory was sufficient on all processes.
@@ -162,7 +162,7 @@ def _smaller_batch_size(size: int, reduce: Callable[..., int] | None) -> int:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Run garbage collection and empty the device cache. Assign the returned Nones to the objects' names.
+    """Collect garbage and empty the device's memory cache. Return one None for each object, to replace it.
 
     Args:
         *objects: The objects to release.

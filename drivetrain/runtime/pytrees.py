@@ -312,7 +312,7 @@ def _expect_tensor(value: Any) -> Tensor:
 
 
 def _move_object(data: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
-    """Call an object's own `to` method, with or without `non_blocking` as the method accepts."""
+    """Move an object by its `to` method, passing `non_blocking` only if the method accepts it."""
     if non_blocking:
         try:
             return data.to(device, non_blocking=True)

@@ -83,7 +83,7 @@ class Timing:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds spent in each part of the run, as a dict from part name, such as `"backward"`, to seconds."""
+        """Seconds spent in each part of the run, as a dict from part name such as `"backward"` to seconds."""
         times, drawn = self._read()
         marked = drawn if sum(drawn) > 0 else times[:_SPANS]
         whole = sum(marked)
@@ -214,7 +214,7 @@ class Timing:
         self.enter(IDLE)
 
     def turn(self, batches: int) -> int:
-        """Choose between two steps whether the next training steps are timed. Return when to choose again.
+        """Decide if the next training steps are timed. Return the batch count at which to decide again.
 
         Args:
             batches: Number of batches that the run has trained on.
@@ -242,7 +242,7 @@ class Timing:
         return batches + max(pause, 1)
 
     def first_turn(self, batches: int) -> int:
-        """Start an epoch with timed steps. Return the batch count at which `turn` is due.
+        """Start an epoch with timed steps. Return the batch count at which to call `turn`.
 
         Args:
             batches: Number of batches that the run has trained on before, for example before it was resumed.

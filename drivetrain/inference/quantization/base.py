@@ -170,7 +170,7 @@ def bind_weight(layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
 
 
 def rebuilt(like: Any, parts: Mapping[str, Tensor], shape: torch.Size, name: str = "weight") -> Tensor:
-    """Build a tensor of the subclass and options of `like` from new inner tensors."""
+    """Build a tensor from new inner tensors, with the subclass and options of the tensor `like`."""
     flatten = getattr(like, "__tensor_flatten__", None)
     if flatten is None:
         return parts[name]

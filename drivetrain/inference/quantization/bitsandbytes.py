@@ -21,7 +21,7 @@ _SHORT = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(eq=True, repr=False)
 class BitsAndBytes(Quantizer):
-    """Quantizer to 4-bit (`nf4`, `fp4`) or 8-bit (LLM.int8) linear layers of bitsandbytes.
+    """Quantizer that replaces linear layers by 4-bit (`nf4`, `fp4`) or 8-bit (LLM.int8) bitsandbytes layers.
 
     Source: Dettmers et al., "LLM.int8()" (2022) and "QLoRA" (2023).
 
