@@ -454,7 +454,7 @@ def _exclude_frozen_from_state(model: nn.Module, digest: str) -> None:
 
 
 class _DropFrozen:
-    """State dict hook that removes the parameters that are still frozen from the state dict."""
+    """State dict hook that leaves out frozen parameters, so that checkpoints contain the adapters only."""
 
     def __init__(self, frozen: Sequence[str]) -> None:
         self._frozen = frozen

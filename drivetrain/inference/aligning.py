@@ -106,6 +106,7 @@ class AlignDevicesHook(ModelHook):
         return {**vars(self), "tied_params_map": None, "_tied": {}, "_shared": set(), "_borrowed": []}
 
     def needs(self) -> tuple[bool | Registered, bool, bool]:
+        # Subclasses may override any method, so register those that they override.
         if type(self) is not AlignDevicesHook:
             return super().needs()
         after = self.offload or self.io_same_device
@@ -154,9 +155,7 @@ class AlignDevicesHook(ModelHook):
         self._guard = MoveGuard(module.modules() if self.place_submodules else [module], kinds, self._apply_in_place)
 
     def _apply_in_place(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
-        """Apply a function that keeps device and dtype, such as `share_memory_`, to all weights, even offloaded
-        ones.
-        """
+        """Apply a function that keeps device and dtype, such as `share_memory_`, also to offloaded weights."""
         for child in module.children() if recurse else ():
             child._apply(function)  # type: ignore[no-untyped-call]
         for tensor in _tensors(module, False).values():
@@ -528,9 +527,11 @@ def attach_align_device_hook_on_blocks(
         name, outermost = ".".join(filter(None, (module_name, inner))), not inner
         if name not in devices or name not in offloads or id(block) in placed:
             if outermost:
+                # The model itself only returns its output to the device of its input.
                 add_hook_to_module(block, AlignDevicesHook(io_same_device=True, **shared), append=True)
             continue
         device = devices[name]
+        # A block that is registered under two names gets one hook.
         placed.add(id(block))
         if offloads[name]:
             attach_align_device_hook(
@@ -543,6 +544,7 @@ def attach_align_device_hook_on_blocks(
                 preload_module_classes=preload_module_classes,
                 **shared,
             )
+            # A block without tensors of its own has no hook yet, but must move its inputs.
             if hook_of(block) is None:
                 add_hook_to_module(block, AlignDevicesHook(device, io_same_device=outermost, **shared), append=True)
         else:

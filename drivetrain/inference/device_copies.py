@@ -63,6 +63,7 @@ def groups_of(
     whole = {id(module) for module in model.modules() if type(module).__name__ in preloaded}
     blocks = set() if kind == "leaf" else {id(module) for module in _blocks(model)}
     groups: list[Group] = []
+    # Consecutive blocks of one parent, collected until they form a group.
     run: list[tuple[str, nn.Module]] = []
     for name, module, is_whole in _outermost(model, whole | blocks):
         if (
@@ -142,6 +143,7 @@ class DeviceCopies:
         self._used: set[int] = set()
         pins = self._side is not None and self._kind.pins_memory
         for group in groups:
+            # The first groups that fit the budget stay on the device after their first copy.
             budget -= group.nbytes
             self._stays.append(budget >= 0)
             if pin and pins:

@@ -67,6 +67,7 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
 def _free_memory() -> dict[Device, int]:
     found: dict[Device, int] = {}
     host: DeviceKind
+    # The CPU is always the last kind.
     *_, host = available_device_kinds()
     kind = detect_device_kind()
     if kind is not host:
@@ -323,6 +324,7 @@ def infer_auto_device_map(
 
     def attempt(buffers_too: bool, on_host: bool, classes: Collection[str] | None) -> tuple[Problem, Placement | None]:
         blocks = blocks_of(model, classes, Loading(dtype, special_dtypes, buffers_too), activations)
+        # Reserve room for fewer prefetched blocks until a placement exists.
         for ahead in range(prefetch, -1, -1):
             problem = Problem(blocks, budgets_of(memory), ahead + 1)
             placement = solve(problem, kind, reserve, fallback_allocation, on_host)

@@ -197,6 +197,7 @@ def _measured(
         raise ConfigurationError("--input needs a model with code. Safetensors files contain weights only.")
     found = {}
     for each in precisions:
+        # What exceeds weights, gradients and optimizer state are activations or temporary tensors.
         kept = estimate_training(size, "single", each, 1, optimizer).total
         of_backward, of_step = peak_of_training(model, parsed, each, _optimizer(optimizer))
         found[each] = {"activations": max(0.0, of_backward - kept), "temporaries": max(0.0, of_step - kept)}

@@ -18,6 +18,7 @@ from drivetrain.runtime.errors import ConfigurationError
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Registered = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
+# Other packages look for a module's hook under this name.
 _HOOK, _HANDLES = "_hf_hook", "_hf_hook_handles"
 _calls = threading.local()
 _untraced: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -127,6 +128,7 @@ class ModelHook:
             attached: True if the hook was added.
         """
         links: list[_Link] = vars(self).setdefault("_links", [])
+        # This also drops links to modules that no longer exist.
         links[:] = [link for link in links if link.module not in (None, module)]
         if attached:
             links.append(_Link(module))
@@ -238,6 +240,7 @@ def add_hook_to_module(module: ModuleT, hook: ModelHook, append: bool = False) -
         The module.
     """
     present = hook_of(module)
+    # Hooks with `stays` survive the replacement of the others.
     before = [present] if append and present is not None else [each for each in _parts(present) if each.stays]
     if not before:
         module = remove_hook_from_module(module)
@@ -299,6 +302,7 @@ def _register(module: nn.Module, hook: ModelHook) -> None:
     before, after, guarded = hook.needs()
     handles: list[RemovableHandle] = []
     if before or guarded:
+        # Only hooks that need it pay for restoring state after errors.
         first: Registered = _enter if guarded else before if callable(before) else _before
         handles.append(module.register_forward_pre_hook(first, with_kwargs=True))
     if after or guarded:
@@ -388,7 +392,7 @@ class MoveGuard:
             module.__dict__["_apply"] = partial(self._guarded, module)
 
     def _guarded(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Stand in for `nn.Module._apply`. Raise an error if the function moves or casts tensors."""
+        """Call the original `nn.Module._apply`, but raise an error if the function moves or casts tensors."""
         for dtype, device in self._kinds:
             probe = torch.empty(0, dtype=dtype, device=device)
             # Functions that change neither dtype nor device, such as `share_memory_`, return the tensor itself.

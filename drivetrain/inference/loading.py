@@ -278,12 +278,13 @@ class _Loading:
                 used.add(source)
                 held = [places[name] for name in names]
                 self.items.append(_Item(names, held, source, self._dtype_of(names[0], held[0].tensor)))
+            # A tensor that is tied to one in the checkpoint is not missing.
             elif not any(self._source(other) for name in names for other in declared.get(name, ())):
                 self.missing.extend(names)
         self.left_over = [name for name in weights if name not in used and name not in saved]
 
     def _source(self, name: str) -> str | None:
-        """Return the name under which the checkpoint has a tensor, possibly as a shared one, or None."""
+        """Return the checkpoint's name for a tensor, which may be that of a tied weight, or None if it has none."""
         found = name if name in self._weights else self._weights.same.get(name)
         return found if found in self._weights else None
 

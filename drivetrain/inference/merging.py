@@ -137,6 +137,7 @@ def _prefix(adapters: Mapping[str, Any], weights: Mapping[str, Any], trained: st
     first = next(iter(adapters))
     parts = first.split(".")
     for count in range(len(parts)):
+        # A checkpoint may have the model under an attribute, whose name precedes all others.
         prefix = ".".join(parts[:count]) + "." if count else ""
         if all(f"{layer.removeprefix(prefix)}.weight" in weights for layer in adapters):
             return prefix

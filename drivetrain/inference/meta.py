@@ -151,6 +151,7 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         lazy = {"requires_grad": tensor.requires_grad} if isinstance(tensor, nn.Parameter) else {}
         return kind(device=device, dtype=tensor.dtype, **lazy)  # type: ignore[no-any-return]
     if tensor.device.type == "meta":
+        # A meta tensor has no values to copy.
         data = torch.empty_like(tensor, device=device)
     else:
         data = tensor.detach().to(device)

@@ -491,6 +491,7 @@ def kv_cache_values(config: Mapping[str, Any], batch: int, seq: int) -> int:
         layers = int(config.get("num_decoder_layers") or config.get("decoder_layers") or layers)
         heads = int(config.get("decoder_attention_heads") or _config_value(config, "heads"))
         width = _config_value(config, "head_width", required=False) or _config_value(config, "width") // heads
+        # Keys and values, of self-attention and of cross-attention.
         return 2 * 2 * layers * heads * width * seq * batch
     if "kv_lora_rank" in config:  # multi-head latent attention: one compressed vector, and the rotary part
         return layers * int(config["kv_lora_rank"] + config.get("qk_rope_head_dim", 0)) * seq * batch

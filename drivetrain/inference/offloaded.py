@@ -83,6 +83,7 @@ def like(old: Tensor, value: Tensor) -> Tensor:
     trainable = old.requires_grad and (value.is_floating_point() or value.is_complex())
     made = nn.Parameter(value, requires_grad=trainable)
     made.__dict__.update(vars(old))
+    # The attributes may say that the old tensor is memory-mapped, which the new one need not be.
     forget_mapped(made)
     return made
 
@@ -294,7 +295,7 @@ class FolderWeights(Weights):
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """View of a mapping that is limited to keys with a prefix, and leaves the prefix out of the keys.
+    """View of the items of a mapping whose keys start with a prefix, under keys without the prefix.
 
     Args:
         dataset: The mapping.
@@ -345,6 +346,7 @@ def write_offloaded(
     entries: Sequence[Entry], read: Callable[[str], Tensor], folder: str | os.PathLike[str]
 ) -> MappedFile:
     """Write weights to one safetensors file in an offload folder. Return the memory-mapped file."""
+    # Tensors at aligned offsets can be memory-mapped.
     ordered = [entries[position] for position in aligned(entries)]
     header, _ = layout(ordered, {"format": "pt"})
     # The name depends on the header only, so that other files in the folder, which may be mapped, stay as they are.

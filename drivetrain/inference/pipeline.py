@@ -314,6 +314,7 @@ def _split(request: Request, count: int) -> Iterator[Request]:
     for index in range(count):
         end = start + each + (index < more)
 
+        # The defaults bind the values of this iteration.
         def part(tensor: Tensor, start: int = start, end: int = end) -> Tensor:
             return tensor[start:end] if tensor.dim() and tensor.size(0) == rows else tensor
 

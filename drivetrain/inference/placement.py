@@ -591,6 +591,7 @@ def _move(places: Mapping[str, Place], where: Mapping[str, torch.device]) -> Non
         kept.append(old)
         if (id(old), device) not in moved:
             data = old.detach()
+            # On an equal device, the tensor is memory-mapped and becomes a copy in memory.
             moved[id(old), device] = like(old, data.clone() if old.device == device else data.to(device))
         places[name].put(moved[id(old), device])
 
@@ -608,6 +609,7 @@ def _to_disk(places: Mapping[str, Place], names: Sequence[str], folder: Folder |
             f"{listed([same[0] for same in sharing.values()])}: the device map puts these on disk, but they are in no "
             "safetensors file. Pass offload_dir=... to write them.",
         )
+    # Shared tensors are written once, under their first name.
     tensors = {same[0]: places[same[0]].tensor for same in sharing.values()}
     entries = [Entry(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()]
     file = write_offloaded(entries, lambda name: tensors[name], folder)

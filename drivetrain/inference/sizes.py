@@ -122,11 +122,13 @@ def _new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) 
     left = end - start
     reached = start
     for first, last in sorted(taken):
+        # The overlap with memory that counts for an earlier tensor.
         low, high = max(first, reached), min(last, end)
         if high > low:
             left -= high - low
             reached = high
     taken.append((start, end))
+    # A strided view occupies less memory than its extent.
     return min(left, tensor.numel() * tensor.element_size())
 
 
@@ -232,7 +234,7 @@ class _Held(NamedTuple):
 
 
 def units_of_placement(model: nn.Module, no_split_module_classes: Collection[str] | str | None) -> dict[str, int]:
-    """Return the names of modules and tensors that are placed as a whole, with their positions."""
+    """Return the smallest parts of a model that are placed on devices, as a dict from name to position."""
     kept_whole = _kept_whole(model, no_split_module_classes)
     names: list[str] = []
 

@@ -24,7 +24,7 @@ class Search:
         self.sizes, self.rooms, self.allowed, self.most_steps = sizes, rooms, allowed, most_steps
 
     def first(self, largest_first: bool = True) -> list[int] | None:
-        """Return the first solution as the bin index of each item, or None if none is found within the step limit."""
+        """Return the bin index of each item in the first solution found, or None if the search finds none."""
         order = list(range(len(self.sizes)))
         if largest_first:
             order.sort(key=lambda index: -self.sizes[index])
@@ -176,7 +176,7 @@ class Problem:
         return sum(block.size for block in self.blocks)
 
     def computes(self, place: int, main: int | None) -> bool:
-        """Return True if a device computes the blocks that it stores. Others only store offloaded blocks."""
+        """Return True if a device computes the blocks that it stores, instead of only storing offloaded ones."""
         return self.budgets[place].kind == "accelerator" or place == main
 
     def shares(self, placement: Placement) -> list[Share]:
@@ -219,7 +219,7 @@ def solve(
     fill_gaps: bool = False,
     on_host: bool = True,
 ) -> Placement | None:
-    """Place all blocks within the memory limits, on accelerators if possible. Return None if none is found."""
+    """Return a placement of all blocks within the memory limits, on accelerators if possible, or None."""
     placement = _on_accelerators(problem, policy, reserve_largest) or _with_offload(problem, on_host)
     if placement is not None and fill_gaps:
         placement = _fill_gaps(problem, placement)
@@ -258,6 +258,7 @@ def balanced_shares(problem: Problem, policy: Policy) -> dict[Device, int] | Non
 def _sequential(problem: Problem, limits: dict[int, float], reserve: bool) -> Iterator[tuple[int, ...] | None]:
     first = next(iter(limits))
     alone = Placement((first,) * len(problem.blocks))
+    # First try the whole model on one device, which needs no transfers.
     yield alone.places if problem.fits(alone) else None
     if reserve:
         largest = max((block.streamed + block.resident for block in problem.blocks), default=0)
@@ -331,9 +332,7 @@ class _Filling:
         return places
 
     def around(self, fixed: dict[int, int]) -> list[int | None]:
-        """Assign the `fixed` blocks as given and all others near their predecessors. Blocks that do not fit get
-        None.
-        """
+        """Assign `fixed` blocks as given and all others near their predecessors. Blocks that do not fit get None."""
         for index, room in fixed.items():
             self.put(room, self.blocks[index])
         places: list[int | None] = []
@@ -361,6 +360,7 @@ def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
         found = [plan for plan in plans if plan is not None and problem.fits(plan)]
         found = [plan for plan in found if not expected or _first_accelerator(problem, plan) == main]
         if found:
+            # Most bytes computed without copies first, then fewest changes of device.
             return max(found, key=lambda plan: (_computed_in_place(problem, plan), -problem.boundaries(plan)))
     places = [i for i, each in enumerate(problem.budgets) if each.limit > 0]
     searched = (_by_search(problem, main, places) for main in mains)
@@ -389,7 +389,7 @@ def _computed_in_place(problem: Problem, placement: Placement) -> int:
 
 
 def _streaming(problem: Problem, main: int, reserve: int, in_order: bool, rooms: Sequence[int]) -> Placement | None:
-    """Place blocks so that the main device has `reserve` bytes for offloaded ones. Return None on failure."""
+    """Return a placement that leaves the main device `reserve` bytes for offloaded blocks, or None."""
     limits = {room: problem.budgets[room].limit for room in sorted({*rooms, main})}
     filling = _Filling(problem, limits, main, reserve)
     # Blocks above the reserve cannot be offloaded, so they are placed first.
@@ -433,6 +433,7 @@ def _by_search(problem: Problem, main: int | None, places: list[int]) -> Placeme
     ]
     if not solutions:
         return None
+    # Fewer changes of device mean fewer transfers during a forward.
     best = min(solutions, key=part.boundaries)
     by_index = dict(zip(heavy, best.places, strict=True))
     current = best.places[0] if best.places else places[0]

@@ -143,6 +143,7 @@ class WeightStream:
         if memory is None:
             return 1
         sizes, budget = [group.nbytes for group in self.groups], self._options.budget or 0
+        # The groups within the budget stay on the device.
         free = memory[0] - sum(size for size, held in zip(sizes, accumulate(sizes), strict=True) if held <= budget)
         return MOST_AHEAD if max_consecutive_size(sizes, MOST_AHEAD + 1) <= free else 0
 
@@ -183,6 +184,7 @@ class WeightStream:
         for _ in range(self.prefetch):
             # Models may call modules in another order than they register them.
             following = self._after.get(ahead[-1], number)
+            # In a small model, the groups ahead include the one in use.
             if following in ahead:
                 break
             ahead.append(following)
@@ -229,6 +231,7 @@ class WeightStream:
 
 
 def max_consecutive_size(sizes: Sequence[int], count: int) -> int:
+    # After the last group, the next forward begins with the first one.
     around = [*sizes, *sizes[: count - 1]] if len(sizes) >= count else list(sizes)
     return max((sum(around[start : start + count]) for start in range(len(sizes))), default=0)
 

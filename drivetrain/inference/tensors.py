@@ -225,6 +225,7 @@ def tied_tensors(module: nn.Module, recurse: bool = True) -> TiedTensors:
     for _, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
         if not parameter.is_meta and not wraps_others(parameter):
             found[parameter.data_ptr()] = found.get(parameter.data_ptr(), 0) + 1
+    # Empty tensors have the address 0.
     return {address: {} for address, times in found.items() if times > 1 and address}
 
 

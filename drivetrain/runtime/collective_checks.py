@@ -136,6 +136,7 @@ def _describe_structure(data: Any, ignore: str | None) -> str:
     def describe(leaf: Any) -> _Words:
         if not isinstance(leaf, Tensor):
             return _Words(type(leaf).__name__)
+        # Sizes that may differ between ranks are shown as `*`.
         ignored = {"rows": 1, "sizes": leaf.dim()}.get(ignore or "", 0)
         sizes = [_Words("*") if dim < ignored else size for dim, size in enumerate(leaf.shape)]
         return _Words(f"{str(leaf.dtype).removeprefix('torch.')}{sizes}")

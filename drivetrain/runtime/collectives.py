@@ -277,6 +277,7 @@ def _gather_rows_of_tensor(tensor: Tensor, counts: Sequence[int], state: Partial
     most, mine = max(counts), counts[state.process_index]
     rows = tensor.detach()[:most]
     if rows.size(0) < most:
+        # All-gather needs equal shapes on all ranks. The padding is cut off again below.
         padding = rows.new_zeros((most - rows.size(0), *rows.shape[1:]))
         rows = torch.cat([rows[:mine], padding])
     gathered = _gather_tensor(rows, state)
@@ -294,6 +295,7 @@ def _reduce_tensor(tensor: Tensor, reduction: str, scale: float, state: PartialS
     dtype = _REDUCED_AS.get(tensor.dtype, tensor.dtype)
     total = wire.to(dtype, copy=True, memory_format=torch.contiguous_format)
     call_collective("reduce", state, dist.all_reduce, total, op=operation)
+    # Not ReduceOp.AVG, which gloo lacks.
     if reduction == "mean":
         total /= state.num_processes
     if scale != 1:
@@ -322,6 +324,7 @@ def _broadcast_tensor(tensor: Tensor, from_process: int, state: PartialState) ->
     # Send bytes: some backends lack some dtypes.
     content = wire.view(-1).view(torch.uint8)
     call_collective("broadcast", state, dist.broadcast, content, src=from_process)
+    # `wire` is a copy if the tensor was moved to the CPU or was not contiguous.
     if wire.data_ptr() != target.data_ptr():
         target.copy_(wire)
     return tensor
@@ -331,7 +334,7 @@ def _exchange_integers(values: Sequence[int], state: PartialState) -> list[list[
     """All-gather a list of integers, equally long on all ranks. Return one list for each rank."""
     if not state.use_distributed:
         return [list(values)]
-    # If the group has gloo for CPU tensors, use it: it does not synchronise with the device.
+    # If the group has gloo for CPU tensors, use it: it does not synchronize with the device.
     beside = "cpu" in str(dist.get_backend_config())
     own = torch.tensor(values, dtype=torch.int64, device="cpu" if beside else state.device)
     everyone = own.new_empty(state.num_processes * len(values))

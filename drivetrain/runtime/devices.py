@@ -1,6 +1,6 @@
 """Device kinds that a process can run on, and the vendor-specific code for each.
 
-A kind names its process-group backend, selects and synchronises a device, and provides streams and random state. Third
+A kind names its process-group backend, selects and synchronizes a device, and provides streams and random state. Third
 parties add kinds with `register_device`.
 """
 

@@ -83,6 +83,7 @@ class Duration:
     unit: Unit
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen, and the unit may be given as text.
         object.__setattr__(self, "unit", Unit(self.unit))
 
     def __str__(self) -> str:
@@ -200,7 +201,7 @@ def interval_of(value: Any, name: str) -> int | Duration:
 
 
 def count_of(value: Any, name: str, unit: Unit, otherwise: str = "") -> Any:
-    """Parse a count such as `"2 epochs"` into the int 2. Return a value unchanged that is no duration."""
+    """Parse a count such as `"2 epochs"` into the int 2. Other values are returned unchanged."""
     # Other values, such as None or a wrong type, are checked by the caller.
     if not isinstance(value, Duration) and not (isinstance(value, str) and value.strip()[:1].isdigit()):
         return value

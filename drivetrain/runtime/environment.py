@@ -159,6 +159,7 @@ class ProcessEnvironment:
         local_rank = _integer(variables, keys[2], default=rank if world_size == 1 else None)
         local_world_size = _integer_or_slurm_list(variables, keys[3], node=_slurm_node(variables, source))
         if local_world_size is None:
+            # A local rank equal to the global rank suggests that there is only one machine.
             local_world_size = max(world_size if local_rank == rank else 1, local_rank + 1)
         address = variables.get("MASTER_ADDR") or _first_slurm_host(variables)
         if not address:
@@ -261,4 +262,5 @@ def _first_slurm_host(variables: Mapping[str, str]) -> str | None:
 def _slurm_port(variables: Mapping[str, str]) -> int:
     """Return a port derived from the SLURM job ID: equal on all ranks, and rarely shared by concurrent jobs."""
     job = variables.get("SLURM_JOB_ID", "")
+    # Ports 20000 to 29999 are below the range that Linux assigns to clients.
     return 20000 + int(job[-4:]) if job[-4:].isdigit() else DEFAULT_MAIN_PORT

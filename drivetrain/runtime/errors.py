@@ -115,6 +115,7 @@ def is_library(filename: str) -> bool:
     """Return True if a source file belongs to drivetrain, torch or the standard library, not to user code."""
     if filename.startswith((_PACKAGE, _torch(), "<frozen ")):
         return True
+    # Installed packages may lie inside the standard library's folder, but count as user code.
     return filename.startswith(_STANDARD_LIBRARY) and not any(part in filename for part in _INSTALLED)
 
 
@@ -180,6 +181,7 @@ def _exception_chain(error: BaseException) -> Iterator[BaseException]:
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link
+        # As Python prints the chain: an explicit cause hides the context.
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
@@ -187,6 +189,7 @@ def _shorten(links: list[BaseException]) -> None:
     is_below = False
     for link in links:
         if is_below:
+            # A cause of the error: only user code in it matters, such as a dataset that fails.
             link.__traceback__ = _without_inner_frames(link.__traceback__, of_ours=0)
         elif getattr(link, "has_short_traceback", False):
             link.__traceback__ = _without_inner_frames(link.__traceback__, of_ours=3)
@@ -303,6 +306,7 @@ def deprecated(*, since: str, removed_in: str, use: str | None = None) -> Callab
     def mark(target: F) -> F:
         message = f"{target.__qualname__} is deprecated {until}.{f' Use {use}.' if use else ''}"
         if inspect.isclass(target):
+            # Replacing the class by a function would break isinstance checks and subclasses.
             target.__init__ = _warning(target.__init__, message)  # type: ignore[method-assign]
             return target
         return _warning(target, message)

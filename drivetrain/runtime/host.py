@@ -47,6 +47,7 @@ def host_memory() -> tuple[int, int]:
     memory = psutil.virtual_memory()
     free, total = int(memory.available), int(memory.total)
     try:
+        # Files of cgroup v2, which contain the container's limit.
         limit = int((_GROUP / "memory.max").read_text())
         used = int((_GROUP / "memory.current").read_text())
     except (OSError, ValueError):  # no container, no limit ("max"), or another system

@@ -93,6 +93,7 @@ class RankLogger(_Adapter):
             return
         if isinstance(msg, str):
             msg = shown(msg)
+        # Arguments, such as file names, may contain credentials or control characters.
         args = tuple(shown(each) if isinstance(each, str) else each for each in args)
         # Log records must name the caller's line instead of this one.
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1

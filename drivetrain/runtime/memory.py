@@ -279,7 +279,7 @@ class HostBlocks:
             return leaf
 
         recursively_apply(measure, item)
-        # Only devices of this kind can be synchronised; copies from others must block.
+        # Only devices of this kind can be synchronized; copies from others must block.
         queued = own if all(device.type == self._kind.name for device in own) else set()
         self._items.append((send_to_device(item, torch.device("cpu"), non_blocking=bool(queued)), cut))
         self._devices |= queued

@@ -30,7 +30,7 @@ def init_process_group(
     """Initialize the default process group. Return its backend for the device and the rendezvous store.
 
     Tensors of the device kind use the kind's backend. CPU tensors always use gloo, so that gathering Python objects
-    does not synchronise with the device.
+    does not synchronize with the device.
     """
     chosen = backend or kind.backend
     spec = chosen if chosen == "gloo" or ":" in chosen or kind.name == "cpu" else f"cpu:gloo,{kind.name}:{chosen}"
@@ -86,6 +86,7 @@ def destroy_process_group() -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
+    # Reference cycles may keep DDP reducers alive.
     gc.collect()
     barrier()
     dist.destroy_process_group()

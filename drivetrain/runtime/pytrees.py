@@ -66,6 +66,7 @@ def with_fields(data: Any, values: Iterable[Any]) -> Any:
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     """Build a list, tuple or named tuple of the same type as `obj` from the items of `generator`."""
     if is_namedtuple(obj):
+        # Named tuples take their fields as separate arguments.
         return type(obj)(*generator)
     return type(obj)(list(generator))
 
@@ -296,6 +297,7 @@ def _matching_children(first: Any, count: int, other: Any) -> list[Any]:
     """Return the values of `other` in the key order of `first`. Raise an error if keys or lengths differ."""
     if isinstance(first, Mapping) and isinstance(other, Mapping) and first.keys() == other.keys():
         return [other[key] for key in first]
+    # A mapping with other keys does not match, even if the number of values is equal.
     children = None if isinstance(first, Mapping) else _children(other)
     if children is None or len(children) != count:
         raise DataError(
@@ -317,7 +319,7 @@ def _move_object(data: Any, device: torch.device | str | int, non_blocking: bool
         try:
             return data.to(device, non_blocking=True)
         except TypeError:
-            pass
+            pass  # the `to` of another package may lack the argument
     return data.to(device)
 
 

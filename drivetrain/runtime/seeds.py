@@ -89,6 +89,7 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 def sample_seeds(seed: int, epoch: int) -> Callable[[int], int]:
     """Return a function from sample index to seed for one epoch. For many samples, faster than `sample_seed`."""
+    # Mixed once per epoch, so that only the index is mixed for each sample.
     base = _splitmix64((_splitmix64(seed) + epoch) & _MASK)
     return lambda index: _splitmix64((base + index) & _MASK)
 
@@ -383,6 +384,7 @@ def find_generators(*owners: Any) -> list[Any]:
             continue
         seen.add(id(owner))
         attributes = getattr(owner, "__dict__", {})
+        # Sorted, so that the order is equal on all processes.
         for name in sorted(attributes):
             value = attributes[name]
             if isinstance(value, torch.Generator):
@@ -509,6 +511,7 @@ class SeparateDraws:
         try:
             yield
         finally:
+            # The next body continues where this one has stopped.
             self._state = RandomState.capture(devices=False)
             outside.restore()
 
@@ -519,6 +522,7 @@ class SeparateDraws:
 
     def _iterate(self, items: Iterable[Item]) -> Iterator[Item]:
         with self.drawing():
+            # `iter` may draw too: a DataLoader draws a seed for its workers.
             iterator = iter(items)
         while True:
             with self.drawing():

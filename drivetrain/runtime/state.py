@@ -68,7 +68,7 @@ class DistributedType(str, Enum):
 class PartialState:
     """Rank, device and process group of the current process, shared by all instances of the class.
 
-    The first instance reads the environment, selects the device and, if there are several processes, initialises the
+    The first instance reads the environment, selects the device and, if there are several processes, initializes the
     process group.
 
     Args:
@@ -204,7 +204,7 @@ class PartialState:
     def _reset_state(cls) -> None:
         """Clear the shared state, so that the environment and the device are detected again on next use.
 
-        An initialised process group is kept, and the next state uses it.
+        An initialized process group is kept, and the next state uses it.
         """
         stays = _OF_THE_GROUP if dist.is_available() and dist.is_initialized() else ()
         for name in [name for name in cls._shared if name not in stays]:
@@ -282,7 +282,7 @@ class PartialState:
         """Device that this machine would use if none were requested."""
         return detect_device_kind().device(self.environment.local_rank)
 
-    # synchronisation
+    # synchronization
 
     def wait_for_everyone(self) -> None:
         """Wait until every process has called this (a barrier).
@@ -315,6 +315,7 @@ class PartialState:
 
     @contextmanager
     def _first(self, first: bool, name: str) -> Iterator[None]:
+        # The first process meets the others in one barrier: after its body, and before theirs.
         if not first:
             self._wait(name)
         try:
@@ -370,6 +371,7 @@ class PartialState:
                 "split_between_processes cannot use apply_padding with dynamic=True, because the number of items per "
                 "process is not known in advance. Leave one of them out.",
             )
+        # A single process has no rendezvous store, so its queue uses one in memory.
         store = (self.store or group_store()) if self.use_distributed else HashStore()
         queue = WorkQueue(inputs, store, self.process_index, self.num_processes, self.heartbeat.beat)
         queue.wait_for_all()

@@ -33,6 +33,7 @@ def all_arrive(name: str, patience: timedelta) -> bool:
         arrived = store.add(count, 1)
         while arrived < state.num_processes and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
+            # Adding 0 reads the counter.
             arrived = store.add(count, 0)
         # One process may time out just as another sees the last one arrive: the first verdict in the store counts.
         mine = "here" if arrived >= state.num_processes else "missing"
@@ -42,7 +43,7 @@ def all_arrive(name: str, patience: timedelta) -> bool:
 
 
 def exchange_if_all_arrive(name: str, own: str, patience: timedelta) -> list[str] | None:
-    """Return the texts of all processes in rank order, or None if not all take part within `patience`."""
+    """Collect a text from each process, in rank order. Return None if not all take part within `patience`."""
     state = PartialState()
     if not state.use_distributed:
         return [own]

@@ -195,6 +195,7 @@ class Timing:
         if not self._runs:
             yield
             return
+        # The span counts as a whole, so code inside of it must not mark.
         before, on = self.enter(_SPANS + part), self.on
         self.on = False
         try:
@@ -224,10 +225,12 @@ class Timing:
         """
         self.enter(IDLE)
         if not self._marks:
+            # The pause before the chosen batch is over.
             self._mark(True)
             return batches + 1
         if not self._is_first:
             for number, before in enumerate(self._before_marks):
+                # The steps that have just ended were chosen at random, so they represent the unmarked ones.
                 self._drawn[number] += self._times[number] - before
         self._is_first = False
         stretch = self._stretch_length(batches)
@@ -260,7 +263,9 @@ class Timing:
             for _ in range(8):
                 self.enter(IDLE)
             tries.append((perf_counter() - begun) / 8)
+        # The tries have counted as idle time.
         self._times[IDLE] = 0.0
+        # The fastest try is the one that was least disturbed.
         return min(tries)
 
     def _mark(self, marks: bool) -> None:

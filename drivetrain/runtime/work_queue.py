@@ -256,6 +256,7 @@ class WorkQueue:
         # A reused PID has another start time, so it does not pass for the dead process.
         if place and place == _machine_id() and _start_ticks(int(pid)) != started:
             return True
+        # Clocks of machines differ, so only the time without a new sign counts.
         known, since = self._seen.get(rank, (b"", 0.0))
         if known != sign:
             self._seen[rank] = sign, time.monotonic()
@@ -340,7 +341,9 @@ def _machine_id() -> str:
 def _start_ticks(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/stat") as file:
+            # The command name before the last parenthesis may itself contain spaces and parentheses.
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         return ""
+    # A zombie counts as gone. The 20th of these fields is the start time.
     return "" if fields[0] in "ZX" else fields[19]

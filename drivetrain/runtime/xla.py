@@ -106,6 +106,7 @@ def runs_on_cpu() -> bool:
 def device_count() -> int:
     """Return the number of XLA devices on this machine without starting the XLA runtime."""
     if runs_on_cpu() or not tpu_files():
+        # On the CPU, PJRT creates as many devices as this variable says.
         given = os.environ.get("CPU_NUM_DEVICES", "1") if runs_on_cpu() else "1"
         return int(given) if given.isdigit() else 1
     import_torch_xla()

@@ -176,12 +176,14 @@ def rebuilt(like: Any, parts: Mapping[str, Tensor], shape: torch.Size, name: str
         return parts[name]
     names, context = flatten()
     inner = {each: rebuilt(getattr(like, each), parts, shape, f"{name}.{each}") for each in names}
+    # With the strides of a contiguous matrix.
     made: Tensor = type(like).__tensor_unflatten__(inner, context, shape, (shape[1], 1))
     return made
 
 
 def linear_like(layer: nn.Linear, kind: type[nn.Linear], **options: Any) -> Any:
     with torch.device("meta"):
+        # On the meta device, since the weight is replaced anyway.
         made = kind(layer.in_features, layer.out_features, bias=False, **options)
     made.bias = layer.bias
     made.train(layer.training)

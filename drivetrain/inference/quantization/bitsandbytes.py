@@ -162,6 +162,7 @@ class BitsAndBytes(Quantizer):
     def parts(self, layer: Any) -> dict[str, Tensor]:
         if self.bits == 4:
             return {"weight": layer.weight.data, "absmax": layer.quant_state.absmax}
+        # Before the first forward, the values are in the parameter instead of the state.
         if layer.weight.CB is not None:
             layer.init_8bit_state()
         return {"weight": layer.state.CB, "SCB": layer.state.SCB}

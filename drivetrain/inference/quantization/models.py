@@ -176,6 +176,7 @@ def default_skips(model: nn.Module) -> list[str]:
     if head is not None and id(head) in names:
         shared.add(names[id(head)])
     elif not hasattr(model, "get_output_embeddings"):
+        # Without a declared head, the last child counts as the head.
         last = [name for name, _ in model.named_children()][-1:]
         shared.update(last if len(list(model.children())) > 1 else [])
     return sorted(shared)
