@@ -59,7 +59,7 @@ def init_process_group(
 
 
 def _rendezvous_store(environment: ProcessEnvironment, timeout: timedelta) -> Store:
-    """Return a client of the rendezvous store, which the elastic agent serves or, without an agent, rank 0.
+    """Return the rendezvous store, served by the elastic agent or, without an agent, by rank 0.
 
     Each restart by an elastic agent gets a key prefix of its own. Keys of the previous attempt would otherwise make
     ranks connect to processes that have exited.

@@ -167,7 +167,7 @@ _own_generators: dict[str, torch.Generator] = {}
 
 
 def own_generator(name: str) -> torch.Generator:
-    """Create a named torch generator that is independent of the global generators.
+    """Create a named torch generator whose draws leave the global generators unchanged.
 
     It is seeded from the state of torch's global generator, which does not change. Its state is part of this process's
     `RandomState` until another generator of that name is created.

@@ -274,7 +274,7 @@ class Timing:
         self._at = IDLE if marks else _UNMARKED
 
     def _stretch_length(self, batches: int) -> int:
-        """Return for how many batches one is timed, so that timing takes at most 0.1 % of the run."""
+        """Return the number of batches per timed batch, so that timing takes at most 0.1 % of the run."""
         steps = sum(self._times[:_SPANS]) + self._times[_UNMARKED]
         self._per_batch.append((steps - self._steps_before) / max(1, batches - self._batches_before))
         self._steps_before, self._batches_before = steps, batches
