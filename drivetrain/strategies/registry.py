@@ -19,7 +19,7 @@ from drivetrain.strategies.ddp import DDP
 
 
 class Single(Strategy):
-    """Strategy for one process on one device."""
+    """Strategy for one process on one device, without communication."""
 
     name = "single"
     repeats_steps = True
@@ -39,7 +39,7 @@ class Single(Strategy):
 
 
 class Spawned(Single, StartsProcesses):
-    """Placeholder in the main process for a strategy whose processes a Trainer starts for each call such as `fit`.
+    """Strategy of the main process if a Trainer starts new processes for each call such as `fit`.
 
     The main process computes nothing. It receives the weights of the first process when the call has ended.
     """
@@ -63,7 +63,6 @@ class Spawned(Single, StartsProcesses):
 
     @property
     def repeats_steps(self) -> bool:  # type: ignore[override]
-        """True if the strategy of the started processes can repeat a training step."""
         return self.within().repeats_steps
 
 
@@ -117,7 +116,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def strategy_class(name: str) -> Any:
-    """Import and return the class of a strategy that is loaded on first use."""
+    """Return the class of a built-in strategy by name. Its module is imported on first use."""
     module, _, attribute = _CLASSES[name].partition(":")
     if find_spec(module) is None:
         raise ConfigurationError(
@@ -191,7 +190,7 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
 
 
 def started_by_verbs(spec: Any) -> Spawned | None:
-    """Return the placeholder strategy if `spec` starts processes for each Trainer method, else None.
+    """Return the strategy if it starts new processes for each Trainer method such as `fit`, else None.
 
     Args:
         spec: A registered name, `"auto"`, or a `Strategy`.
@@ -203,7 +202,7 @@ def started_by_verbs(spec: Any) -> Spawned | None:
 
 
 def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **options: Any) -> Strategy:
-    """Return a DDP strategy with the given options, or the default strategy if there is one process.
+    """Return a `DDP` strategy with the given options, or the default strategy if the run has one process.
 
     Args:
         spec: `"auto"`, `"ddp"`, or a `DDP` object if `sync_batchnorm` is the only option.
@@ -228,7 +227,7 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
 
 
 def grid_rank(strategy: Strategy, dimension: str) -> int:
-    """Return this process's index along a dimension of the strategy's device mesh.
+    """Return this process's index along a named dimension of the strategy's device mesh.
 
     Without a mesh, all processes lie along `dp_replicate`, and the index in other dimensions is 0.
     """

@@ -20,7 +20,10 @@ _ALLOWED = (
 
 
 def units_of(model: nn.Module, wrap: Any, option: str = "wrap") -> list[nn.Module]:
-    """Return the submodules that `wrap` selects as units for sharding, innermost first."""
+    """Return the submodules that FSDP shards as units, as selected by the user's `wrap` option, innermost first.
+
+    `option` is the name of the user's argument, for error messages.
+    """
     chosen = _chosen(model, wrap, option)
     wanted = {id(module) for module in chosen if any(True for _ in module.parameters())}
     return [module for module in _innermost_first(model) if id(module) in wanted and has_forward(module)]
@@ -49,12 +52,12 @@ def _innermost_first(model: nn.Module) -> list[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return True if a module can be called, False for a container such as `ModuleList`."""
+    """Return True if a module can be called. A container such as `ModuleList` cannot."""
     return not (isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward)
 
 
 def _automatic(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the classes in `_no_split_modules`, or the repeated blocks if the model names no class."""
+    # Hugging Face models name the classes of their blocks in `_no_split_modules`.
     named = {
         name
         for module in model.modules()
@@ -66,7 +69,7 @@ def _automatic(model: nn.Module) -> list[nn.Module]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model, such as transformer layers.
+    """Return the blocks that a model repeats, such as its transformer layers.
 
     A block is a member of a `ModuleList`, `ModuleDict` or `Sequential` in which its class occurs more than once. It has
     submodules, so a repeated `Linear` does not count. Blocks inside another block, such as experts, are not returned.
@@ -116,7 +119,7 @@ def _by_class(model: nn.Module, classes: list[Any], option: str) -> list[nn.Modu
 
 
 def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
-    """Return the modules with at least `least` parameters that are not in a smaller selected module."""
+    """Return modules with at least `least` parameters, not counting parameters of selected modules inside."""
     if least < 1:
         raise ConfigurationError(f"{option}={least}: a unit needs at least 1 parameter.")
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -125,6 +128,7 @@ def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
             f"{option}={least} asks for units of at least {least} parameters, but the whole model has {total}.",
         )
     found: list[nn.Module] = []
+    # Parameters of inner units do not count for the modules around them.
     taken: set[int] = set()
     for module in _innermost_first(model):
         own = {id(parameter): parameter for parameter in module.parameters() if id(parameter) not in taken}
@@ -135,14 +139,14 @@ def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
 
 
 def classes_of(model: nn.Module) -> str:
-    """Return a sentence for error messages that lists the classes of a model's submodules with their counts."""
+    """Return a sentence for error messages that lists the classes of a model's submodules and their counts."""
     counts = Counter(type(module).__name__ for module in model.modules() if module is not model)
     listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common(20))
     return f"It has: {listed or 'no modules inside'}."
 
 
 def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the units that share no parameter with a module outside the unit.
+    """Return the units that can be sharded on their own, as they share no parameter with a module outside.
 
     Only one unit can gather a parameter. A tied parameter therefore belongs to the unit around both of its users.
     """
@@ -164,7 +168,7 @@ def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[
 
 
 def _owners(model: nn.Module, units: list[nn.Module]) -> dict[int, list[nn.Module]]:
-    """Return for each parameter's `id` the innermost units, or the model, that hold the parameter."""
+    """Map each parameter's `id` to the innermost units that contain the parameter, or to the model if none does."""
     marked = {id(unit) for unit in units}
     owners: dict[int, list[nn.Module]] = {}
     seen: set[tuple[int, int]] = set()

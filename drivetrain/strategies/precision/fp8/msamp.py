@@ -18,7 +18,7 @@ _KEEP = "use_fp32_linear"
 
 
 class MSAMP(FP8Backend):
-    """Float8 backend on MS-AMP (Peng et al., 2023, https://arxiv.org/abs/2310.18313), for one NVIDIA GPU.
+    """Float8 backend that uses MS-AMP (Peng et al., 2023, https://arxiv.org/abs/2310.18313) on one NVIDIA GPU.
 
     The package is no longer developed. It replaces an Adam or AdamW optimizer, and keeps weights in scaled float16.
     """
@@ -51,7 +51,7 @@ class MSAMP(FP8Backend):
         self._msamp = msamp
 
     def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
-        """Mark the layers to leave unchanged. MS-AMP converts the other layers together with the optimizer."""
+        # MS-AMP converts every linear layer without this mark, when it takes over the optimizer.
         for layer in kept:
             setattr(layer, _KEEP, True)
 
@@ -73,7 +73,7 @@ class MSAMP(FP8Backend):
 
 
 def _plain_tensors(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Convert scaled tensors in a state dict to float32."""
+    """State dict hook that converts MS-AMP's scaled weights to float32, which any loader can read."""
     for name in module._parameters:
         value = state.get(prefix + name)
         if value is not None and hasattr(value, "meta"):
@@ -81,7 +81,7 @@ def _plain_tensors(module: nn.Module, state: dict[str, Any], prefix: str, metada
 
 
 def _scaled_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Scale the tensors of a state dict like the module's weights, before they are loaded."""
+    """Load hook that casts the plain tensors of a state dict to the scaled dtype of MS-AMP's weights."""
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
         if isinstance(value, Tensor) and parameter is not None and hasattr(parameter, "meta"):

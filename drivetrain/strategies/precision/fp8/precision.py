@@ -30,7 +30,7 @@ _BASES = ("bf16", "32")
 
 
 class FP8(MixedPrecision):
-    """Precision with linear layers in float8 (Micikevicius et al., 2022, https://arxiv.org/abs/2209.05433).
+    """Precision that computes linear layers in float8 (Micikevicius et al., 2022, https://arxiv.org/abs/2209.05433).
 
     Parameters, gradients and optimizer state keep the model's dtype, usually float32. Checkpoints and exports have the
     names of the unconverted model.
@@ -89,7 +89,7 @@ class FP8(MixedPrecision):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FP8:
-        """Create an FP8 precision from an `fp8_config`.
+        """Create an FP8 precision from the options in the `fp8_config` section of a launcher's YAML file.
 
         Args:
             config: The options by key, with or without the prefix `fp8_`, as in a launcher's YAML file.
@@ -134,7 +134,6 @@ class FP8(MixedPrecision):
         return model
 
     def _models(self) -> list[nn.Module]:
-        """Return the converted models that still exist, without wrappers."""
         return [model for held in self._converted if (model := held()) is not None]
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -194,7 +193,7 @@ def _make_backend(spec: str | FP8Backend, recipe: str | None, options: dict[str,
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    """Return the user's module without wrappers, whose names filters and messages use."""
+    # Filters and messages use the layer names of the user's module, without a wrapper's prefix.
     while True:
         if isinstance(model, StepModule):
             model = model.task
@@ -238,7 +237,7 @@ _KNOWN = {"backend", *(key for keys in _KEYS.values() for key in keys)}
 
 
 def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `FP8` for an `fp8_config`.
+    """Return the arguments of `FP8` that stand for the `fp8_config` section of a launcher's YAML file.
 
     Missing keys have the defaults of the launcher that writes these files, so that the same layers are converted.
     """
@@ -270,7 +269,7 @@ def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _backend(named: Any, given: Mapping[str, Any]) -> str:
-    """Return the configured backend's name, or the backend to which the other keys belong."""
+    """Return the configured backend's name. If none is configured, infer the backend from the other keys."""
     if named is not None and str(named).upper() != "NO":
         return _BACKENDS[check_choice("fp8_config's backend", named, tuple(_BACKENDS))]
     return next((backend for backend, keys in _KEYS.items() if any(key in keys for key in given)), "torchao")

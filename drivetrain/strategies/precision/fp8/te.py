@@ -22,7 +22,10 @@ _HELD = ("scale", "amax_history")
 
 
 class TransformerEngine(FP8Backend):
-    """Float8 backend for NVIDIA GPUs from Ada on (https://docs.nvidia.com/deeplearning/transformer-engine)."""
+    """Float8 backend that uses NVIDIA's TransformerEngine (https://docs.nvidia.com/deeplearning/transformer-engine).
+
+    It runs on NVIDIA GPUs of the Ada generation or newer.
+    """
 
     name = "te"
     recipes = ("delayed", "current", "mxfp8")
@@ -103,7 +106,7 @@ class TransformerEngine(FP8Backend):
         replace_layers(model, new)
 
     def context(self) -> AbstractContextManager[Any]:
-        """Return TransformerEngine's autocast context, which must close before backward."""
+        # This context must be closed before backward, as TransformerEngine updates its scales on exit.
         return self._autocast(self.in_evaluation or torch.is_grad_enabled())
 
     def _autocast(self, enabled: bool) -> AbstractContextManager[Any]:
@@ -132,12 +135,13 @@ class TransformerEngine(FP8Backend):
                 saved = state.get(str(index), {})
                 for name, module in _modules(model):
                     if name in saved:
+                        # Creates the tensors to load into, which otherwise exist only after the first forward pass.
                         module.init_fp8_metadata(num_gemms=1)
                         _restore(name, module, saved[name])
 
 
 def _support(te: Any, recipe: str) -> tuple[bool, str]:
-    """Return True if the device supports a recipe, and otherwise False with the package's reason."""
+    """Return whether the device supports a float8 recipe, and TransformerEngine's reason if it does not."""
     block = recipe == "mxfp8"
     modern = getattr(te, "is_mxfp8_available" if block else "is_fp8_available", None)
     if modern is not None:  # 2.8 and newer
@@ -150,7 +154,7 @@ def _support(te: Any, recipe: str) -> tuple[bool, str]:
 
 
 def _plain(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a TransformerEngine class without `_extra_state` in its state dict."""
+    """Return a subclass of a TransformerEngine module class that leaves `_extra_state` out of its state dict."""
     own = {"get_extra_state": nn.Module.get_extra_state, "set_extra_state": nn.Module.set_extra_state}
     return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
 
@@ -162,7 +166,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _history(module: Any) -> dict[str, dict[str, Tensor]]:
-    """Return a module's scaling history, which is empty before the first forward pass."""
+    """Return a module's float8 scales and their histories on the CPU. Empty before the first forward pass."""
     found = {key: module.fp8_meta[key] for key in _SCALING if key in module.fp8_meta}
     return {key: {name: getattr(meta, name).detach().cpu() for name in _HELD} for key, meta in found.items()}
 

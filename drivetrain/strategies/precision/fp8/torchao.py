@@ -27,7 +27,7 @@ _TORCHAOS_NAMES = {"rowwise_gw_hp": "rowwise_with_gw_hp"}
 
 
 class TorchAO(FP8Backend):
-    """Float8 backend on torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
+    """Float8 backend that uses torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
 
     Scales are computed from the current values, so there is no state to save. On devices without float8 arithmetic,
     the computation is emulated.
@@ -91,7 +91,10 @@ class TorchAO(FP8Backend):
         return not self._kind.supports_float8() if given is None else given
 
     def config(self) -> Float8LinearConfig:
-        """Return torchao's configuration. Its float8 all-gather stays off, since it would replace the parameters."""
+        """Return torchao's configuration for the selected recipe, with torchao's own float8 all-gather disabled.
+
+        torchao's all-gather would replace the parameters with a tensor subclass.
+        """
         from torchao.float8 import Float8LinearConfig
 
         config = self._given
@@ -106,6 +109,7 @@ class TorchAO(FP8Backend):
         new: dict[nn.Module, nn.Module] = {}
         for layer in layers:
             converted: Any = convert_to_float8_training(nn.ModuleList([layer]), config=config)[0]
+            # torchao builds its own class. Its methods are replaced by those that work in inference mode, too.
             converted.__class__ = float8_layer()
             new[layer] = converted
         replace_layers(model, new)
@@ -121,9 +125,9 @@ class TorchAO(FP8Backend):
 
 
 def _import_convert() -> Any:
-    """Import torchao's conversion function without its warnings about missing kernels (torchao 0.18)."""
     import logging
 
+    # torchao 0.18 logs and warns about missing kernels when it is imported.
     quiet = logging.getLogger("torchao")
     level = quiet.level
     quiet.setLevel(logging.ERROR)
@@ -138,15 +142,13 @@ def _import_convert() -> Any:
 
 @cache
 def float8_layer() -> type[nn.Module]:
-    """Return torchao's layer class, extended for inference mode and for autocast on any device.
+    """Return a subclass of torchao's linear layer that supports inference mode and autocast on any device.
 
     torchao 0.18 supports only CUDA's autocast. In inference mode, torch does not decompose operations on its tensors.
     """
     from torchao.float8.float8_linear import Float8Linear
 
     class Float8Layer(Float8Linear):  # type: ignore[misc, no-any-unimported, unused-ignore]
-        """Linear layer that computes in float8."""
-
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False), torch.no_grad():
