@@ -45,11 +45,12 @@ COMMUNICATION_WRAPPERS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce a gradient bucket in bfloat16, and return a future of the averaged bucket.
+    """All-reduce a DDP gradient bucket in bfloat16, and return a future of the averaged bucket.
 
     Torch's `bf16_compress_hook` requires NCCL and raises on gloo, although gloo can reduce bfloat16 (torch 2.13).
     """
     group = group or dist.group.WORLD
+    # Divided before the reduction, like in torch's own compression hooks.
     compressed = bucket.buffer().to(torch.bfloat16).div_(group.size())
     future = dist.all_reduce(compressed, group=group, async_op=True).get_future()
 
@@ -65,7 +66,7 @@ def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 def register_communication_hook(
     model: parallel.DistributedDataParallel, name: str, options: dict[str, Any], wrapper: str | None = None
 ) -> None:
-    """Register a gradient compression hook on a DDP module by the hook's name."""
+    """Register a gradient compression hook on a DDP module by name, such as `"fp16"` or `"powersgd"`."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     state: Any = None
@@ -92,7 +93,7 @@ def register_communication_hook(
 
 
 class _Bucket:
-    """Gradient bucket with a replaced buffer and replaced gradients, passed to torch's PowerSGD hook."""
+    """Gradient bucket for torch's PowerSGD hook, with a substitute for the buffer and the gradients."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
         self._bucket, self._buffer, self._gradients = bucket, buffer, gradients
@@ -117,7 +118,7 @@ def _power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 
 
 def _batched_power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Compress a gradient bucket with PowerSGD as one square matrix.
+    """All-reduce a gradient bucket, compressed with PowerSGD as a single square matrix.
 
     Torch's `batched_powerSGD_hook` fails at its first compression: it passes one matrix to a function that
     orthogonalizes a batch of matrices (torch 2.13).
@@ -138,7 +139,7 @@ def _batched_power_sgd(state: Any, bucket: Any) -> torch.futures.Future[torch.Te
 
 
 def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Wrap a communication hook so that it receives its bucket in another dtype. The result has the bucket's dtype."""
+    """Wrap a communication hook so that it reduces gradients in another dtype and returns the original dtype."""
 
     def compressed(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         own: torch.Tensor = bucket.buffer()
@@ -156,16 +157,16 @@ def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., A
 
 
 def register_function_hook(model: parallel.DistributedDataParallel, hook: Callable[..., Any], state: Any) -> None:
-    """Register a function `(state, bucket) -> Future` as communication hook of a DDP module.
+    """Register a function `(state, bucket) -> Future` as the communication hook of a DDP module.
 
-    The lambda hides the function's annotations. Torch compares them with its classes, and under
-    `from __future__ import annotations` they are strings, which never match.
+    The lambda hides the function's annotations. Torch compares them with its classes, and under `from __future__ import
+    annotations` they are strings, which never match.
     """
     model.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
 
 
 class DDP(Strategy, JoinsUnevenInputs):
-    """Distributed data parallelism: each process holds the whole model, and backward averages gradients.
+    """Strategy for data parallelism: each process holds the whole model, and backward averages the gradients.
 
     Args:
         find_unused_parameters: Search each forward pass for parameters that do not contribute to the loss. After ten
@@ -249,6 +250,7 @@ class DDP(Strategy, JoinsUnevenInputs):
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
         model, prepared = super().prepare(model, optimizers, precision, move)
+        # Torch's DDP refuses a module without parameters that require gradients.
         trainable = optimizers is not None and any(parameter.requires_grad for parameter in model.parameters())
         if not (self.topology.environment.is_distributed and trainable):
             return model, prepared
@@ -257,6 +259,7 @@ class DDP(Strategy, JoinsUnevenInputs):
         options = dict(self.wrapper_options)
         if isinstance(model, StepModule) and (model.partial_backwards or model.several_losses):
             # Torch reduces a static graph where its first backward ends, which here is one of several.
+            # A backward pass over some of the parameters leaves the others without a gradient.
             options["find_unused_parameters"] |= model.partial_backwards or options["static_graph"]
             options["static_graph"] = False
         if isinstance(model, StepModule) and not model.partial_backwards:
@@ -321,7 +324,7 @@ class DDP(Strategy, JoinsUnevenInputs):
 
     @property
     def repeats_steps(self) -> bool:  # type: ignore[override]
-        """True if a training step can be run again, because nothing is communicated before gradients are averaged."""
+        """True if a training step that ran out of memory can be repeated, as it communicates only after backward."""
         return self.comm_hook is None and not self.sync_batchnorm
 
     @contextmanager
@@ -334,7 +337,7 @@ class DDP(Strategy, JoinsUnevenInputs):
         return self._shadowing(models)
 
     def _release(self) -> None:
-        """Free the reducers of all wrapped modules, including modules that the user still holds.
+        """Free the gradient reducers of all wrapped modules before the process group is destroyed.
 
         A reducer destroyed after its process group waits for gloo's thread while holding the GIL, which that thread
         needs. About one two-process run in 40 hung at exit because of this (torch 2.13).
@@ -361,7 +364,7 @@ def _refuse_hooks(hook: Any, options: dict[str, Any] | None, wrapper: str | None
 
 
 def _agreement(state: PartialState) -> Callable[[str], None]:
-    """Return a function that raises on all processes if its argument differs between them."""
+    """Return a function that takes a text and raises on all processes if they pass different texts."""
     registry = state.registry()
     registry["trained_by"] = number = registry.get("trained_by", 0) + 1
     store = PrefixStore(f"trained/{number}", state.store or group_store())
@@ -371,7 +374,7 @@ def _agreement(state: PartialState) -> Callable[[str], None]:
 
 
 class ReducedGradients(Gradients):
-    """Gradients that DDP averages over processes bucket by bucket during backward."""
+    """Gradient operations of `DDP`, which averages gradients over all processes during backward."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
@@ -390,7 +393,7 @@ class ReducedGradients(Gradients):
 
 
 class CopiedState(ModelState):
-    """Model and optimizer state of DDP, where each process holds the whole model."""
+    """Saving and loading of state under `DDP`, which compares parameters and saves the buffers of rank 0."""
 
     def __init__(self, strategy: Strategy, copies: Copies) -> None:
         super().__init__(strategy)
