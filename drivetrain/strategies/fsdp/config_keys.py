@@ -26,7 +26,7 @@ _WITHOUT_MEANING = {
 
 
 def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `FSDP` for an `fsdp_config`."""
+    """Return the arguments of `FSDP` that stand for the `fsdp_config` section of a launcher's YAML file."""
     given: dict[str, Any] = {}
     for key, value in config.items():
         short = str(key).removeprefix("fsdp_")
@@ -47,9 +47,9 @@ def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sharding(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for the sharding strategy. Version 2 stores the strategy under `reshard_after_forward`."""
     strategy = given.get("sharding_strategy")
     resharding = given.get("reshard_after_forward")
+    # Version 2 files may hold the name of a version 1 strategy under `reshard_after_forward`.
     if isinstance(resharding, str) and resharding.upper() in _STRATEGIES:
         strategy, resharding = strategy or resharding, None
     options: dict[str, Any] = {}
@@ -62,6 +62,7 @@ def _sharding(given: Mapping[str, Any]) -> dict[str, Any]:
         options["reshard_after_forward"] = name in ("FULL_SHARD", "HYBRID_SHARD")
         if name.startswith("HYBRID"):
             environment = ProcessEnvironment.detect()
+            # HYBRID shards within a machine, and keeps one copy of the model on each machine.
             options["replicate_size"] = max(1, environment.world_size // environment.local_world_size)
     if resharding is not None:
         options["reshard_after_forward"] = (
@@ -112,7 +113,7 @@ def _the_rest(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(key: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """Return the chosen name, given by name or by its number counted from 1."""
+    # Older files give the choice as a number, counted from 1.
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= len(allowed):
         return allowed[value - 1]
     name = str(value).upper()

@@ -22,7 +22,7 @@ from drivetrain.strategies.fsdp.sharding import local_slices, slots_of
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Create parameters on the meta device in a context, and buffers on their real device.
+    """Return a context in which new modules have parameters on the meta device, but buffers with values.
 
     Buffers are small, and tables computed in a constructor could not be recomputed.
     """
@@ -41,12 +41,16 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a copy of a parameter on the meta device."""
+    """Return a copy of a parameter without values, on the meta device."""
     return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
 def take_values(model: nn.Module, whole: Collection[nn.Parameter]) -> dict[tuple[int, str], Tensor]:
-    """Move a model's parameter values into a dict. Unsharded parameters get new memory, sharded ones none."""
+    """Return a model's parameter values, and replace the parameters that will be sharded by ones without values.
+
+    Keys are pairs of a module's `id` and a parameter name. An unsharded parameter without values gets memory on the
+    CPU.
+    """
     twins: dict[int, nn.Parameter] = {}
     values: dict[tuple[int, str], Tensor] = {}
     for module, name, parameter in slots_of(model):
@@ -59,7 +63,7 @@ def take_values(model: nn.Module, whole: Collection[nn.Parameter]) -> dict[tuple
 
 
 def _twin(parameter: nn.Parameter, sharded: bool) -> nn.Parameter:
-    """Return a placeholder for a parameter, on the meta device if it will be sharded."""
+    # A parameter to be sharded needs no memory yet. An unsharded one needs memory for its values.
     if parameter.is_meta == sharded:
         return parameter
     if sharded:
@@ -68,7 +72,7 @@ def _twin(parameter: nn.Parameter, sharded: bool) -> nn.Parameter:
 
 
 class Materialiser:
-    """Fills a model's shards with rank 0's values, one parameter at a time.
+    """Loader that fills a sharded model with rank 0's values, one parameter at a time.
 
     Other processes hold at most one full parameter at a time.
     """
@@ -78,7 +82,7 @@ class Materialiser:
         self._is_source = rank == 0
 
     def fill(self, parameter: Tensor, value: Tensor | None) -> None:
-        """Fill a full parameter or this process's shard with rank 0's value."""
+        """Broadcast a parameter's value from rank 0, and copy it, or this process's shard of it, to the parameter."""
         if self._is_source:
             assert value is not None
             whole = value.detach().to(self._device, parameter.dtype).contiguous()
@@ -100,7 +104,7 @@ class Materialiser:
                 self.fill(parameter, values.get((id(module), name)))
 
     def fill_buffers(self, model: nn.Module) -> None:
-        """Broadcast rank 0's buffers to all processes."""
+        """Overwrite a model's buffers with rank 0's values on all processes. A collective call."""
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is None:
@@ -117,8 +121,12 @@ class Materialiser:
                     buffer.copy_(sent)
 
     def initialise(self, model: nn.Module, random_state: Tensor | None) -> None:
-        """Initialize parameters without values by the modules' own methods, run on rank 0 module by module."""
+        """Initialize a model's parameters on rank 0 by the modules' own methods, and fill the shards with the values.
+
+        One module is initialized at a time. `random_state` is the state of torch's generator to begin with.
+        """
         check_initialisable(model)
+        # The values are drawn with the random state in which the model was built.
         after = torch.get_rng_state()
         if random_state is not None:
             torch.set_rng_state(random_state)
@@ -138,7 +146,7 @@ class Materialiser:
 
 
 def check_initialisable(model: nn.Module) -> None:
-    """Raise if a module with parameters defines no initialization method."""
+    """Raise if a module has parameters but no method to initialize them, such as `reset_parameters`."""
     unknown = sorted(
         {
             type(module).__name__
@@ -155,12 +163,13 @@ def check_initialisable(model: nn.Module) -> None:
 
 
 def _initialiser_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | None:
-    """Return the function that initializes a module's own parameters, or None."""
+    """Return the function that initializes a module's own parameters, or None if no class defines one."""
     for name in ("reset_parameters", "_reset_parameters"):
         method = getattr(module, name, None)
         if callable(method):
             found: Callable[[], Any] = method
             return found
+    # Hugging Face models initialize all their modules with one method of the model.
     for owner in model.modules():
         method = getattr(owner, "_init_weights", None)
         if callable(method) and any(inner is module for inner in owner.modules()):
@@ -170,7 +179,7 @@ def _initialiser_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | 
 
 
 def _initial_values(module: nn.Module, model: nn.Module) -> Mapping[str, Tensor]:
-    """Return initial values for a module's own parameters on the CPU, without changing the module."""
+    """Return new initial values of a module's own parameters by name, without changing the module."""
     initialise = _initialiser_of(module, model)
     assert initialise is not None
     before = dict(module._parameters)
@@ -192,7 +201,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-    """Load a model's parameters and buffers from files. Each process reads only the slices of its shards."""
+    """Load weights from safetensors files or a checkpoint into a model. Each process reads only its shards."""
     place = Path(path)
     wanted = tensors_by_names(model)
     if place.is_dir() and not ((place / _INDEX).exists() or (place / _SINGLE).exists()):
@@ -220,7 +229,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = 
 
 
 def tensors_by_names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Return each parameter and saved buffer of a model with all of its names."""
+    """Return the parameters and persistent buffers of a model, each with all names in the state dict."""
     names: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -229,7 +238,7 @@ def tensors_by_names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 
 def _files_of(place: Path) -> dict[str, Path]:
-    """Return a dict from tensor name to the file that contains the tensor."""
+    """Return the path of the safetensors file that contains each tensor, by tensor name."""
     from safetensors import safe_open
 
     if place.is_dir():

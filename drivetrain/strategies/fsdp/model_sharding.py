@@ -42,7 +42,7 @@ _INITS = ("rank0", "meta")
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """The arguments of `FSDP`, which documents them."""
+    """Validated arguments of the `FSDP` strategy, whose docstring explains each of them."""
 
     wrap: Any = "auto"
     reshard_after_forward: bool | int | None = None
@@ -89,7 +89,7 @@ class FSDPOptions:
         return dict(self.compile) if isinstance(self.compile, dict) else {}
 
     def changed(self) -> str:
-        """Return the non-default options as Python arguments, for `repr`."""
+        """Return the options that differ from their defaults as Python arguments, for the strategy's `repr`."""
         return ", ".join(
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
@@ -101,7 +101,7 @@ class FSDPOptions:
 
 
 class GradientAveraging:
-    """Averages the gradients of unsharded parameters over all processes.
+    """Autograd hooks that average gradients over all processes, for parameters that FSDP does not shard.
 
     Attributes:
         enabled: True if backward averages gradients, False within an accumulation window.
@@ -115,7 +115,7 @@ class GradientAveraging:
         self.watched: set[int] = set()
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average a parameter's gradient at the end of its accumulation in each backward, even if it is frozen now."""
+        """Register hooks that average the parameters' gradients in each backward, even if they are frozen at first."""
         for parameter in parameters:
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 continue  # torch computes no gradients of it
@@ -136,7 +136,7 @@ class GradientAveraging:
 
 
 def parameters_to_replicate(model: nn.Module, ignored: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Return the parameters that cannot be sharded or belong to ignored modules."""
+    """Return a model's parameters that FSDP does not shard: scalars, and all parameters of ignored modules."""
     chosen = {parameter for module in ignored for parameter in module.parameters()}
     # A scalar has no dimension to shard.
     return chosen | {parameter for parameter in model.parameters() if parameter.dim() == 0}
@@ -146,7 +146,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class ModelSharder:
-    """Builds models without values, and shards them.
+    """Construction and sharding of models with the options of the `FSDP` strategy.
 
     Attributes:
         options: The arguments of `FSDP`.
@@ -179,7 +179,10 @@ class ModelSharder:
         torch.randint(2, ())  # so that a second model does not get the values of the first
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Shard a model and return it. Models for evaluation are sharded too, since they may not fit otherwise."""
+        """Shard a model and return it. A model that is already sharded is returned as it is.
+
+        Models for evaluation are sharded too, since they may not fit otherwise.
+        """
         known = self._placed_before(model, precision)
         if known is not None:
             return known
@@ -200,7 +203,10 @@ class ModelSharder:
         return model
 
     def _placed_before(self, model: nn.Module, precision: Precision) -> nn.Module | None:
-        """Return the model that an earlier `prepare` created from this model, or None."""
+        """Return the sharded model that contains this model if it was sharded before, or None.
+
+        Raises a `ConfigurationError` if the sharding differs, or if only a part of the model is sharded.
+        """
         bare = self._unwrap(model)
         inside = bare.__dict__.get("__deepcopy__")
         known = inside.outer if isinstance(inside, sharding.ShardedInside) else None
@@ -232,7 +238,10 @@ class ModelSharder:
         replicated: frozenset[nn.Parameter],
         units: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Shard the units of a model from the inside out, and the remaining parameters as the outermost unit."""
+        """Apply `fully_shard` to the units of a model, innermost first, and to the model as the outermost unit.
+
+        `units` replaces the units that the options select.
+        """
         options = self.options
         make_contiguous(model)
         roots = self._roots(model)
@@ -261,6 +270,7 @@ class ModelSharder:
             sharding.shard_unit(unit, unit_sharding)
         for root in roots:
             sharding.shard_unit(root, unit_sharding.for_outermost(frees=root is not model))
+        # In the order of registration, which is assumed to be the order of execution.
         in_order = [module for module in sharding.sharded_units(model) if id(module) not in outermost]
         sharding.prefetch(in_order, options.forward_prefetch, options.backward_prefetch)
         self._register_methods(roots)
@@ -269,6 +279,7 @@ class ModelSharder:
         self, model: nn.Module, units: Sequence[nn.Module], replicated: frozenset[nn.Parameter]
     ) -> None:
         names = {id(parameter): name for name, parameter in self._unwrap(model).named_parameters()}
+        # A parameter belongs to the innermost unit, and units come innermost first.
         taken: set[int] = {id(parameter) for parameter in replicated}
         for unit in units:
             own = [each for each in unit.parameters() if id(each) not in taken]
@@ -280,16 +291,19 @@ class ModelSharder:
             sharding.refuse_several_dtypes(type(self._unwrap(unit)).__name__, by_dtype)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """Return the submodules that are gathered and freed as one unit."""
+        """Return the submodules of a model that FSDP gathers and frees as one unit each."""
         return units_of(model, self.options.wrap)
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the submodules that are recomputed or compiled as one."""
+        # Units chosen by size follow no structure that would make sense to recompute or compile.
         by_class = self.options.wrap is not None and not isinstance(self.options.wrap, int)
         return self.units(model) if by_class else repeated_blocks(model)
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
-        """Return the model, or its children if the task runs backward itself and calls them directly."""
+        """Return the modules that become outermost units: the model, or else the children that the task calls.
+
+        A task that runs backward itself calls its children directly, without the model's forward.
+        """
         if not (isinstance(model, StepModule) and model.partial_backwards):
             return [model]
         roots: list[nn.Module] = []
@@ -316,7 +330,7 @@ class ModelSharder:
                     register_fsdp_forward_method(bare, name)
 
     def rewrite_blocks(self, model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> None:
-        """Enable activation recomputation and compilation of blocks as the options request."""
+        """Enable activation recomputation and `torch.compile` for a model's blocks if the options request it."""
         options = self.options
         if not (options.activation_checkpointing or options.compile):
             return
@@ -360,7 +374,7 @@ class ModelSharder:
         return frozenset(chosen)
 
     def _mixed_precision(self, precision: Precision) -> MixedPrecisionPolicy:
-        """Return the dtypes for gathering parameters and reducing gradients.
+        """Return the policy for `fully_shard` with the dtypes of gathered parameters and reduced gradients.
 
         Under autocast inputs are not cast, so that labels keep their precision.
         """
@@ -385,9 +399,10 @@ class ModelSharder:
         )
 
     def _take_values(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> dict[tuple[int, str], Any] | None:
-        """Remove and return the parameter values that must be sent from rank 0, or None if every process has them.
+        """Return the parameter values to send from rank 0, or None if every process has built the real model.
 
-        If each process has built the model, rank 0's values are used, as in DDP.
+        The values are removed from the model. If every process has built the model, rank 0's values are used, as in
+        DDP.
         """
         here = any(parameter.is_meta for parameter in model.parameters())
         anywhere = here
@@ -421,7 +436,7 @@ class ModelSharder:
         self.average(model, replicated)
 
     def average(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> None:
-        """Average the gradients of a model's unsharded parameters after each backward."""
+        """Average the gradients of a model's unsharded parameters over all processes in each backward from now on."""
         if replicated and self._topology.environment.is_distributed:
             self.averaging[model] = GradientAveraging(self._mesh())
             self.averaging[model].watch(replicated)
@@ -438,7 +453,7 @@ def make_contiguous(model: nn.Module) -> None:
 
 
 class ShardMesh:
-    """Callable that creates the device mesh with dimensions (shard,) or (replicate, shard)."""
+    """Callable that returns FSDP's device mesh, with the dimensions (shard,) or (replicate, shard)."""
 
     def __init__(self, topology: Topology, copies: int) -> None:
         world = topology.environment.world_size
@@ -458,7 +473,7 @@ class ShardMesh:
         return self._mesh
 
     def _ensure_group(self) -> None:
-        """Create a process group of one process if there is none, since a mesh needs a group."""
+        # A device mesh needs a process group, even in a run with one process.
         if not dist.is_initialized():
             kind = self._topology.kind
             backend = "gloo" if kind.name == "cpu" else f"cpu:gloo,{kind.name}:{kind.backend}"
@@ -474,7 +489,7 @@ class ShardMesh:
         return init_device_mesh(device, (self._copies, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
 
     def leave(self) -> None:
-        """Destroy the process group that was created for a world of one process."""
+        """Destroy the process group that the mesh created in a run with one process."""
         self._mesh = None
         if self._own_group and dist.is_initialized():
             dist.destroy_process_group()
