@@ -19,14 +19,17 @@ DOWNCAST_VARIABLE = "DRIVETRAIN_DOWNCAST_BF16"
 
 @dataclass(frozen=True)
 class Rounding:
-    """Option and environment variable with which torch_xla rounds floats to bfloat16; both None for no rounding."""
+    """Option with which a user lets XLA round floats to bfloat16, and the environment variable that enables it.
+
+    Both are None without rounding.
+    """
 
     option: str | None = None
     variable: str | None = None
 
     @classmethod
     def choose(cls, downcast: bool | None, use: bool) -> Rounding:
-        """Build the rounding from the options `downcast_bf16` and `use_bf16`.
+        """Return the rounding that the user's options `downcast_bf16` and `use_bf16` select.
 
         A `downcast` of None is read from `DRIVETRAIN_DOWNCAST_BF16`. Raises `ConfigurationError` if both are set.
         """
@@ -39,7 +42,7 @@ class Rounding:
         return cls("downcast_bf16=True", "XLA_DOWNCAST_BF16") if downcast else cls()
 
     def apply(self) -> None:
-        """Set the environment variable of the rounding.
+        """Set the environment variable that makes torch_xla round floats to bfloat16.
 
         Raises `ConfigurationError` if the XLA runtime has started, because torch_xla reads the variable only then.
         """
@@ -53,7 +56,7 @@ class Rounding:
         os.environ[self.variable] = "1"
 
     def check(self, precision: str) -> None:
-        """Raise `ConfigurationError` unless the precision is `"bf16"`, and warn if torch_xla ignores the variable."""
+        """Raise unless the run's precision is `"bf16"`, and warn if torch_xla ignores the environment variable."""
         if self.variable is None:
             return
         if precision != "bf16":

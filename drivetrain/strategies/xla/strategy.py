@@ -38,12 +38,13 @@ from drivetrain.strategies.xla.compilations import Compilations
 
 
 class XLAGradients(Gradients):
-    """Gradients on XLA devices. XLA itself reduces over the devices of one process."""
+    """Gradient operations on XLA devices, where XLA itself reduces gradients over the devices of one process."""
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the total norm of gradients, computed at least in float32. Returns the norm before clipping.
+        """Clip gradients to a total norm of at most `max_norm`, and return the norm before clipping.
 
-        XLA sums squares in the gradients' dtype. In bfloat16, the norm of a small model was 5 % too low.
+        The norm is computed at least in float32. XLA sums squares in the gradients' dtype. In bfloat16, the norm of a
+        small model was 5 % too low.
         """
         given = list(parameters)
         gradients = [p.grad if p.grad.itemsize > 2 else p.grad.float() for p in given if p.grad is not None]
@@ -53,7 +54,7 @@ class XLAGradients(Gradients):
 
 
 class AveragedGradients(XLAGradients):
-    """Gradients that are averaged over processes directly after the backward that completes them.
+    """Gradient operations for several XLA processes, which average gradients at the end of each backward pass.
 
     XLA compiles the collective into the step's graph and overlaps it with the backward. Averaging again does not change
     averaged gradients, so several backwards of a step may each do it.
@@ -67,7 +68,6 @@ class AveragedGradients(XLAGradients):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Return a context manager in which gradients are not averaged."""
         before, self._held = self._held, True
         try:
             yield
@@ -75,16 +75,17 @@ class AveragedGradients(XLAGradients):
             self._held = before
 
     def add(self, model: nn.Module) -> None:
-        """Average the gradients of a model's parameters from now on."""
+        """Include a model in all later averages of gradients over the processes."""
         self._models[model] = None
 
     def average(self) -> None:
-        """Average the gradients of all prepared models, unless a later backward will do so."""
+        """Average the gradients of all prepared models over the processes, except in a context of `no_sync`."""
         if self._held:
             return
         gradients = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
         if gradients:
             functions = importlib.import_module("torch_xla.core.xla_model")
+            # In place, as a part of the graph that is being recorded.
             functions.all_reduce(functions.REDUCE_SUM, gradients, scale=1.0 / self._processes)
 
 
@@ -104,7 +105,7 @@ _SPEC = "_drivetrain_xla_spec"
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Number of devices along each axis of the device mesh."""
+    """Numbers of devices along the three axes of a device mesh: model replicas, parameter shards, and split layers."""
 
     data: int = REST
     shard: int = 1
@@ -119,11 +120,11 @@ class MeshShape:
 
     @property
     def size(self) -> int:
-        """The total number of devices."""
+        """Total number of devices in the mesh."""
         return self.data * self.shard * self.tensor
 
     def fill(self, devices: int) -> MeshShape:
-        """Return the shape with its open size (-1) computed from the number of devices."""
+        """Return the mesh shape with a size of -1 replaced by the number of devices that the other sizes leave."""
         sizes = dict(vars(self))
         open_axis = next((name for name, value in sizes.items() if value == REST), None)
         given = 1
@@ -141,7 +142,7 @@ class MeshShape:
 
 
 class DeviceMesh:
-    """Device mesh over all devices of this process."""
+    """All XLA devices of this process as a mesh, with methods that shard tensors over its axes."""
 
     def __init__(self, shape: MeshShape) -> None:
         self.shape = shape
@@ -149,19 +150,19 @@ class DeviceMesh:
 
     @cached_property
     def mesh(self) -> Any:
-        """The mesh object of torch_xla."""
+        """torch_xla's mesh object for these devices, created on first use."""
         shape = self.shape
         return self._sharding.Mesh(range(shape.size), (shape.data, shape.shard, shape.tensor), (DATA, SHARD, TENSOR))
 
     def shard(self, tensor: torch.Tensor, spec: Spec) -> None:
-        """Shard a tensor over the devices in place. A tensor that is already sharded is not changed."""
+        """Shard a tensor over the mesh axes in `spec`, in place. A tensor that is already sharded is not changed."""
         if not any(axes is not None for axes in spec):
             return
         if not self.is_spread(tensor):
             self._sharding.mark_sharding(tensor, self.mesh, spec)
 
     def shard_parameter(self, parameter: nn.Parameter, spec: Spec) -> None:
-        """Shard a parameter in place, replacing any earlier sharding."""
+        """Shard a parameter over the mesh axes in `spec`, in place. Replaces an earlier sharding."""
         if self.is_spread(parameter):
             self._sharding.clear_sharding(parameter)
             self._sharding.mark_sharding(parameter, self.mesh, spec)
@@ -170,32 +171,37 @@ class DeviceMesh:
         setattr(parameter, _SPEC, spec)  # an attribute, since weak references keep parameters from being moved
 
     def shard_rows(self, tensor: torch.Tensor) -> None:
-        """Shard a tensor's first dimension over the devices that split the batch."""
+        """Shard a tensor's first dimension, in place, over all devices that process different samples."""
         if tensor.dim() and self.shape.data * self.shape.shard > 1:
             self.shard(tensor, ((DATA, SHARD), *[None] * (tensor.dim() - 1)))
 
     def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
-        """Shard a tensor like a parameter of the same shape that `shard_parameter` sharded."""
+        """Shard a tensor, such as optimizer state, in place like a parameter of the same shape."""
         self.shard(tensor, getattr(parameter, _SPEC, (None,) * tensor.dim()))
 
     @staticmethod
     def is_spread(tensor: torch.Tensor) -> bool:
-        """Return True if devices hold different parts of a tensor."""
+        """Return True if a tensor is sharded, so that devices hold different parts of its values."""
         return DeviceMesh.spec_of(tensor) not in ("", "{replicated}")
 
     @staticmethod
     def spec_of(tensor: torch.Tensor) -> str:
-        """Return XLA's description of a tensor's sharding, or an empty string."""
+        """Return XLA's textual description of how a tensor is sharded, which is empty if it is not."""
         package = importlib.import_module("torch_xla")
         return str(package._XLAC._get_xla_sharding_spec(tensor))
 
 
 def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) -> Spec:
-    """Return how to shard a parameter: along its largest divisible dimension, or else its largest dimension."""
+    """Choose the dimension along which to shard a parameter, and return the mesh axis of each dimension.
+
+    The largest dimension that the number of devices divides is chosen, or else the largest. `taken` contains axes that
+    are already assigned, for example by tensor parallelism.
+    """
     spec = list(taken or [None] * len(shape))
     free = [dim for dim, axis in enumerate(spec) if axis is None]
     if devices == 1 or not free:
         return tuple(spec)
+    # An uneven dimension is padded by XLA, so it is the second choice.
     best = max(free, key=lambda dim: (shape[dim] % devices == 0, shape[dim]))
     if shape[best] >= devices:
         spec[best] = SHARD
@@ -206,14 +212,13 @@ def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) ->
 
 
 class XLABatches(BatchPlacement):
-    """Batch placement that launches the recorded graph of a batch before the next batch is read."""
+    """Transfer of batches to XLA devices, which first launches the graph recorded for the previous batch."""
 
     def __init__(self, compilations: Compilations, mesh: DeviceMesh | None, fills_evaluation: bool) -> None:
         self.fills_evaluation = fills_evaluation
         self._compilations, self._mesh = compilations, mesh
 
     def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap a placement function: launch the previous batch's graph, move the batch, and shard its rows."""
         mesh, compilations = self._mesh, self._compilations
 
         def shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -222,6 +227,7 @@ class XLABatches(BatchPlacement):
             return tensor
 
         def place_and_shard(batch: Any) -> Any:
+            # Launched before the transfer, so that the devices compute while the host moves the next batch.
             self.finish()
             placed = place(batch)
             compilations.record_batch(placed)
@@ -230,7 +236,6 @@ class XLABatches(BatchPlacement):
         return place_and_shard
 
     def finish(self) -> None:
-        """Launch the graph of the last batch."""
         xla.sync()
         self._compilations.end_batch()
 
@@ -239,7 +244,7 @@ class XLABatches(BatchPlacement):
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a full tensor to the CPU, assembled from the parts on the devices.
+    """Return a full copy of a tensor on the CPU, assembled from its parts on the XLA devices.
 
     `Tensor.cpu()` compiles and runs a program that gathers a sharded tensor on each device at every call (torch_xla
     2.9). This function transfers each part and compiles nothing.
@@ -261,7 +266,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class XLAState(ModelState):
-    """State of a model and its optimizers, read from the devices as full tensors."""
+    """Saving and loading of the state of models on XLA devices, as full tensors on the CPU."""
 
     held_as = "parts"
 
@@ -270,7 +275,6 @@ class XLAState(ModelState):
         self._place_like = place_like
 
     def model(self, model: nn.Module, full: bool = False, everywhere: bool = False) -> StateDict:
-        """Return parameters and buffers on the CPU."""
         xla.sync()
         if full and self.strategy.topology.rank != 0:
             return {}
@@ -279,30 +283,28 @@ class XLAState(ModelState):
         return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)} if full else held
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """Return an optimizer's state on the CPU."""
         xla.sync()
         state = super().optimizer(model, optimizer)
         return {**state, "state": recursively_apply(to_host, state["state"])}
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Load a state dict, and transfer the values before the next step is recorded."""
         known = self.strategy.unwrap(model).state_dict(keep_vars=True)
         spread = {name: self._spread(value, known.get(name)) for name, value in state.items()}
+        # Followed by a sync, so that the transfer is not a part of the next step's graph.
         result = super().load_model(model, spread, strict)
         xla.sync()
         return result
 
     def _spread(self, value: Any, parameter: Any) -> Any:
-        """Place a saved value on the devices like its parameter. `copy_` would send all of it to each device."""
         tensors = isinstance(value, torch.Tensor) and isinstance(parameter, nn.Parameter)
         if not tensors or parameter.device.type != "xla" or value.shape != parameter.shape:
             return value
+        # `copy_` would send the full value to each device.
         moved = value.detach().to(parameter.device, parameter.dtype)
         self._place_like(moved, parameter)
         return moved
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Load an optimizer's state, and shard it like the parameters."""
         super().load_optimizer(model, optimizer, state)
         for parameter, held in optimizer.state.items():
             for value in held.values():
@@ -318,7 +320,10 @@ Plan = Mapping[str, Any]
 
 
 def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[str, Spec]:
-    """Return how to shard the parameters named in a tensor-parallel plan. XLA splits the computation accordingly."""
+    """Return the mesh axes of the parameters that a tensor-parallel plan names, by parameter name.
+
+    XLA derives from them how to split the computation.
+    """
     if devices == 1 or plan is None:
         return {}
     from drivetrain.strategies.parallel.tensor import Colwise, Rowwise, plan_matches, plan_of_model
@@ -349,7 +354,7 @@ def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[
 
 
 class XLA(Strategy, PlacesBatches):
-    """Strategy for XLA devices such as TPUs. Each step is recorded, compiled once, and launched as one graph.
+    """Strategy for XLA devices such as TPUs, where each step is compiled once and then launched as one graph.
 
     One process uses all devices of its machine (SPMD): its batch is the global batch, whose rows are sharded over the
     devices, and XLA inserts the collectives. With several processes, each uses one device.
@@ -398,7 +403,6 @@ class XLA(Strategy, PlacesBatches):
     # processes and devices
 
     def setup(self, state: PartialState) -> None:
-        """Start this process's XLA runtime before anything else computes."""
         start = getattr(state.kind, "start", None)
         if state.kind.name != "xla" or start is None:
             raise ConfigurationError(
@@ -412,6 +416,7 @@ class XLA(Strategy, PlacesBatches):
         wants_all = shape.tensor > 1 or shape.shard != 1
         spmd = alone and (xla.device_count() > 1 or wants_all) if self._spmd is None else self._spmd
         self._rounding.apply()
+        # SPMD and the rounding must be chosen before the XLA runtime starts, which its first use does.
         start(spmd)
         super().setup(state)
         if spmd:
@@ -443,7 +448,6 @@ class XLA(Strategy, PlacesBatches):
             )
 
     def check(self, options: RunOptions) -> None:
-        """Refuse precisions that XLA does not support, and rounding options that contradict the precision."""
         precision = options.precision.name
         if precision == "fp8":
             raise ConfigurationError(
@@ -461,13 +465,13 @@ class XLA(Strategy, PlacesBatches):
 
     @property
     def batch_placement(self) -> XLABatches:  # type: ignore[override]
-        """The object that shards batches over the devices."""
+        """Object that moves each batch to the XLA devices, and shards it over them."""
         return XLABatches(self.compilations, self._mesh, self._pads)
 
     # model
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Move a model to the devices, replicated or sharded."""
+        """Convert a model, move it to the XLA devices, and shard or replicate its parameters. Return the model."""
         converted = precision.convert(model)
         if not move:
             return converted
@@ -485,7 +489,6 @@ class XLA(Strategy, PlacesBatches):
         return placed
 
     def _spec(self, parameter: nn.Parameter, split: Spec | None) -> Spec:
-        """Return the mesh axis along which each dimension of a parameter is sharded."""
         return split or (None,) * parameter.dim()
 
     def _place_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -495,13 +498,13 @@ class XLA(Strategy, PlacesBatches):
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer] | None, precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Place a model. With several processes, all start with the weights of rank 0."""
         before = dict(self.unwrap(model).named_parameters())
         placed = self._place(model, precision, move)
         if optimizers is None:
             return placed, []
         keep_optimizers(before, placed, optimizers)
         if isinstance(self.gradients, AveragedGradients):
+            # All processes start with the weights of rank 0.
             importlib.import_module("torch_xla.core.xla_model").broadcast_master_param(placed)
             self.gradients.add(placed)
         return placed, list(optimizers)
@@ -509,7 +512,6 @@ class XLA(Strategy, PlacesBatches):
     # one optimizer step
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Record the backward, and with several processes the averaging of gradients."""
         super().backward(loss, **kwargs)
         if isinstance(self.gradients, AveragedGradients):
             self.gradients.average()
@@ -517,9 +519,9 @@ class XLA(Strategy, PlacesBatches):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
-        """Record the step and launch the graph. The host does not wait for it."""
         stepped = super().optimizer_step(optimizer, precision, closure)
         xla.sync()
+        # `xla.sync` launches the recorded graph of the step, and does not wait for its results.
         self.compilations.end_step()
         return stepped
 
@@ -562,7 +564,6 @@ class XLAFSDP(XLA):
         self._wrap = wrap
 
     def _place(self, model: nn.Module, precision: Precision, move: bool) -> nn.Module:
-        """Shard a model over the devices, and keep its blocks' outputs sharded by rows."""
         placed = super()._place(model, precision, move)
         mesh = self._mesh
         if mesh is None or not move:
@@ -577,6 +578,7 @@ class XLAFSDP(XLA):
             return tensor
 
         barrier = importlib.import_module("torch_xla.distributed.spmd.xla_sharding").apply_backward_optimization_barrier
+        # Outputs stay sharded by rows between blocks, and backward does not fuse the gradients of two blocks.
         for block in units_of(placed, self._wrap):
             if not hasattr(block, _MARKED):
                 object.__setattr__(block, _MARKED, True)
