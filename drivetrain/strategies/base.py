@@ -64,7 +64,7 @@ def move_in_place(
 
 
 def keep_optimizers(before: Mapping[str, nn.Parameter], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Match the optimizers' state to a model that was moved. Raise if an optimizer holds a replaced parameter.
+    """Move optimizer state to the device of a moved model. Raise if an optimizer holds a replaced parameter.
 
     `before` maps names to the model's parameters before the move. A replaced parameter is no longer in the model, so
     that its optimizer would not train the model.
@@ -477,7 +477,7 @@ def _differ_in_strides(one: Tensor, other: Tensor) -> bool:
 
 
 def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner: str = "The optimizer") -> None:
-    """Raise a `CheckpointError` unless an optimizer's groups hold the parameter names of the saved groups."""
+    """Raise a `CheckpointError` unless an optimizer's parameter groups hold the same names as the saved groups."""
     there = [list(group["params"]) for group in saved["param_groups"]]
     if [sorted(group) for group in here] == [sorted(group) for group in there]:
         return
@@ -815,7 +815,7 @@ class Strategy(ABC):
                 return model
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call in a stage of the run, such as a model without gradient reduction in evaluation.
+        """Return the module to call in a stage of the run: with gradient reduction in training, without in evaluation.
 
         Called on all processes when the stage begins.
 
@@ -831,7 +831,7 @@ class Strategy(ABC):
     def forward_backward(
         self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
     ) -> list[Output]:
-        """Call a function that runs forward and backward on each micro-batch of an optimizer step.
+        """Call `step_fn`, which runs forward and backward, on each micro-batch of an optimizer step.
 
         Gradients are reduced across processes in the last micro-batch only.
 
@@ -851,7 +851,7 @@ class Strategy(ABC):
         return outputs
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss with `Tensor.backward`, or as the strategy requires.
+        """Compute the gradients of a loss. A subclass may use another function than `Tensor.backward`.
 
         Args:
             loss: The loss, already multiplied by the loss scale.
@@ -933,7 +933,7 @@ class Configured(Strategy):
     """
 
     def add_configuration(self, name: str, other: Strategy) -> None:
-        """Add a configuration under a name, by which `select_configuration` finds it.
+        """Add a named configuration, which `select_configuration` can select by name.
 
         Args:
             name: The name for `select_configuration`.
@@ -1011,7 +1011,7 @@ def evaluation_context(strategy: Strategy, inference_mode: bool) -> AbstractCont
 
 
 def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
-    """Return a context in which some processes may run out of batches before others, or None if none is needed.
+    """Return a context in which processes may run out of batches at different times, or None if not needed.
 
     Raises a `ConfigurationError` if every forward pass of the strategy is collective.
     """

@@ -439,7 +439,7 @@ _ADVICE = {
 
 
 class DriftCheck:
-    """Periodic check that parameters and gradients are equal on all processes, in every `every`-th optimizer step.
+    """Periodic comparison of parameters and gradients between processes, in every `every`-th optimizer step.
 
     The first step is checked, too. The norm and the sum of each tensor are compared with one all-reduce.
     """
@@ -532,7 +532,7 @@ class Copies:
         self._held.clear()
 
     def held_by(self, optimizer: Optimizer) -> Held:
-        """Return the DDP modules that an optimizer steps, and its parameters that no DDP module reduces.
+        """Return the DDP modules that an optimizer steps, and the parameters it holds that no module reduces.
 
         The result is cached until the optimizer's parameters or a module's reducer change.
         """

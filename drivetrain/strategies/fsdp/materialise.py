@@ -46,7 +46,7 @@ def on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def take_values(model: nn.Module, whole: Collection[nn.Parameter]) -> dict[tuple[int, str], Tensor]:
-    """Return a model's parameter values, and replace the parameters that will be sharded by ones without values.
+    """Return a model's parameter values in a dict, and leave the parameters that will be sharded without memory.
 
     Keys are pairs of a module's `id` and a parameter name. An unsharded parameter without values gets memory on the
     CPU.

@@ -166,7 +166,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 def replaced(slots: Iterable[Slot]) -> dict[int, nn.Parameter]:
-    """Return the parameters that have replaced the recorded ones, by the `id` of the recorded parameter."""
+    """Return the parameters that are now registered in place of the recorded ones, by the `id` of the old parameter."""
     now: dict[int, nn.Parameter] = {}
     for slot in slots:
         current = slot.module._parameters[slot.name]
@@ -277,7 +277,7 @@ class UnitSharding:
         return self
 
     def for_outermost(self, whole: frozenset[nn.Parameter] | None = None, frees: bool = False) -> UnitSharding:
-        """Return a copy of the arguments that suits an outermost unit of a model.
+        """Return a copy of the `fully_shard` arguments, changed to suit the outermost unit of a model.
 
         `whole` replaces the set of unsharded parameters. `frees` frees the unit after forward, unless the user chose
         otherwise.
@@ -288,7 +288,7 @@ class UnitSharding:
 
 
 def shard_unit(unit: nn.Module, unit_sharding: UnitSharding) -> None:
-    """Apply `fully_shard` to a module, which shards the parameters that no inner unit has sharded."""
+    """Shard a module's parameters with `fully_shard`, except for parameters of units that are sharded already."""
     fully_shard(
         unit,
         mesh=unit_sharding.mesh,

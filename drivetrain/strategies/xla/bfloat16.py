@@ -56,7 +56,7 @@ class Rounding:
         os.environ[self.variable] = "1"
 
     def check(self, precision: str) -> None:
-        """Raise unless the run's precision is `"bf16"`, and warn if torch_xla ignores the environment variable."""
+        """Raise unless the run's precision is `"bf16"`, and warn if torch_xla does not round floats as configured."""
         if self.variable is None:
             return
         if precision != "bf16":
