@@ -75,9 +75,9 @@ def keep_optimizers(before: Mapping[str, nn.Parameter], model: nn.Module, optimi
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             if id(parameter) in gone:
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__} holds {gone[id(parameter)]} as it was before the model was placed: "
-                    "placing has made a new parameter, which would not be trained. Bring the model to its device and "
-                    "dtype before you make the optimizer.",
+                    f"{type(optimizer).__name__} holds the old parameter {gone[id(parameter)]}, which was replaced "
+                    "when the model was moved or converted, so it would not be trained. Move the model to its device "
+                    "and dtype before you create the optimizer.",
                 )
     for optimizer in optimizers:
         lay_out_state(optimizer)
@@ -96,9 +96,8 @@ def _move(name: str, parameter: nn.Parameter, device: torch.device) -> None:
         torch.utils.swap_tensors(parameter, target)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise ConfigurationError(
-            f"Parameter {name!r} cannot be moved to {device} since something else refers to it: a graph of a forward "
-            "that is still alive, or a weak reference. Prepare the model, or call fit, before anything computes "
-            "with it.",
+            f"Parameter {name!r} cannot be moved to {device}, because the autograd graph of an earlier forward pass "
+            "or a weak reference still refers to it. Prepare the model, or call fit, before the model is used.",
         ) from error
     parameter.__dict__.update(attributes)
     if gradient is not None:
@@ -220,7 +219,7 @@ def _refuse_old_names(cls: type, names: Mapping[str, str]) -> None:
     # A user's override of a method that is no longer called would silently have no effect.
     for old in names.keys() & vars(cls).keys():
         raise ConfigurationError(
-            f"{cls.__name__} overrides {old}, which strategies do not have any more. Override {names[old]} instead.",
+            f"{cls.__name__} overrides {old}, which strategies no longer call. Override {names[old]} instead.",
         )
 
 
@@ -245,7 +244,7 @@ _OLD_STRATEGY = {
     "capability": "the members that docs/strategies.md lists, such as SplitsSequences.split_sequences",
     "place": "prepare, whose optimizers are None for a model that is only evaluated",
     "allows_inference_mode": 'held_as = "parts" in ModelState',
-    "teardown": "setup, and give state.before_leaving what releases the process group",
+    "teardown": "setup, and pass a function that releases the process group to state.before_leaving,",
 }
 
 
@@ -396,8 +395,8 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
     for parameter in (*held, *optimizer.state):
         if id(parameter) not in names:
             raise CheckpointError(
-                f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not the "
-                "model's, so its state cannot be saved under a name. Make it a parameter of the model."
+                f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that does not belong "
+                "to the model, so its state cannot be saved by name. Register it as a parameter of the model."
             )
     groups = [{**group, "params": [names[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
     state = {names[id(parameter)]: dict(value) for parameter, value in optimizer.state.items()}
@@ -483,9 +482,9 @@ def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner:
         return
     own, other = {name for group in here for name in group}, {name for group in there for name in group}
     raise CheckpointError(
-        f"{owner} has other parameter groups than the checkpoint: {len(here)} group(s) here, {len(there)} saved; not "
-        f"in the checkpoint: {sorted(own - other)[:8]}; only in the checkpoint: {sorted(other - own)[:8]}. Build the "
-        "optimizer as in the run that wrote it."
+        f"{owner} has parameter groups that do not match the checkpoint: {len(here)} group(s) here, {len(there)} "
+        f"saved; not in the checkpoint: {sorted(own - other)[:8]}; only in the checkpoint: {sorted(other - own)[:8]}. "
+        "Create the optimizer as in the run that saved the checkpoint."
     )
 
 
@@ -740,7 +739,7 @@ class Strategy(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        of_few = {name: f"it in a subclass of {kind.__name__}, too" for name, kind in _OF_FEW.items()}
+        of_few = {name: f"it in a class that also inherits from {kind.__name__}" for name, kind in _OF_FEW.items()}
         others = {name: new for name, new in of_few.items() if not issubclass(cls, _OF_FEW[name])}
         _refuse_old_names(cls, {**_OLD_STRATEGY, **others})
         if "__init__" in vars(cls) and cls.__module__.startswith("drivetrain."):  # a user's class stays as it is
@@ -1019,8 +1018,9 @@ def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextMa
         return strategy.join(models)
     if strategy.needs_even_batches and strategy.topology.environment.is_distributed:
         raise ConfigurationError(
-            f"join_uneven_inputs does not work with {strategy!r}: every forward exchanges tensors with all processes, "
-            "so all need as many batches. Keep even_batches=True, the default, and drop this context.",
+            f"join_uneven_inputs is not supported with {strategy!r}, because each forward pass communicates with all "
+            "processes, so all of them need the same number of batches. Keep even_batches=True, the default, and "
+            "remove this context.",
         )
     return None
 
@@ -1032,8 +1032,8 @@ def zero_loss(strategy: Strategy, task: nn.Module, model: nn.Module | None) -> t
     """
     if strategy.needs_even_batches:
         raise ConfigurationError(
-            f"{type(task).__name__}.training_step returned None on rank {strategy.topology.rank}. With {strategy!r} "
-            "every process must run as many forwards and backwards. Return a loss that counts for nothing instead, "
-            "such as loss * 0, or leave the sample out of the dataset.",
+            f"{type(task).__name__}.training_step returned None on rank {strategy.topology.rank}. With {strategy!r}, "
+            "every process must run the same number of forward and backward passes. Return a loss of zero instead, "
+            "such as loss * 0, or remove the sample from the dataset.",
         )
     return model.zero_loss() if isinstance(model, ReducingWrapper) else zero_loss_of(task.parameters())

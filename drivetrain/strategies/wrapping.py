@@ -14,8 +14,8 @@ from drivetrain.runtime.logging import get_logger
 logger = get_logger(__name__)
 
 _ALLOWED = (
-    "'auto', a class, a class's name or several, a number of parameters, a function of a module, or None for the whole "
-    "model as one"
+    "'auto', a class or its name, a list of classes, a minimum number of parameters, a function that takes a module, "
+    "or None for the whole model as one unit"
 )
 
 
@@ -35,7 +35,7 @@ def _chosen(model: nn.Module, wrap: Any, option: str) -> list[nn.Module]:
     if isinstance(wrap, str) and wrap == "auto":
         return _automatic(model)
     if isinstance(wrap, bool):
-        raise ConfigurationError(f"{option}={wrap!r}: give {_ALLOWED}.")
+        raise ConfigurationError(f"{option}={wrap!r} is not supported. Allowed: {_ALLOWED}.")
     if isinstance(wrap, int):
         return _by_size(model, wrap, option)
     if isinstance(wrap, str | type):
@@ -91,7 +91,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def _by_function(model: nn.Module, function: Callable[[nn.Module], bool], option: str) -> list[nn.Module]:
     found = [module for module in model.modules() if module is not model and function(module)]
     if not found:
-        raise ConfigurationError(f"The {option} function says True for no module. {classes_of(model)}")
+        raise ConfigurationError(
+            f"The {option} function returned True for none of the model's modules. {classes_of(model)}"
+        )
     return found
 
 
@@ -99,7 +101,7 @@ def _by_class(model: nn.Module, classes: list[Any], option: str) -> list[nn.Modu
     found: list[nn.Module] = []
     for wanted in classes:
         if not isinstance(wanted, str | type):
-            raise ConfigurationError(f"{option} takes classes and their names, got {wanted!r}.")
+            raise ConfigurationError(f"{option} takes classes or class names, got {wanted!r}.")
         matching = [
             module
             for module in model.modules()
@@ -114,18 +116,19 @@ def _by_class(model: nn.Module, classes: list[Any], option: str) -> list[nn.Modu
             )
         found.extend(matching)
     if not found:
-        raise ConfigurationError(f"{option} names no class. Give {_ALLOWED}.")
+        raise ConfigurationError(f"{option} contains no class. Allowed: {_ALLOWED}.")
     return found
 
 
 def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
     """Return modules with at least `least` parameters, not counting parameters of selected modules inside."""
     if least < 1:
-        raise ConfigurationError(f"{option}={least}: a unit needs at least 1 parameter.")
+        raise ConfigurationError(f"{option}={least}: the number of parameters must be at least 1.")
     total = sum(parameter.numel() for parameter in model.parameters())
     if total < least:
         raise ConfigurationError(
-            f"{option}={least} asks for units of at least {least} parameters, but the whole model has {total}.",
+            f"{option}={least} requires units with at least {least} parameters, but the whole model has only {total}. "
+            "Use a smaller number.",
         )
     found: list[nn.Module] = []
     # Parameters of inner units do not count for the modules around them.
@@ -161,8 +164,8 @@ def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[
             return kept
         names = sorted({type(unit).__name__ for unit in left if id(unit) in shared})
         logger.warning_once(
-            f"{', '.join(names)}: tied to weights outside of it, so it is not sharded as a unit of its own but with "
-            "the module around both."
+            f"{', '.join(names)}: shares parameters with modules outside of it, so FSDP does not shard it as a "
+            "separate unit, but together with the module that contains both."
         )
         left = kept
 

@@ -84,7 +84,8 @@ def register_communication_hook(
         except TypeError as error:
             allowed = [each for each in inspect.signature(powerSGD_hook.PowerSGDState).parameters if each[0] != "_"]
             raise ConfigurationError(
-                f"comm_hook_options={options!r} do not suit PowerSGD ({error}). Allowed: {', '.join(allowed[1:])}.",
+                f"comm_hook_options={options!r} are not supported by PowerSGD ({error}). Allowed: "
+                f"{', '.join(allowed[1:])}.",
             ) from error
         hook = _power_sgd if name == "powersgd" else _batched_power_sgd
     if wrapper is not None:
@@ -210,17 +211,19 @@ class DDP(Strategy, JoinsUnevenInputs):
             raise ConfigurationError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.")
         if check_copies_every < 0:
             raise ConfigurationError(
-                f"check_copies_every={check_copies_every}: give a number of steps, or 0 for no check."
+                f"check_copies_every={check_copies_every} must be a number of steps, or 0 to disable the check."
             )
         _refuse_hooks(comm_hook, comm_hook_options, comm_wrapper)
         if find_unused_parameters not in (True, False, "auto"):
-            raise ConfigurationError(f'find_unused_parameters={find_unused_parameters!r}: it is True, False or "auto".')
+            raise ConfigurationError(
+                f'find_unused_parameters must be True, False or "auto", got {find_unused_parameters!r}.'
+            )
         self._ends_search = find_unused_parameters == "auto"
         if self._ends_search and (static_graph or comm_hook not in (None, "fp16", "bf16")):
             beside = "static_graph=True" if static_graph else f"comm_hook={comm_hook!r}"
             raise ConfigurationError(
-                f'find_unused_parameters="auto" beside {beside}, which buckets that change later do not suit: give '
-                "True or False.",
+                f'find_unused_parameters="auto" cannot be combined with {beside}, because it changes the gradient '
+                "buckets when the search ends. Use True or False.",
             )
         self.wrapper_options: dict[str, Any] = {
             "find_unused_parameters": bool(find_unused_parameters),
@@ -243,7 +246,9 @@ class DDP(Strategy, JoinsUnevenInputs):
         self._copies.are_several = state.use_distributed
         self._agree = _agreement(state) if state.use_distributed else None
         if self.sync_batchnorm and self.topology.kind.name == "cpu":
-            raise ConfigurationError("sync_batchnorm=True needs GPUs: torch's SyncBatchNorm has no CPU kernel.")
+            raise ConfigurationError(
+                "sync_batchnorm=True needs GPUs, because torch's SyncBatchNorm does not support the CPU."
+            )
         state.before_leaving(self._release)
 
     def prepare(
@@ -356,8 +361,8 @@ def _refuse_hooks(hook: Any, options: dict[str, Any] | None, wrapper: str | None
         )
     if wrapper is not None and (wrapper not in COMMUNICATION_WRAPPERS or hook not in COMMUNICATION_HOOKS):
         raise ConfigurationError(
-            f"comm_wrapper={wrapper!r} beside comm_hook={hook!r}: it is one of "
-            f"{', '.join(COMMUNICATION_WRAPPERS)}, around a comm_hook by name.",
+            f"comm_wrapper={wrapper!r} is not supported with comm_hook={hook!r}. Use one of "
+            f"{', '.join(COMMUNICATION_WRAPPERS)}, together with the name of a comm_hook.",
         )
     if hook in (None, "fp16", "bf16") and options:
         raise ConfigurationError(f"comm_hook={hook!r} takes no options, got {sorted(options)}.")

@@ -102,10 +102,14 @@ class UnusedSearch:
         dist.all_reduce(needed)
         if needed.item():
             return None
-        found = f"the same ones never did, and are left out: {some_of(self._named(never))}" if never else "all did"
+        found = (
+            f"the same parameters were unused, and are excluded from now on: {some_of(self._named(never))}"
+            if never
+            else "all did"
+        )
         logger.info(
-            f'find_unused_parameters="auto": of the parameters that take part in a loss, in each of the first '
-            f"{WATCHED_STEPS} steps and on all processes, {found}. DDP does not search any more. {self._cost()}"
+            f'find_unused_parameters="auto": in each of the first {WATCHED_STEPS} steps, on all processes, {found}. '
+            f"DDP stops searching for unused parameters. {self._cost()}"
         )
         return never
 
@@ -116,17 +120,16 @@ class UnusedSearch:
             return
         if never:
             logger.warning(
-                f"find_unused_parameters=True: in each of the first {WATCHED_STEPS} steps the parameters that took no "
-                f"part in a loss were the same on all processes: {some_of(self._named(never))}. Freeze them "
-                f'(requires_grad_(False)) and leave the option out, or give DDP(find_unused_parameters="auto"), which '
-                f"ends the search where it finds that. "
+                f"find_unused_parameters=True: in each of the first {WATCHED_STEPS} steps, the same parameters were "
+                f"unused on all processes: {some_of(self._named(never))}. Freeze them (requires_grad_(False)) and "
+                'remove the option, or use DDP(find_unused_parameters="auto"), which ends the search in this case. '
                 f"{self._cost()}"
             )
         elif not self._found_here:
             logger.warning(
-                f"find_unused_parameters=True: all parameters took part in the loss in each of the first "
-                f"{WATCHED_STEPS} steps, on all processes. Leave the option out, unless later steps use fewer. "
-                f"{self._cost()}"
+                "find_unused_parameters=True: the loss depended on all parameters in each of the first "
+                f"{WATCHED_STEPS} steps, on all processes. Remove the option, unless later steps use fewer "
+                f"parameters. {self._cost()}"
             )
 
     def _cost(self) -> str:
@@ -365,10 +368,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
             return error
         shown = some_of(self._names_without_gradients(str(error)))
         return ConfigurationError(
-            f"On rank {dist.get_rank()} no gradient was computed for {shown or 'some parameters'}: the loss does not "
-            'depend on them, and DDP waits for the gradients of all. Use strategy="ddp_find_unused_parameters_true", '
-            "or DDP(find_unused_parameters=True), where the parameters that a loss depends on differ between steps or "
-            "processes; freeze those that are never trained (requires_grad_(False)).",
+            f"On rank {dist.get_rank()} no gradient was computed for {shown or 'some parameters'}, because the loss "
+            "does not depend on them. DDP waits for the gradients of all parameters. If the parameters that a loss "
+            'depends on differ between steps or processes, use strategy="ddp_find_unused_parameters_true" or '
+            "DDP(find_unused_parameters=True). Freeze parameters that are never trained (requires_grad_(False)).",
         )
 
     def _names_without_gradients(self, message: str) -> list[str]:
@@ -413,9 +416,9 @@ def _requiring_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 def _refuse(name: str, gradient: Any) -> None:
     raise ConfigurationError(
-        f'find_unused_parameters="auto": {name} takes part in the loss, which it did not on any process in the first '
-        f"{WATCHED_STEPS} steps, so DDP has left it out since. Where the parameters that a loss depends on change, use "
-        "DDP(find_unused_parameters=True).",
+        f'find_unused_parameters="auto": the loss depends on {name}, which no process used in the first '
+        f"{WATCHED_STEPS} steps. DDP has stopped averaging its gradient. If different steps use different parameters, "
+        "use DDP(find_unused_parameters=True).",
     )
 
 
@@ -427,13 +430,15 @@ _LARGEST = torch.finfo(torch.float32).max
 
 _ADVICE = {
     "gradient": (
-        "Each process would train a model of its own. Most often a backward was not run by the Trainer or the "
-        "Accelerator: call self.manual_backward(loss) in a task that optimizes by hand, accelerator.backward(loss) in "
-        "a loop, and one backward for each forward of the prepared model, outside of no_sync."
+        "Each process would train a different model. The usual cause is a backward pass that neither the Trainer nor "
+        "the Accelerator has run. Call self.manual_backward(loss) in a task with manual optimization, or "
+        "accelerator.backward(loss) in your own loop. Run one backward pass for each forward pass of the prepared "
+        "model, outside of no_sync."
     ),
     "value": (
-        "The processes have trained different models since the last check, or only some have changed a parameter. "
-        "Change parameters on all processes alike, and compute gradients by manual_backward or accelerator.backward."
+        "The processes have trained different models since the last check, or only some of them have changed a "
+        "parameter. Change parameters in the same way on all processes, and compute gradients with manual_backward or "
+        "accelerator.backward."
     ),
 }
 
@@ -488,8 +493,8 @@ class DriftCheck:
         ranks = [rank for rank, each in enumerate(everyone) if bool(_differ(each[None], everyone[:1]).any())]
         raise ConfigurationError(
             f"The {what} of {named[place % len(named)][0]} on rank{'s' if ranks[1:] else ''} "
-            f"{', '.join(map(str, ranks))} is another than on rank 0. {_ADVICE[what]} DDP(check_copies_every=0) leaves "
-            "this check out.",
+            f"{', '.join(map(str, ranks))} differs from rank 0. {_ADVICE[what]} DDP(check_copies_every=0) disables "
+            "this check.",
         )
 
 

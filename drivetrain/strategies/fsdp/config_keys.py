@@ -17,11 +17,11 @@ _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 # key -> why it means nothing here
 _WITHOUT_MEANING = {
     "use_orig_params": "parameters are always the model's own",
-    "state_dict_type": "checkpoints are always written in shards that any layout reads, and exports are whole",
+    "state_dict_type": "checkpoints are always sharded and can be loaded under any layout, and exports are complete",
     "backward_prefetch": "the next unit is always gathered while one computes its backward (BACKWARD_PRE); "
     "FSDP(backward_prefetch=...) gathers further ahead",
-    "version": "there is one, on fully_shard",
-    "limit_all_gathers": "gathers are always limited",
+    "version": "there is only one implementation, based on fully_shard",
+    "limit_all_gathers": "the number of concurrent all-gathers is always limited",
 }
 
 
@@ -39,7 +39,7 @@ def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None:
             given[short] = value
     for key in sorted(set(given) & set(_WITHOUT_MEANING)):
-        logger.warning_once(f"fsdp_{key}={given[key]!r} changes nothing: {_WITHOUT_MEANING[key]}.")
+        logger.warning_once(f"fsdp_{key}={given[key]!r} has no effect: {_WITHOUT_MEANING[key]}.")
     options: dict[str, Any] = {}
     for read in (_sharding, _wrapping, _the_rest):
         options |= read(given)
@@ -57,7 +57,7 @@ def _sharding(given: Mapping[str, Any]) -> dict[str, Any]:
         name = _choice("fsdp_sharding_strategy", strategy, _STRATEGIES)
         if name == "NO_SHARD":
             raise ConfigurationError(
-                "fsdp_sharding_strategy=NO_SHARD shards nothing: use strategy='ddp', which is the same and faster.",
+                "fsdp_sharding_strategy=NO_SHARD shards nothing. Use strategy='ddp', which is equivalent and faster.",
             )
         options["reshard_after_forward"] = name in ("FULL_SHARD", "HYBRID_SHARD")
         if name.startswith("HYBRID"):
@@ -87,7 +87,7 @@ def _wrapping(given: Mapping[str, Any]) -> dict[str, Any]:
     if name == "TRANSFORMER_BASED_WRAP":
         return {"wrap": classes or "auto"}
     if not least:
-        raise ConfigurationError("fsdp_auto_wrap_policy=SIZE_BASED_WRAP needs fsdp_min_num_params.")
+        raise ConfigurationError("fsdp_auto_wrap_policy=SIZE_BASED_WRAP requires fsdp_min_num_params.")
     return {"wrap": int(float(least))}
 
 
@@ -120,7 +120,9 @@ def _choice(key: str, value: Any, allowed: tuple[str, ...]) -> str:
     if name.isdigit() and 1 <= int(name) <= len(allowed):
         return allowed[int(name) - 1]
     if name not in allowed:
-        raise ConfigurationError(f"{key}={value!r}: allowed are {', '.join(allowed)}.{nearest(name, allowed)}")
+        raise ConfigurationError(
+            f"{key}={value!r} is not supported. Allowed: {', '.join(allowed)}.{nearest(name, allowed)}"
+        )
     return name
 
 
@@ -129,7 +131,7 @@ def _boolean(key: str, value: Any) -> bool:
         return value
     known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if str(value).lower() not in known:
-        raise ConfigurationError(f"{key}={value!r}: give true or false.")
+        raise ConfigurationError(f"{key}={value!r} is not supported. Use true or false.")
     return known[str(value).lower()]
 
 

@@ -111,9 +111,9 @@ class Materialiser:
                     continue
                 if buffer.is_meta:
                     raise ConfigurationError(
-                        f"The buffer {name!r} of a {type(module).__name__} is on the meta device, so its values are "
-                        "not known. Build the model under init_context() of the strategy, which leaves buffers real, "
-                        "rather than under torch.device('meta').",
+                        f"The buffer {name!r} of a {type(module).__name__} is on the meta device, so it has no "
+                        "values. Build the model under the strategy's init_context(), which creates real buffers, "
+                        "instead of torch.device('meta').",
                     )
                 if self._peers:
                     sent = buffer.detach().to(self._device).contiguous()
@@ -156,9 +156,9 @@ def check_initialisable(model: nn.Module) -> None:
     )
     if unknown:
         raise ConfigurationError(
-            f"The model was built without values, and {', '.join(unknown)} cannot make them: give these classes a "
-            "reset_parameters() that fills their own parameters, give the weights with FSDP(weights='path'), or let "
-            "rank 0 build the real model with FSDP(init='rank0').",
+            f"The model was built without parameter values, and {', '.join(unknown)} cannot initialize them. Add a "
+            "reset_parameters() method to these classes that fills their own parameters, load the weights with "
+            "FSDP(weights='path'), or build the model with values on rank 0 with FSDP(init='rank0').",
         )
 
 
@@ -218,8 +218,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = 
     left_over = sorted(set(files) - {name for names, _ in wanted for name in names})
     if strict and (missing or left_over):
         raise CheckpointError(
-            f"{place} holds the weights of another model: not in it: {missing[:8]}; only in it: {left_over[:8]}. "
-            "Build the model as it was, or load with strict=False."
+            f"{place} does not contain the weights of this model: not in it: {missing[:8]}; only in it: "
+            f"{left_over[:8]}. Build the model as it was when the weights were saved, or use strict=False."
         )
     by_file: dict[Path, list[tuple[str, Tensor]]] = {}
     for name, tensor in pairs:
@@ -249,7 +249,7 @@ def _files_of(place: Path) -> dict[str, Path]:
         place = place / _SINGLE
     if not place.exists():
         raise CheckpointError(
-            f"There are no weights at {place}. Give a safetensors file, a directory with {_SINGLE} or {_INDEX}, or a "
+            f"There are no weights at {place}. Use a safetensors file, a directory with {_SINGLE} or {_INDEX}, or a "
             "checkpoint."
         )
     with safe_open(place, framework="pt") as opened:
@@ -265,7 +265,7 @@ def _read(file: Path, held: Iterable[tuple[str, Tensor]]) -> None:
             part: Any = opened.get_slice(name)
             if tuple(part.get_shape()) != tuple(tensor.shape):
                 raise CheckpointError(
-                    f"{file}: {name} is of shape {tuple(part.get_shape())}, but {tuple(tensor.shape)} in the model."
+                    f"{file}: {name} has shape {tuple(part.get_shape())}, but {tuple(tensor.shape)} in the model."
                 )
             if not isinstance(tensor, DTensor):
                 tensor.copy_(opened.get_tensor(name))
@@ -280,8 +280,8 @@ def _from_checkpoint(wanted: list[tuple[list[str], Tensor]], place: Path, strict
     models = in_schema(packed)["engine"].get("models")
     if not isinstance(models, list) or len(models) != 1:
         raise CheckpointError(
-            f"{place} holds {len(models) if isinstance(models, list) else 'no'} models, not one. Load it with "
-            "load_state, or export one with Accelerator.save_model."
+            f"{place} contains {len(models) if isinstance(models, list) else 'no'} models instead of one. Load it "
+            "with load_state, or export one model with Accelerator.save_model."
         )
     places = find_places(packed)
     checkpoint.shared(places.into("models", [state]), strict, only=[places.models])

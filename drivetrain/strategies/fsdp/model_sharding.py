@@ -79,7 +79,7 @@ class FSDPOptions:
             )
         if self.activation_offload and self.activation_checkpointing is False:
             raise ConfigurationError(
-                "activation_offload=True keeps what goes into recomputed blocks on the CPU, so it needs "
+                "activation_offload=True keeps the inputs of recomputed blocks on the CPU, so it requires "
                 "activation_checkpointing.",
             )
         if not isinstance(self.compile, bool | dict):
@@ -215,8 +215,8 @@ class ModelSharder:
         if known is None:
             if sharding.is_sharded(model):
                 raise ConfigurationError(
-                    "A part of this model is sharded already, by itself or within another model. Shard the whole "
-                    "model at once, or make a new one.",
+                    "A part of this model is already sharded, on its own or within another model. Shard the whole "
+                    "model at once, or create a new model.",
                 )
             return None
         unit_sharding: sharding.UnitSharding = next(
@@ -226,8 +226,8 @@ class ModelSharder:
         )
         if unit_sharding.mesh != self._mesh() or unit_sharding.mixed_precision != self._mixed_precision(precision):
             raise ConfigurationError(
-                "This model was sharded before, over other processes or in another precision. Make a new one, and load "
-                "the state of this one into it.",
+                "This model is already sharded, over other processes or in another precision. Create a new model, and "
+                "load the state of this one into it.",
             )
         return known
 
@@ -325,7 +325,9 @@ class ModelSharder:
             bare = self._unwrap(root)
             for name in self.options.forward_methods:
                 if not hasattr(bare, name):
-                    raise ConfigurationError(f"forward_methods names {name!r}, which {type(bare).__name__} has not.")
+                    raise ConfigurationError(
+                        f"forward_methods names {name!r}, but {type(bare).__name__} has no such method."
+                    )
                 if isinstance(bare, FSDPModule):
                     register_fsdp_forward_method(bare, name)
 
@@ -345,8 +347,8 @@ class ModelSharder:
         )
         if not (blocks or recomputed):
             raise ConfigurationError(
-                "activation_checkpointing and compile work block by block, but the model has no repeated blocks. Name "
-                "them with wrap= or activation_checkpointing=.",
+                "activation_checkpointing and compile apply to each block of a model, but this model has no repeated "
+                "blocks. Select the blocks with wrap= or activation_checkpointing=.",
             )
         compiled = blocks if options.compile else []
         rewrite_blocks(recomputed, options.activation_offload, compiled, options.compile_options())
@@ -359,7 +361,7 @@ class ModelSharder:
             module = by_name.get(one) if isinstance(one, str) else one
             if module is None or (isinstance(one, str) and not one):
                 raise ConfigurationError(
-                    f"ignored_modules names {one!r}, which the model does not have. It has: "
+                    f"ignored_modules names {one!r}, which is not a module of the model. Its modules are: "
                     f"{', '.join(name for name in by_name if name)}.",
                 )
             found.append(module)

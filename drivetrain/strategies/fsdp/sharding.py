@@ -127,13 +127,12 @@ def refuse_for_shards(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if needs_closure(optimizer):
         raise ConfigurationError(
-            f"{name} makes one vector of all parameters, which shards of them do not add up to. Use another optimizer, "
-            'or strategy="ddp".',
+            f"{name} does not support sharded parameters, because it combines all parameters into one vector. Use "
+            'another optimizer, or strategy="ddp".',
         )
     if type(optimizer) in (SGD, Adagrad) and any(group.get("fused") for group in optimizer.param_groups):
         raise ConfigurationError(
-            f"{name}(fused=True) cannot step sharded parameters: torch has no rule for it. Leave fused out, or give "
-            "foreach=True.",
+            f"{name}(fused=True) does not support sharded parameters in torch. Remove fused=True, or use foreach=True.",
         )
 
 
@@ -240,8 +239,8 @@ class ReplacedParameters:
                 known = self._gone.get(id(parameter))
                 if known is not None and known() is parameter:
                     raise ConfigurationError(
-                        f"{type(optimizer).__name__} holds parameters as they were before the model was sharded, so "
-                        "its steps would change nothing. Prepare both together, prepare(model, optimizer), or make "
+                        f"{type(optimizer).__name__} holds the parameters from before the model was sharded, so its "
+                        "steps would have no effect. Prepare both together with prepare(model, optimizer), or create "
                         "the optimizer after prepare(model).",
                     )
         self._checked.add(optimizer)
@@ -419,9 +418,9 @@ def refuse_several_dtypes(unit: str, by_dtype: Mapping[torch.dtype, Sequence[str
     if len(by_dtype) > 1:
         listed = "; ".join(f"{dtype}: {some_of(names)}" for dtype, names in by_dtype.items())
         raise ConfigurationError(
-            f"FSDP gathers and reduces the parameters of {unit} together, but it trains parameters of several dtypes "
-            f"({listed}). Bring them to one dtype, freeze those of the other, or name the modules that hold them in "
-            "FSDP(wrap=...).",
+            f"FSDP gathers and reduces the parameters of {unit} together, but its trainable parameters have several "
+            f"dtypes ({listed}). Convert them to one dtype, freeze the parameters of one dtype, or shard the modules "
+            "that hold them separately with FSDP(wrap=...).",
         )
 
 

@@ -119,9 +119,10 @@ class Float16Mixed(MixedPrecision):
         ]
         if found:
             raise ConfigurationError(
-                "precision='fp16' scales the loss, and gradients of float16 weights cannot be unscaled; but these are "
-                f"float16 and trained: {some_of(found)}. Keep trained weights in float32 (model.float(), or for PEFT's "
-                "adapters autocast_adapter_dtype=True); frozen ones may be float16. Or use 'bf16', or 'fp16-true'.",
+                "precision='fp16' scales the loss and cannot train float16 weights, but these trainable weights are "
+                f"float16: {some_of(found)}. Convert them to float32 with model.float(), or for PEFT adapters with "
+                "autocast_adapter_dtype=True. Frozen weights may stay float16. Alternatively, use 'bf16' or "
+                "'fp16-true'.",
             )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -156,8 +157,8 @@ class Float16Mixed(MixedPrecision):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         if closure is not None:
             raise ConfigurationError(
-                "precision='fp16' scales the loss, which an optimizer that calls a closure cannot know. "
-                "Use 'bf16' or '32', or an optimizer that takes no closure.",
+                "precision='fp16' scales the loss, so it does not support optimizers that call a closure. Use 'bf16' "
+                "or '32', or another optimizer.",
             )
         agrees = isinstance(self.scaler, AgreeingGradScaler) and self.scaler._scale is not None
         if not agrees and not _has_gradients(optimizer):

@@ -55,7 +55,7 @@ class Double(TruePrecision):
     def setup(self, kind: DeviceKind) -> None:
         if kind.name == "mps":
             raise ConfigurationError(
-                "precision='64' cannot run on mps, which has no 64-bit floats. Use '32' or the CPU."
+                "precision='64' is not supported on mps devices, which have no 64-bit floats. Use '32' or the CPU."
             )
 
 

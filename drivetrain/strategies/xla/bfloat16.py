@@ -34,7 +34,10 @@ class Rounding:
         A `downcast` of None is read from `DRIVETRAIN_DOWNCAST_BF16`. Raises `ConfigurationError` if both are set.
         """
         if downcast and use:
-            raise ConfigurationError("downcast_bf16=True keeps 64-bit floats apart, use_bf16=True does not. Give one.")
+            raise ConfigurationError(
+                "downcast_bf16=True computes float64 in float32, use_bf16=True rounds it to bfloat16. Use only one of "
+                "them."
+            )
         if use:
             return cls("use_bf16=True", "XLA_USE_BF16")
         if downcast is None:
@@ -50,8 +53,8 @@ class Rounding:
             return
         if xla.is_started():
             raise ConfigurationError(
-                f"{self.option} must be known before this process first uses XLA, which it has done already. Set "
-                f"{self.variable}=1 before it starts.",
+                f"{self.option} must be set before this process first uses XLA, which it has already done. Set "
+                f"{self.variable}=1 before the process starts.",
             )
         os.environ[self.variable] = "1"
 
@@ -61,13 +64,13 @@ class Rounding:
             return
         if precision != "bf16":
             raise ConfigurationError(
-                f"{self.option} is a way to compute in bfloat16, but the precision is {precision!r}. Give "
-                "precision='bf16' with it, or leave it out.",
+                f"{self.option} computes in bfloat16, but the precision is {precision!r}. Use precision='bf16' with "
+                "it, or remove it.",
             )
         # 1 + 2^-12 needs more than the 8 bits of bfloat16's significand, so it becomes 1.0 if XLA rounds.
         value = torch.tensor([1.0 + 2.0**-12], device=xla.device()).cpu()
         if value.item() != 1.0:
             logger.warning(
-                f"This version of torch_xla does not read {self.variable}, so {self.option} has no effect: the "
-                "forward runs under autocast to bfloat16, and parameters stay in 32 bits."
+                f"This version of torch_xla does not read {self.variable}, so {self.option} has no effect. The "
+                "forward pass runs under autocast to bfloat16, and parameters stay in float32."
             )

@@ -86,13 +86,13 @@ class Compilations:
             return
         self._between.note(self.total, self._batch)
         if sum(self._between.recent) == _WINDOW:
-            self._warn(f"the last {_WINDOW} batches that no step followed", self._between)
+            self._warn(f"the last {_WINDOW} batches without an optimizer step", self._between)
             self._between.recent.clear()
 
     def _warn(self, where: str, watched: _Watched) -> None:
         seconds = self.seconds - self._began
         logger.warning(
-            f"XLA compiled a graph in {where} ({self.count} compilations, {seconds:.1f} s in all). "
+            f"XLA compiled a graph in {where} ({self.count} compilations, {seconds:.1f} s in total). "
             f"{describe_change([*watched.shapes])}"
         )
 
@@ -135,12 +135,12 @@ def describe_change(seen: list[Shapes]) -> str:
     changed = {name: shapes for name, shapes in by_name.items() if len(shapes) > 1}
     if not changed:
         return (
-            "The shapes of the batches did not change. Look for an output shape that depends on values (boolean masks, "
-            "nonzero, unique), for Python numbers that the forward takes from data or counts itself, and for .item() "
-            "within a step."
+            "The shapes of the batches did not change. Check the model for output shapes that depend on values "
+            "(boolean masks, nonzero, unique), for Python numbers that forward takes from data or counts itself, and "
+            "for .item() within a step."
         )
     listed = "; ".join(
         f"{name} had the shapes {', '.join(map(str, shapes[:_SHOWN]))}{' and others' if len(shapes) > _SHOWN else ''}"
         for name, shapes in changed.items()
     )
-    return f"{listed}. Pad to one length, or to a few, in the collate function, and use drop_last=True in training."
+    return f"{listed}. Pad batches to one length or to a few in the collate function. Use drop_last=True in training."

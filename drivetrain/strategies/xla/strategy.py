@@ -116,7 +116,9 @@ class MeshShape:
             if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != REST):
                 raise ConfigurationError(f"The size of {name} must be a whole number of at least 1, got {value!r}.")
         if [*vars(self).values()].count(REST) > 1:
-            raise ConfigurationError(f"Only one size can be {REST}, all devices that are left; got {self}.")
+            raise ConfigurationError(
+                f"Only one size can be {REST}, which stands for the remaining devices. Got {self}."
+            )
 
     @property
     def size(self) -> int:
@@ -137,7 +139,8 @@ class MeshShape:
         divisors = [number for number in range(1, devices + 1) if devices % number == 0]
         raise ConfigurationError(
             f"data={self.data}, shard={self.shard} and tensor={self.tensor} do not multiply to the {devices} XLA "
-            f"device(s) of this process. Sizes that fit: {', '.join(map(str, divisors))}; {REST} takes what is left.",
+            f"device(s) of this process. Sizes that fit: {', '.join(map(str, divisors))}. {REST} stands for the "
+            "remaining devices.",
         )
 
 
@@ -341,9 +344,10 @@ def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[
         kinds = [pair for pair in dimensions if type(match.style) is pair[0] and isinstance(match.module, pair[1])]
         if not kinds:
             raise ConfigurationError(
-                f"tp_plan gives {match.name!r}, a {type(match.module).__name__}, the style "
-                f"{type(match.style).__name__}. On XLA devices nn.Linear and nn.Embedding take Colwise() or Rowwise(); "
-                "XLA finds out by itself how the rest is computed, so leave it out.",
+                f"tp_plan assigns the style {type(match.style).__name__} to {match.name!r}, a "
+                f"{type(match.module).__name__}. On XLA devices, only nn.Linear and nn.Embedding can be in the plan, "
+                "with Colwise() or Rowwise(). Remove the other modules, since XLA decides by itself how to compute "
+                "them.",
                 see="parallel.md",
             )
         dimension = dimensions[kinds[0]]
@@ -391,8 +395,8 @@ class XLA(Strategy, PlacesBatches):
     ) -> None:
         if tp > 1 and tp_plan is None:
             raise ConfigurationError(
-                f'tp={tp} needs to know which layers to split: give tp_plan={{"layers.*.wq": Colwise(), '
-                '"layers.*.wo": Rowwise()}, or tp_plan="auto" for a model that carries a plan.',
+                f'tp={tp} needs a plan of the layers to split. Use tp_plan={{"layers.*.wq": Colwise(), "layers.*.wo": '
+                'Rowwise()}, or tp_plan="auto" for a model that contains a plan.',
                 see="parallel.md",
             )
         self._shape = MeshShape(tensor=tp)
@@ -406,9 +410,9 @@ class XLA(Strategy, PlacesBatches):
         start = getattr(state.kind, "start", None)
         if state.kind.name != "xla" or start is None:
             raise ConfigurationError(
-                f"strategy={self.name!r} needs an XLA device, but this process runs on {state.kind.name!r}. Give "
-                f"Trainer(accelerator='xla') or Accelerator(device='xla'), or set {xla.RUNTIME_VARIABLE} (TPU, or CPU "
-                "to try it out).",
+                f"strategy={self.name!r} needs an XLA device, but this process runs on {state.kind.name!r}. Use "
+                f"Trainer(accelerator='xla') or Accelerator(device='xla'), or set {xla.RUNTIME_VARIABLE} to TPU, or "
+                "to CPU for a test.",
             )
         alone = not state.environment.is_distributed
         self._refuse_isolated_processes(alone)
@@ -423,12 +427,14 @@ class XLA(Strategy, PlacesBatches):
             runtime = importlib.import_module("torch_xla.runtime")
             if runtime.process_count() > 1:
                 raise ConfigurationError(
-                    f"One program over the devices of {runtime.process_count()} hosts is not supported yet. Run on "
-                    "one host, or with one process for each device: notebook_launcher, or XLA(spmd=False).",
+                    f"One program for the devices of {runtime.process_count()} hosts is not supported. Run on one "
+                    "host, or start one process for each device with notebook_launcher or XLA(spmd=False).",
                 )
             self._mesh = DeviceMesh(shape.fill(int(runtime.global_runtime_device_count())))
         elif wants_all:
-            raise ConfigurationError(f"{self!r} shards over all devices of one process, which spmd=False forbids.")
+            raise ConfigurationError(
+                f"{self!r} shards over all devices of one process, which spmd=False does not allow. Remove spmd=False."
+            )
         self.compilations = Compilations()
         self.state = XLAState(self, self._place_like)
         self.gradients = XLAGradients() if alone else AveragedGradients(state.num_processes)
@@ -438,27 +444,27 @@ class XLA(Strategy, PlacesBatches):
             return
         if xla.runs_on_cpu():
             raise ConfigurationError(
-                "XLA on the CPU cannot connect several processes: each would train alone and seem to work. Start one "
-                "process; CPU_NUM_DEVICES=4 gives it four devices.",
+                "XLA on the CPU cannot connect several processes, so each would train its own model. Start one "
+                "process, for example with four devices by CPU_NUM_DEVICES=4.",
             )
         if self._spmd or self._shape.tensor > 1 or self._shape.shard != 1:
             raise ConfigurationError(
-                f"{self!r} shards over all devices of one process, but this is one of several processes, each with a "
-                "device of its own. Start one process on each host: without a number, `drivetrain launch` does.",
+                f"{self!r} shards over all devices of one process, but this run has several processes with one device "
+                "each. Start one process on each host, which is the default of `drivetrain launch`.",
             )
 
     def check(self, options: RunOptions) -> None:
         precision = options.precision.name
         if precision == "fp8":
             raise ConfigurationError(
-                f"precision='fp8' cannot run under strategy={self.name!r}: torch_xla compiles no products of 8-bit "
-                "floats. Use 'bf16', 'bf16-true' or '32'.",
+                f"precision='fp8' is not supported with strategy={self.name!r}, because torch_xla cannot multiply "
+                "float8 matrices. Use 'bf16', 'bf16-true' or '32'.",
                 see="precision.md",
             )
         if precision in ("fp16", "fp16-true"):
             raise ConfigurationError(
-                f"precision={precision!r} cannot run under strategy={self.name!r}: TPUs compute in bfloat16. Use "
-                "'bf16', 'bf16-true' or '32'.",
+                f"precision={precision!r} is not supported with strategy={self.name!r}, because TPUs compute in "
+                "bfloat16. Use 'bf16', 'bf16-true' or '32'.",
                 see="precision.md",
             )
         self._rounding.check(precision)

@@ -100,7 +100,7 @@ class Float8AllGather:
                 if id(layer.weight) in stepped:
                     by_mesh[layer.weight.device_mesh, layer.weight.placements].append(layer)
         if not by_mesh:
-            logger.info_once("float8_all_gather changes nothing: no weight of a float8 layer is sharded.")
+            logger.info_once("float8_all_gather has no effect, because no float8 layer has a sharded weight.")
         self._groups[optimizer] = list(by_mesh.values())
 
     def compute_scales(self, optimizer: Optimizer) -> None:

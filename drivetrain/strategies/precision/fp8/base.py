@@ -63,7 +63,7 @@ def check_choice(option: str, given: Any, allowed: Sequence[str]) -> str:
     names = {name.lower(): name for name in allowed}
     if not isinstance(given, str) or given.lower() not in names:
         raise ConfigurationError(
-            f"{option}={given!r}. Allowed: {', '.join(allowed)}.{nearest(str(given).lower(), names)}"
+            f"{option}={given!r} is not supported. Allowed: {', '.join(allowed)}.{nearest(str(given).lower(), names)}"
         )
     return names[given.lower()]
 

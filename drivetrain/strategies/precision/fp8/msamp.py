@@ -32,21 +32,24 @@ class MSAMP(FP8Backend):
         self._initialized = False
 
     def setup(self, kind: DeviceKind) -> None:
-        elsewhere = "It runs on one NVIDIA GPU; FP8(backend='torchao') runs anywhere but on mps, with any strategy."
+        elsewhere = (
+            "MS-AMP supports a single NVIDIA GPU. FP8(backend='torchao') supports all devices except mps, with any "
+            "strategy."
+        )
         try:
             import msamp
         except ImportError as error:
             raise ConfigurationError(
-                f"FP8(backend='msamp') needs MS-AMP, which cannot be imported ({error}): "
-                f'pip install "git+https://github.com/Azure/MS-AMP". {elsewhere}',
+                f"FP8(backend='msamp') needs MS-AMP, which could not be imported ({error}). Install it with: pip "
+                f'install "git+https://github.com/Azure/MS-AMP". {elsewhere}',
             ) from error
         if kind.name != "cuda":
-            raise ConfigurationError(f"FP8(backend='msamp') cannot run on {kind.name}. {elsewhere}")
+            raise ConfigurationError(f"FP8(backend='msamp') is not supported on {kind.name} devices. {elsewhere}")
         environment = ProcessEnvironment.detect()
         if environment.is_distributed:
             raise ConfigurationError(
-                f"FP8(backend='msamp') cannot run on {environment.world_size} processes: MS-AMP reduces its "
-                f"gradients by itself, which no strategy does. {elsewhere}",
+                f"FP8(backend='msamp') is not supported with {environment.world_size} processes, because MS-AMP needs "
+                f"its own gradient reduction. {elsewhere}",
             )
         self._msamp = msamp
 
@@ -59,8 +62,9 @@ class MSAMP(FP8Backend):
         known = list(models)
         if len(known) != 1 or self._initialized:
             raise ConfigurationError(
-                f"FP8(backend='msamp') takes one model and one optimizer, prepared together; got {len(known)} models"
-                f"{' and a second optimizer' if self._initialized else ''}. Use FP8(backend='torchao').",
+                "FP8(backend='msamp') supports only one model and one optimizer, which are prepared together. Got "
+                f"{len(known)} models{' and a second optimizer' if self._initialized else ''}. Use "
+                "FP8(backend='torchao').",
             )
         self._initialized = True
         model, cast = self._msamp.initialize(known[0], optimizer, opt_level=self.recipe)

@@ -78,7 +78,7 @@ class FP8(MixedPrecision):
     ) -> None:
         super().__init__(cache_enabled)
         if multiple_of < 1:
-            raise ConfigurationError(f"multiple_of={multiple_of}: give a positive number, such as 16.")
+            raise ConfigurationError(f"multiple_of={multiple_of} must be a positive number, such as 16.")
         self.backend = _make_backend(backend, recipe, options)
         self.base = check_choice("base", base, _BASES)
         self.enabled = self.base == "bf16"
@@ -113,7 +113,7 @@ class FP8(MixedPrecision):
         chosen = choose_layers(bare, self._multiple_of, self._keep_ends, self._filter)
         if chosen.misfits:
             logger.warning_once(
-                f"precision='fp8' leaves {len(chosen.misfits)} layer(s) in {self.base}, whose sizes are no "
+                f"precision='fp8' leaves {len(chosen.misfits)} layer(s) in {self.base}, because their sizes are not "
                 f"multiples of {self._multiple_of}: {listed(chosen.misfits)}."
             )
         if chosen.converted:
@@ -121,13 +121,13 @@ class FP8(MixedPrecision):
             kept = listed(sorted(chosen.kept)) or "none"
             logger.info(
                 f"{len(chosen.converted)} linear layers compute in float8 ({self.backend.name}, "
-                f"{self.backend.recipe}); kept in {self.base}: {kept}."
+                f"{self.backend.recipe}). Kept in {self.base}: {kept}."
             )
         elif not chosen.before:
             logger.warning_once(
-                f"precision='fp8' converts no layer of {type(bare).__name__}, which has {len(chosen.kept)} linear "
-                "layer(s), all kept out: by the filter, as the first and the last one (keep_first_and_last=False "
-                f"converts them), or by their sizes. It computes in {self.base}."
+                f"precision='fp8' converts no layer of {type(bare).__name__}, so the model computes in {self.base}. "
+                f"Its {len(chosen.kept)} linear layer(s) are excluded by the filter, by their sizes, or as the first "
+                "and the last layer (keep_first_and_last=False converts these)."
             )
         if all(known is not bare for known in self._models()):
             self._converted.append(ref(bare))
@@ -161,8 +161,8 @@ class FP8(MixedPrecision):
         written = (state.get("backend"), state.get("recipe"))
         if written != (self.backend.name, self.backend.recipe):
             logger.warning_once(
-                f"The checkpoint's scaling state is of {written}, and this run is of "
-                f"{(self.backend.name, self.backend.recipe)}: scaling starts from scratch."
+                f"The checkpoint's float8 scaling state is for {written}, but this run uses "
+                f"{(self.backend.name, self.backend.recipe)}. The state is ignored, and scaling starts from scratch."
             )
             return
         self.backend.load_state_dict(self._models(), state["scaling"])
@@ -175,8 +175,8 @@ def _make_backend(spec: str | FP8Backend, recipe: str | None, options: dict[str,
     if isinstance(spec, FP8Backend):
         if recipe is not None or options:
             raise ConfigurationError(
-                f"recipe and further options belong to a backend given by its name, but backend is a "
-                f"{type(spec).__name__} already. Give them to it.",
+                f"recipe and further options require the name of a backend, but backend is a {type(spec).__name__} "
+                "object. Pass the options to its constructor.",
             )
         return spec
     spelled = _SPELLINGS.get(str(spec).lower(), spec)
@@ -248,21 +248,22 @@ def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
         if name not in _KNOWN:
             allowed = sorted({*_KNOWN, *_QUESTIONNAIRE_SPELLINGS})
             raise ConfigurationError(
-                f"Unknown key {key!r} in fp8_config. Allowed: {', '.join(allowed)} (with or without their fp8_)."
-                f"{nearest(short, allowed)}",
+                f"Unknown key {key!r} in fp8_config. Allowed: {', '.join(allowed)} (with or without the prefix "
+                f"fp8_).{nearest(short, allowed)}",
             )
         if value is None:
             continue
         if name in given and given[name] != value:
             raise ConfigurationError(
-                f"fp8_config gives {name} twice, in both spellings: {given[name]!r} and {value!r}."
+                f"fp8_config contains {name} twice under different spellings: {given[name]!r} and {value!r}. Remove "
+                "one of them."
             )
         given[name] = value
     backend = _backend(given.pop("backend", None), given)
     strange = sorted(set(given) - set(_KEYS[backend]))
     if strange:
         raise ConfigurationError(
-            f"fp8_config has {', '.join(strange)}, but its backend is {backend!r}, which takes: "
+            f"fp8_config contains {', '.join(strange)}, which the backend {backend!r} does not support. Allowed: "
             f"{', '.join(_KEYS[backend])}.",
         )
     return {"torchao": _torchao, "te": _te, "msamp": _msamp}[backend](given)
@@ -287,7 +288,9 @@ def _torchao(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _te(given: Mapping[str, Any]) -> dict[str, Any]:
     if _number("interval", given.get("interval", 1)) != 1:
-        logger.warning_once(f"fp8_interval={given['interval']} changes nothing: scales are computed in every step.")
+        logger.warning_once(
+            f"fp8_interval={given['interval']} has no effect, because scales are computed in every step."
+        )
     _refuse_overrides(given.get("override_linear_precision", False))
     arguments: dict[str, Any] = {
         "backend": "te",
@@ -299,8 +302,8 @@ def _te(given: Mapping[str, Any]) -> dict[str, Any]:
     if _boolean("use_mxfp8_block_scaling", given.get("use_mxfp8_block_scaling", False)):
         if history:
             raise ConfigurationError(
-                f"{', '.join(history)} have no meaning with use_mxfp8_block_scaling=true, which keeps no history. "
-                "Leave them out.",
+                f"{', '.join(history)} cannot be combined with use_mxfp8_block_scaling=true, which keeps no history. "
+                "Remove one of the two.",
             )
         return {**arguments, "recipe": "mxfp8"}
     return {
@@ -320,9 +323,9 @@ def _refuse_overrides(value: Any) -> None:
     flags = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
     if any(_boolean("override_linear_precision", flag) for flag in flags):
         raise ConfigurationError(
-            f"override_linear_precision={value!r}: TransformerEngine 2 computes all three products of a layer in 8-bit "
-            "floats. Leave it out, or use FP8(backend='torchao', recipe='rowwise_gw_hp'), which keeps the gradient of "
-            "the weight in high precision.",
+            f"override_linear_precision={value!r} is not supported: TransformerEngine 2 computes all three matrix "
+            "products of a layer in float8. Remove the key, or use FP8(backend='torchao', recipe='rowwise_gw_hp'), "
+            "which computes the gradient of the weight in high precision.",
         )
 
 
@@ -330,11 +333,11 @@ def _number(key: str, value: Any) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise ConfigurationError(f"fp8_{key}={value!r}: give a whole number.") from None
+        raise ConfigurationError(f"fp8_{key}={value!r} is not supported. Use a whole number.") from None
 
 
 def _boolean(key: str, value: Any) -> bool:
     known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if str(value).strip().lower() not in known:
-        raise ConfigurationError(f"fp8_{key}={value!r}: give true or false.")
+        raise ConfigurationError(f"fp8_{key}={value!r} is not supported. Use true or false.")
     return known[str(value).strip().lower()]

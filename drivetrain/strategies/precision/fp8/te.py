@@ -46,13 +46,13 @@ class TransformerEngine(FP8Backend):
         if amax_compute_algo is not None:
             amax_compute_algo = check_choice("amax_compute_algo", amax_compute_algo, _ALGORITHMS)
         if amax_history_len is not None and amax_history_len < 1:
-            raise ConfigurationError(f"amax_history_len={amax_history_len}: keep the values of at least 1 step.")
+            raise ConfigurationError(f"amax_history_len={amax_history_len} must be at least 1.")
         values = (margin, amax_history_len, amax_compute_algo)
         self._delayed = {name: value for name, value in zip(_DELAYED_ALONE, values, strict=True) if value is not None}
         if self._delayed and self.recipe != "delayed":
             raise ConfigurationError(
-                f"{', '.join(self._delayed)}: options of recipe='delayed' alone, but recipe={self.recipe!r} scales by "
-                "the values at hand. Leave them out, or use recipe='delayed'.",
+                f"{', '.join(self._delayed)} can only be used with recipe='delayed', but recipe={self.recipe!r} was "
+                "given. Remove the options, or use recipe='delayed'.",
             )
         self.layer_norm, self.in_evaluation = layer_norm, use_autocast_during_eval
         self._te: Any = None
@@ -60,24 +60,24 @@ class TransformerEngine(FP8Backend):
 
     def setup(self, kind: DeviceKind) -> None:
         elsewhere = (
-            "It runs on NVIDIA GPUs of compute capability 8.9 or newer"
+            "TransformerEngine supports NVIDIA GPUs with compute capability 8.9 or newer"
             + (" (10.0 for recipe='mxfp8')" if self.recipe == "mxfp8" else "")
-            + "; FP8(backend='torchao') runs anywhere but on mps, emulated where need be."
+            + ". FP8(backend='torchao') supports all devices except mps, and emulates float8 if necessary."
         )
         if kind.name != "cuda" and importlib.util.find_spec("transformer_engine") is not None:
-            raise ConfigurationError(f"FP8(backend='te') cannot run on {kind.name}. {elsewhere}")
+            raise ConfigurationError(f"FP8(backend='te') is not supported on {kind.name} devices. {elsewhere}")
         try:
             import transformer_engine.pytorch as te
             from transformer_engine.common import recipe as recipes
         except ImportError as error:
             raise ConfigurationError(
-                "FP8(backend='te') needs TransformerEngine, which cannot be imported "
-                f'({error}): pip install "transformer-engine[pytorch]". {elsewhere}',
+                f"FP8(backend='te') needs TransformerEngine, which could not be imported ({error}). Install it with: "
+                f'pip install "transformer-engine[pytorch]". {elsewhere}',
             ) from error
         able, reason = _support(te, self.recipe)
         if not able:
             raise ConfigurationError(
-                f"FP8(backend='te', recipe={self.recipe!r}) cannot run here: {reason}. {elsewhere}"
+                f"FP8(backend='te', recipe={self.recipe!r}) is not supported on this machine: {reason}. {elsewhere}"
             )
         self._te, self._recipe = te, self._make_recipe(recipes)
 
@@ -177,7 +177,8 @@ def _restore(layer: str, module: Any, saved: dict[str, dict[str, Tensor]]) -> No
             target: Tensor = getattr(module.fp8_meta[key], name)
             if target.shape != value.shape:
                 raise CheckpointError(
-                    f"The {name} of {layer!r} is of shape {tuple(value.shape)} in the checkpoint, but "
-                    f"{tuple(target.shape)} here. Give FP8 the amax_history_len of the run that wrote it."
+                    f"The {name} of layer {layer!r} has shape {tuple(value.shape)} in the checkpoint, but "
+                    f"{tuple(target.shape)} in this run. Use the amax_history_len of the run that saved the "
+                    "checkpoint."
                 )
             target.copy_(value)

@@ -49,8 +49,8 @@ class TorchAO(FP8Backend):
         self.recipe = check_choice("recipe", known.get(recipe, recipe), self.recipes)
         if float8_all_gather and self.recipe != "tensorwise":
             raise ConfigurationError(
-                f"float8_all_gather=True gathers weights with one scale each, but recipe={recipe!r} scales rows, whose "
-                "shards are others than those that are gathered. Use recipe='tensorwise', or leave it out.",
+                f"float8_all_gather=True requires one scale for each weight, but recipe={recipe!r} computes a scale "
+                "for each row. Use recipe='tensorwise', or remove float8_all_gather.",
             )
         self._emulate, self._pad, self._given = emulate, pad_inner_dim, config
         self._gathers = float8_all_gather
@@ -64,25 +64,27 @@ class TorchAO(FP8Backend):
     def setup(self, kind: DeviceKind) -> None:
         if importlib.util.find_spec("torchao") is None:
             raise ConfigurationError(
-                "precision='fp8' needs torchao, which is not installed: pip install \"drivetrain[fp8]\"."
+                "precision='fp8' needs torchao, which is not installed. Install it with: pip install "
+                '"drivetrain[fp8]".'
             )
         if kind.name == "mps":
             raise ConfigurationError(
-                "precision='fp8' cannot run on mps, which has no 8-bit floats, not even to emulate with. Use "
+                "precision='fp8' is not supported on mps devices, which have no float8, not even for emulation. Use "
                 "'bf16', or the CPU.",
             )
         self._kind = kind
         native = kind.supports_float8()
         if self._emulate is False and not native and kind.name != "cpu":
             raise ConfigurationError(
-                f"FP8(emulate=False) needs float8 arithmetic, which this machine's {kind.name} device has not (NVIDIA: "
-                "compute capability 8.9 or newer, as Ada and Hopper). Leave emulate out to emulate it, or use 'bf16'.",
+                f"FP8(emulate=False) needs float8 arithmetic, which this machine's {kind.name} device does not "
+                "support. NVIDIA GPUs support it from compute capability 8.9 on (Ada, Hopper). Remove emulate=False, "
+                "or use 'bf16'.",
             )
         if self._emulates():
             logger.warning_once(
-                f"precision='fp8' is emulated on {kind.name}, which has no float8 arithmetic: operands are rounded to "
-                "float8 and multiplied in 32 bits, so a layer takes 2 to 4 times as long as in 32 bits. This shows "
-                "what float8 does to accuracy, not to speed; to train faster here, use 'bf16'."
+                f"precision='fp8' is emulated on {kind.name}, which has no float8 arithmetic. Values are rounded to "
+                "float8 and multiplied in float32, so a layer takes 2 to 4 times as long as in float32. Use this to "
+                "test the accuracy of float8, and 'bf16' to train faster."
             )
 
     def _emulates(self) -> bool:
