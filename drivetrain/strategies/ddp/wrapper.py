@@ -105,7 +105,7 @@ class UnusedSearch:
         found = (
             f"the same parameters were unused, and are excluded from now on: {some_of(self._named(never))}"
             if never
-            else "all did"
+            else "the loss depended on all parameters"
         )
         logger.info(
             f'find_unused_parameters="auto": in each of the first {WATCHED_STEPS} steps, on all processes, {found}. '
