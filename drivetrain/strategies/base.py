@@ -27,7 +27,7 @@ from drivetrain.strategies.step_module import StepModule
 if TYPE_CHECKING:
     from drivetrain.strategies.parallel.mesh import MeshPlace
 
-# Moving a model onto a device while its parameters stay the same objects
+# Moving a model to a device without replacing its parameters
 
 
 def move_model(model: nn.Module, device: torch.device) -> nn.Module:
@@ -104,7 +104,7 @@ def _move(name: str, parameter: nn.Parameter, device: torch.device) -> None:
         parameter.grad = gradient.to(device)
 
 
-# `Topology`: this process's place among those of a run, and which processes count
+# `Topology`: the role of this process in the run
 
 
 Value = TypeVar("Value")
@@ -458,7 +458,7 @@ def lay_out_state(optimizer: Optimizer) -> None:
             if value.device != parameter.device:
                 value = state[key] = value.to(parameter.device)
             if parameter.dtype == torch.float64 and value.dtype == torch.float32 and value.shape == parameter.shape:
-                # Adagrad makes its state in its constructor, before precision 64 has converted the model.
+                # Adagrad creates its state in its constructor, before precision 64 converts the model.
                 value = state[key] = value.to(torch.float64)
             if value.shape == parameter.shape and _differ_in_strides(value, parameter):
                 # If the parameter is not dense, empty_like makes a dense tensor, as optimizers do for their state.
@@ -538,7 +538,7 @@ class ModelState:
             A dict from name to tensor. Without `full`, it may contain a module's extra state.
         """
         state = self.strategy.unwrap(model).state_dict() if not full or self._returns(everywhere) else {}
-        # A module's extra state may be anything.
+        # A module's extra state may be any object.
         tensors = ((name, value) for name, value in state.items() if isinstance(value, Tensor))
         return {name: value.detach().cpu() for name, value in tensors} if full else state
 
@@ -742,7 +742,7 @@ class Strategy(ABC):
         of_few = {name: f"it in a class that also inherits from {kind.__name__}" for name, kind in _OF_FEW.items()}
         others = {name: new for name, new in of_few.items() if not issubclass(cls, _OF_FEW[name])}
         _refuse_old_names(cls, {**_OLD_STRATEGY, **others})
-        if "__init__" in vars(cls) and cls.__module__.startswith("drivetrain."):  # a user's class stays as it is
+        if "__init__" in vars(cls) and cls.__module__.startswith("drivetrain."):  # a user's class is not changed
             cls.__init__ = known_keywords(cls.__init__)  # type: ignore[method-assign]
 
     def setup(self, state: PartialState) -> None:

@@ -43,8 +43,8 @@ class StepModule(nn.Module):
         output = args[0](*args[1:], **kwargs) if is_step else self.task(*args, **kwargs)
         if self.presence is None or not torch.is_grad_enabled() or (is_step and hasattr(args[0], ATTACHES_PRESENCE)):
             return output
-        # The wrapper waits for the gradient of every parameter: this one takes part in a user's own loss with zero, and
-        # what is left of a Trainer's step must not count in the norm that the user clips.
+        # DDP waits for the gradient of every parameter. In a user's own loss, `presence` takes part with zero. An old
+        # gradient of a Trainer's step must not enter the norm that the user clips.
         self.presence.grad = None
         return recursively_apply(self._attach_presence, output)
 

@@ -157,8 +157,8 @@ def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[
     while True:
         owner = _owners(model, left)
         shared = {id(unit) for units_here in owner.values() if len(units_here) > 1 for unit in units_here}
-        # Repeated until stable: removing a unit gives its parameters a new owner, which may share them with another
-        # unit.
+        # Repeated until nothing changes: without a unit, its parameters belong to an outer unit, which may share them
+        # with another one.
         kept = [unit for unit in left if id(unit) not in shared]
         if len(kept) == len(left):
             return kept

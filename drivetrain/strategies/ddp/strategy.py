@@ -72,7 +72,7 @@ def register_communication_hook(
     state: Any = None
     hook: Callable[..., Any] = bf16_hook if name == "bf16" else default_hooks.fp16_compress_hook
     if name in ("powersgd", "batched_powersgd"):
-        # Without an epsilon a gradient of zeros, as of a parameter that took no part, becomes NaN.
+        # Without an epsilon, a gradient of zeros, such as of an unused parameter, becomes NaN.
         settings = {
             "matrix_approximation_rank": 1,
             "start_powerSGD_iter": 2,
@@ -263,8 +263,8 @@ class DDP(Strategy, JoinsUnevenInputs):
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         options = dict(self.wrapper_options)
         if isinstance(model, StepModule) and (model.partial_backwards or model.several_losses):
-            # Torch reduces a static graph where its first backward ends, which here is one of several.
-            # A backward pass over some of the parameters leaves the others without a gradient.
+            # Torch reduces a static graph at the end of its first backward pass, but here a step has several. A
+            # backward pass over some of the parameters leaves the others without a gradient.
             options["find_unused_parameters"] |= model.partial_backwards or options["static_graph"]
             options["static_graph"] = False
         if isinstance(model, StepModule) and not model.partial_backwards:
@@ -298,8 +298,7 @@ class DDP(Strategy, JoinsUnevenInputs):
         if not isinstance(model, DistributedDataParallel):
             return model
         if stage == "evaluate" and self.wrapper_options.get(BROADCAST_BUFFERS, True):
-            # Each process's batch statistics are those of its own last batch; rank 0's are what the next training
-            # step and a checkpoint take.
+            # The next training step and a checkpoint use the buffers of rank 0, so evaluation uses them, too.
             broadcast(list(self.unwrap(model).buffers()))
         # A task that runs backward itself must bypass DDP's forward, which would prepare the reduction too early.
         inner: nn.Module = model.module
@@ -391,8 +390,8 @@ class ReducedGradients(Gradients):
         if not isinstance(model, DistributedDataParallel):
             return nullcontext()
         if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
-            # A static graph is recorded in the first backward, which must reduce (torch 2.13 asserts it);
-            # reducing in every micro-batch of that one window gives the same gradients.
+            # A static graph is recorded in the first backward pass, which must reduce gradients (torch 2.13 asserts
+            # it). Reducing in every micro-batch of that step gives the same result.
             return nullcontext()
         return model.no_sync()
 

@@ -31,8 +31,8 @@ from drivetrain.strategies.step_module import StepModule
 
 logger = get_logger(__name__)
 
-WATCHED_STEPS = 10  # torch 2.13 notes what a search found for as many, then for each hundredth
-_UNTIMED_STEPS = 2  # the first ones, in which buckets are rebuilt
+WATCHED_STEPS = 10  # torch 2.13 records its search for this many steps, and then in each hundredth
+_UNTIMED_STEPS = 2  # DDP rebuilds its buckets in the first steps
 
 
 class UnusedSearch:
@@ -49,7 +49,8 @@ class UnusedSearch:
         device: torch.device,
     ) -> None:
         self._reducer, self._record, self._named, self._device = reducer, record, named, device
-        self._fewest: Tensor | None = None  # processes that used each parameter, over the steps
+        # Smallest and largest number of processes that used each parameter in a step.
+        self._fewest: Tensor | None = None
         self._most: Tensor | None = None
         self._searches: list[float] = []  # seconds
         self._began: list[float] = []
@@ -73,7 +74,7 @@ class UnusedSearch:
         used = self._reducer._get_local_used_map()
         self._fewest = used.clone() if self._fewest is None else self._fewest.minimum(used)
         self._most = used.clone() if self._most is None else self._most.maximum(used)
-        # A window's last micro-batch may leave out what an earlier one used, and that is what the search is for.
+        # The last micro-batch may not use a parameter that an earlier one used. The search is necessary then.
         self._found_here |= bool(self._record().get("unused_parameter_size", 0))
         return len(self._searches) >= WATCHED_STEPS
 
@@ -97,7 +98,7 @@ class UnusedSearch:
         never = self.never_used()
         if never is None:
             return None
-        # Without unused parameters a search that found some was of a window's last micro-batch.
+        # If all parameters are used, a search that found unused ones was in the last micro-batch of a step.
         needed = torch.tensor(float(self._found_here and not never), device=self._device)
         dist.all_reduce(needed)
         if needed.item():
@@ -173,8 +174,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
     _watches = _ends_search = False
     _hook: tuple[Any, Callable[..., Any]] | None = None
     _register: Callable[[DistributedDataParallel], None] | None = None
-    _left_out: dict[str, Any] | None = None  # names of parameters that the search has left out, and the hooks on them
-    _idles = False  # whether the forward under way is one without anything to train
+    _left_out: dict[str, Any] | None = None  # names of the excluded parameters, and the hooks on them
+    _idles = False  # True during a forward pass with nothing to train
 
     def _ddp_init_helper(self, parameters: Any, *options: Any) -> None:
         super()._ddp_init_helper(parameters, *options)  # type: ignore[no-untyped-call]
@@ -182,7 +183,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self.reducers_built += 1
         self._watched = tuple(self.module.parameters())
         self._trained = list(map(_REQUIRES_GRAD, self._watched))
-        self._unsynced: set[tuple[bool, ...]] = set()  # what micro-batches have trained since the last reduction
+        # `requires_grad` flags of the micro-batches since the last reduction.
+        self._unsynced: set[tuple[bool, ...]] = set()
 
     def follow_trained(self) -> bool:
         """Rebuild DDP's gradient reducer if the trainable parameters have changed. Return False if there are none.
@@ -198,7 +200,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         stays = self.find_unused_parameters and not self.static_graph
         if not stays or any(id(parameter) not in known for parameter in trained):
             self._rebuild(trained, keeps=stays)
-        self._trained = list(map(_REQUIRES_GRAD, self._watched))  # rebuilding watches layers that were added, too
+        self._trained = list(map(_REQUIRES_GRAD, self._watched))  # rebuilding may have updated `_watched`
         return True
 
     def _rebuild(self, trained: Sequence[nn.Parameter], keeps: bool) -> None:
@@ -215,7 +217,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
             self.parameters_to_ignore.discard(name)
             handle.remove()
         self._left_out = None
-        if self._ends_search:  # what is trained now is to be searched for unused parameters again
+        if self._ends_search:  # search the parameters that are trained now again
             self.find_unused_parameters = True
         # Torch builds the reducer from the parameters that require gradients at this moment.
         with _requiring_gradients(frozen_since if keeps else ()):
@@ -290,7 +292,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         self.reducer.prepare_for_forward()
 
     def _build_reducer(self) -> None:
-        # The old one's hooks go with it; torch makes a new one so for a module that was pickled.
+        # Deleting the reducer removes its hooks. Torch builds a new reducer in the same way after unpickling.
         del self.reducer, self.logger
         parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
         names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
@@ -323,7 +325,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         if not self.follow_trained():
             self.require_backward_grad_sync, self._idles = False, True
         if accumulated:
-            # What earlier micro-batches have trained, and this one does not, has its gradient by now.
+            # A parameter that only earlier micro-batches trained has its full gradient by now.
             reduced = set(map(id, self.reduced))
             average_gradients([each for each in accumulated if id(each) not in reduced])
 
@@ -338,7 +340,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
         if not self.require_backward_grad_sync:
             return
         if self.static_graph and not self._static_graph_delay_allreduce_enqueued:
-            return  # the forward has: see ReducedGradients.no_sync
+            return  # the forward pass has done so: see ReducedGradients.no_sync
         self.follow_trained()
         self.reducer.prepare_for_forward()
         self.reducer._rebuild_buckets()
@@ -356,7 +358,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel, ReducingWrapper)
 
     def require_reduced(self) -> None:
         reducer = self.__dict__.get("reducer")
-        if reducer is None:  # the strategy has been torn down
+        if reducer is None:  # after the end of the run
             return
         try:
             reducer._check_reducer_finalized()
@@ -425,7 +427,7 @@ def _refuse(name: str, gradient: Any) -> None:
 # Comparison of gradients and parameters between processes
 
 
-_TOLERANCE = 1e-5  # of the norm: machines that round differently are no fault
+_TOLERANCE = 1e-5  # relative to the norm, since machines may round differently
 _LARGEST = torch.finfo(torch.float32).max
 
 _ADVICE = {
@@ -574,7 +576,7 @@ class Copies:
         """Count an optimizer step, and return True if gradients must be compared between processes before it."""
         if not (self.are_several and self._check.every and self._check.is_due(optimizer)):
             return False
-        # Within no_sync, as of LocalSGD, copies differ on purpose.
+        # Within no_sync, which LocalSGD uses, copies differ on purpose.
         return all(one.require_backward_grad_sync and not one.has_own_hook for one in self.held_by(optimizer).wrapped)
 
     def compare(self, optimizer: Optimizer) -> None:
@@ -589,7 +591,7 @@ class Copies:
         self._check.compare(
             [
                 (names.get(id(each), f"a parameter of shape {tuple(each.shape)} beside the model"), each)
-                for group in optimizer.param_groups  # whose order is the same on all processes
+                for group in optimizer.param_groups  # in an order that is the same on all processes
                 for each in group["params"]
                 if id(each) in compared
             ]
@@ -637,10 +639,11 @@ def _prints(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
             continue
         values = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
         values = torch.view_as_real(values) if values.is_complex() else values
-        wide = torch.float64 if values.dtype is torch.float64 else torch.float32  # torch narrows no norm
+        # Torch cannot compute a norm in a narrower dtype.
+        wide = torch.float64 if values.dtype is torch.float64 else torch.float32
         try:
             norm, total = torch.linalg.vector_norm(values, dtype=wide), values.sum(dtype=wide)
-        except (NotImplementedError, RuntimeError):  # of a tensor's own class, which lacks the operation
+        except (NotImplementedError, RuntimeError):  # a tensor subclass may lack these operations
             norm = total = absent
         norms.append(norm.float().to(device))
         sums.append(total.float().to(device))

@@ -14,7 +14,7 @@ logger = get_logger(__name__)
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
-# key -> why it means nothing here
+# key -> why it has no effect
 _WITHOUT_MEANING = {
     "use_orig_params": "parameters are always the model's own",
     "state_dict_type": "checkpoints are always sharded and can be loaded under any layout, and exports are complete",

@@ -194,7 +194,7 @@ def _initial_values(module: nn.Module, model: nn.Module) -> Mapping[str, Tensor]
         module._parameters.update(before)
 
 
-# Reading weights from files, each process the slices that its shards are of
+# Reading of weights from files, where each process reads the slices of its shards
 
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -34,7 +34,7 @@ from drivetrain.strategies.precision import Precision, overrides
 from drivetrain.strategies.step_module import StepModule
 from drivetrain.strategies.wrapping import has_forward, repeated_blocks, units_of, without_tied_across
 
-# The options of `FSDP`, checked
+# Validated options of `FSDP`
 
 
 _INITS = ("rank0", "meta")
@@ -97,7 +97,7 @@ class FSDPOptions:
         )
 
 
-# Parameters that every process holds whole, beside those that are sharded
+# Parameters that are not sharded
 
 
 class GradientAveraging:
@@ -118,17 +118,19 @@ class GradientAveraging:
         """Register hooks that average the parameters' gradients in each backward, even if they are frozen at first."""
         for parameter in parameters:
             if not (parameter.is_floating_point() or parameter.is_complex()):
-                continue  # torch computes no gradients of it
+                continue  # torch computes no gradients for integers
             is_trained = parameter.requires_grad
             self.watched.add(id(parameter))
-            parameter.requires_grad_(True)  # torch adds the hook to no other, and keeps it when that changes
+            # Torch accepts the hook only on a parameter that requires gradients, but keeps it afterwards.
+            parameter.requires_grad_(True)
             parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
             parameter.requires_grad_(is_trained)
 
     def _average(self, parameter: Tensor) -> None:
         if not self.enabled or parameter.grad is None:
             return
-        # What earlier micro-batches left is this process's own, or an average already, which averaging keeps.
+        # Earlier micro-batches may have left a local gradient or an average. Averaging an average again does not change
+        # it.
         with torch.no_grad():
             for group in self._groups:
                 dist.all_reduce(parameter.grad, group=group)
@@ -176,7 +178,7 @@ class ModelSharder:
         with parameters_on_meta():
             yield
         self._random_state = torch.get_rng_state()
-        torch.randint(2, ())  # so that a second model does not get the values of the first
+        torch.randint(2, ())  # so that a second model gets other values
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
         """Shard a model and return it. A model that is already sharded is returned as it is.
@@ -189,7 +191,7 @@ class ModelSharder:
         model = precision.convert(model)
         replicated = self._replicated(model)
         values = self._take_values(model, replicated)
-        replicated = self._replicated(model)  # those whose values are still to come have been replaced
+        replicated = self._replicated(model)  # taking the values has replaced some parameters
         if self._split_layers is not None:
             make_contiguous(model)
             self._split_layers(model)
@@ -370,7 +372,7 @@ class ModelSharder:
     def _replicated(self, model: nn.Module) -> frozenset[nn.Parameter]:
         chosen = parameters_to_replicate(model, self._ignored_modules(model))
         roots = self._roots(model)
-        if model not in roots:  # what no root has cannot be gathered with any
+        if model not in roots:  # a parameter outside of all roots cannot be gathered with any of them
             inside = {parameter for root in roots for parameter in root.parameters()}
             chosen |= {parameter for parameter in model.parameters() if parameter not in inside}
         return frozenset(chosen)
@@ -393,7 +395,7 @@ class ModelSharder:
             else OffloadPolicy()
         )
 
-    # values
+    # Parameter values
 
     def _materialiser(self) -> Materialiser:
         return Materialiser(
@@ -451,7 +453,7 @@ def make_contiguous(model: nn.Module) -> None:
             parameter.data = parameter.data.contiguous()
 
 
-# The mesh that parameters are sharded over, made when it is needed first
+# Device mesh, created on first use
 
 
 class ShardMesh:
@@ -498,7 +500,7 @@ class ShardMesh:
             self._own_group = False
 
 
-# Torch's own words for what is asked of FSDP, for those who take or show options in them
+# Torch's names for FSDP options, for code that takes or shows options in them
 
 
 __all__ = ["CPUOffload", "MixedPrecision", "ShardedGradScaler", "ShardingStrategy"]

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from drivetrain.runtime.errors import ConfigurationError, some_of
 from drivetrain.strategies.base import lay_out_state, needs_closure
 
-# What is done to each block of a model by itself: recompute its activations, compile it
+# Recomputation and compilation of each block of a model
 
 
 class BlockForward:
@@ -98,7 +98,7 @@ def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
             module.__dict__["forward"] = NormInFull(module)
 
 
-# Following parameters through sharding, which puts new ones in their place
+# Replacement of parameters by their shards, in modules and optimizers
 
 
 class Slot(NamedTuple):
@@ -297,7 +297,7 @@ def shard_unit(unit: nn.Module, unit_sharding: UnitSharding) -> None:
         ignored_params=set(unit_sharding.whole) or None,
     )
     unit.__dict__[UNIT_SHARDING] = unit_sharding
-    # Torch makes this class for the unit's own, with a __deepcopy__ that raises.
+    # `fully_shard` creates a class for this unit, with a `__deepcopy__` that raises.
     type(unit).__deepcopy__ = _copy_unit  # type: ignore[attr-defined]
     if unit_sharding.reduce_unused:
         unit.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
@@ -371,7 +371,7 @@ def _records_of(unit: Any) -> list[Any]:
     state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         groups = state._fsdp_param_groups
-    else:  # torch 2.9: one group in a unit, or none
+    else:  # torch 2.9 has at most one group in a unit
         groups = [group for group in (state._fsdp_param_group,) if group is not None]
     return [one for group in groups for one in group.fsdp_params]
 
@@ -396,7 +396,7 @@ def allocate(model: nn.Module) -> None:
                 set_shard(one, torch.empty(local.shape, dtype=local.dtype, device=device))
 
 
-# gradients that wait for the end of an accumulation window
+# Gradients that accumulate until the end of an accumulation window
 
 
 def refuse_mixed_units(model: nn.Module, unwrap: Callable[[nn.Module], nn.Module]) -> None:
@@ -459,7 +459,7 @@ def discard_held_gradients(model: nn.Module) -> None:
                 one._unsharded_param.grad = None
 
 
-# loading whole tensors
+# Loading of full tensors
 
 
 def take_shards_on_load(model: nn.Module) -> None:
@@ -477,7 +477,7 @@ def _take_shards(module: nn.Module, state: dict[str, Any], prefix: str, *rest: A
             state[prefix + name] = shard_like(given, parameter, copy=False)
 
 
-# copies
+# Copies of sharded modules
 
 
 def _copy_unit(unit: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -520,12 +520,12 @@ class ShardedInside:
         self.module, self.outer = module, outer
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        if id(self.outer) in memo:  # which is being copied, and shards what is inside of it
+        if id(self.outer) in memo:  # the copy of the outer module will shard this one, too
             return _copy_unsharded(self.module, type(self.module), memo)
         return copy_sharded(self.module, self.outer, type(self.module), memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # what is pickled is not sharded any more
+        return type(None), ()  # a pickled module is not sharded
 
 
 def _own_state(module: nn.Module) -> dict[str, Any]:
@@ -544,7 +544,7 @@ def _own_state(module: nn.Module) -> dict[str, Any]:
 
 def _is_torchs(hook: Any) -> bool:
     # A hook that `fully_shard` or `shard_unit` has registered, not the user.
-    function = getattr(hook, "hook", hook)  # torch wraps some
+    function = getattr(hook, "hook", hook)  # torch wraps some hooks in an object
     function = getattr(function, "__func__", function)
     return getattr(function, "__module__", "").startswith("torch.distributed.fsdp") or function in (
         _allocate_outside_inference,
@@ -561,7 +561,7 @@ def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
             unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, index - backward) : index])))
 
 
-# Looking at whole parameters for a while
+# Full parameters in a context
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from drivetrain.strategies.fsdp.sharded_state import ShardedState
 from drivetrain.strategies.fsdp.sharding import ReplacedParameters, refuse_for_shards, slots_of
 from drivetrain.strategies.precision import Precision
 
-# Clipping gradients that may be plain tensors and shards over several meshes at once
+# Clipping of gradients that are plain tensors, or shards over several meshes
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | Non
     if not isinstance(gradient, DTensor):
         return None, gradient
     if any(isinstance(placement, Partial) for placement in gradient.placements):
-        # A partial gradient is still to be summed over processes, and the norm of a part says nothing.
+        # A partial gradient must be summed over processes before its norm is computed.
         whole = [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
         gradient = gradient.redistribute(placements=whole)
     split = tuple(i for i, p in enumerate(gradient.placements) if not isinstance(p, Replicate))
@@ -108,7 +108,7 @@ def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: l
     if group is None:
         return power
     mesh, split = group
-    if power.device.type != mesh.device_type:  # offloaded shards: the mesh talks on its own device
+    if power.device.type != mesh.device_type:  # shards are offloaded, but the mesh communicates on its own device
         power = power.to(mesh.device_type)
     for dimension in split:
         if mesh.size(dimension) > 1:
@@ -117,7 +117,7 @@ def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: l
     return power
 
 
-# The gradients of sharded models
+# Gradients of sharded models
 
 
 class ShardedGradients(Gradients):
@@ -323,7 +323,7 @@ class FSDP(Strategy):
         topology = Topology.data_parallel(state)
         mesh = ShardMesh(topology, self.options.replicate_size)
         self.assemble(topology, ModelSharder(self.options, topology, self.unwrap, mesh))
-        state.before_leaving(mesh.leave)  # the group that a world of one made for it
+        state.before_leaving(mesh.leave)  # destroys the group that the mesh created in a run with one process
 
     def assemble(self, topology: Topology, placer: Placer) -> None:
         """Set the topology and the object that shards models, and create the objects for gradients and state.
@@ -357,7 +357,7 @@ class FSDP(Strategy):
         return placed, list(optimizers)
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        # Each process evaluates with the same buffers, although its own have followed its own batches.
+        # Buffers such as running means differ between processes, and all evaluate with those of rank 0.
         if stage == "evaluate" and self.topology.environment.is_distributed:
             broadcast(list(self.unwrap(model).buffers()))
         return model

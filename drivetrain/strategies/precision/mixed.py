@@ -96,7 +96,8 @@ class Float16Mixed(MixedPrecision):
         }
         self.scaler: torch.amp.GradScaler = torch.amp.GradScaler("cpu", **self._options)  # type: ignore[arg-type]
         self._held: Callable[[], bool] = _never
-        self._stepped: dict[int, bool] = {}  # optimizers that stepped since the scale was updated, and whether really
+        # Optimizers since the last update of the scale, and whether they were really stepped.
+        self._stepped: dict[int, bool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without the state of a run, such as the current loss scale."""
@@ -147,11 +148,11 @@ class Float16Mixed(MixedPrecision):
         if not self.scaler.is_enabled():
             return
         state = self.scaler._per_optimizer_states[id(optimizer)]
-        if state["stage"].value == 0:  # READY: neither unscaled nor stepped yet
+        if state["stage"].value == 0:  # READY: neither unscaled nor stepped
             try:
                 self.scaler.unscale_(optimizer)
             except ValueError:
-                self.check_trained(optimizer, {})  # unfrozen, or added, since it was prepared
+                self.check_trained(optimizer, {})  # parameters may have been unfrozen or added since `prepare`
                 raise
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
@@ -162,7 +163,7 @@ class Float16Mixed(MixedPrecision):
             )
         agrees = isinstance(self.scaler, AgreeingGradScaler) and self.scaler._scale is not None
         if not agrees and not _has_gradients(optimizer):
-            optimizer.step()  # nothing to check for overflow, which the scaler would take for a mistake
+            optimizer.step()  # the scaler would raise if there are no gradients to check for overflow
             return True
         if id(optimizer) in self._stepped:
             self._update()
@@ -179,7 +180,7 @@ class Float16Mixed(MixedPrecision):
         return self._stepped[id(optimizer)]
 
     def _record_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # A fused optimizer is called also on overflow and skips by itself: `found_inf` is then set.
+        # A fused optimizer is called even on overflow, with `found_inf` set, and skips the step itself.
         found = getattr(optimizer, "found_inf", None)
         self._stepped[id(optimizer)] = found is None or not bool(found)
 

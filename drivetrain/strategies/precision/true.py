@@ -19,7 +19,8 @@ class TruePrecision(Precision):
     """Base class for precisions with one dtype for parameters, activations, gradients and batches."""
 
     dtype: ClassVar[torch.dtype]
-    complex_dtype: ClassVar[torch.dtype | None] = None  # None: as they are, since torch computes in complex64 at least
+    # None leaves complex tensors unchanged: torch computes at least in complex64.
+    complex_dtype: ClassVar[torch.dtype | None] = None
 
     def __init__(self) -> None:
         self.param_dtype = self.dtype

@@ -34,7 +34,7 @@ from drivetrain.strategies.wrapping import units_of
 from drivetrain.strategies.xla.bfloat16 import Rounding
 from drivetrain.strategies.xla.compilations import Compilations
 
-# Gradients on XLA devices: their norm, and among several processes their average by one collective
+# Gradients on XLA devices
 
 
 class XLAGradients(Gradients):
@@ -61,7 +61,7 @@ class AveragedGradients(XLAGradients):
     """
 
     def __init__(self, processes: int) -> None:
-        # In the order in which they were prepared, which is the same on all processes: a set has none.
+        # A dict, because a set has no order and all processes must reduce in the same order.
         self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self._processes = processes
         self._held = False
@@ -89,7 +89,7 @@ class AveragedGradients(XLAGradients):
             functions.all_reduce(functions.REDUCE_SUM, gradients, scale=1.0 / self._processes)
 
 
-# `DeviceMesh`: the devices of one process as a grid, and which dimension of a tensor is sharded over which axis
+# `DeviceMesh`: the devices of one process as a grid, whose axes shard the dimensions of tensors
 
 
 DATA, SHARD, TENSOR = "data", "fsdp", "tensor"
@@ -171,7 +171,7 @@ class DeviceMesh:
             self._sharding.mark_sharding(parameter, self.mesh, spec)
         else:
             self.shard(parameter, spec)
-        setattr(parameter, _SPEC, spec)  # an attribute, since weak references keep parameters from being moved
+        setattr(parameter, _SPEC, spec)  # not in a weak dict, since weak references keep parameters from being moved
 
     def shard_rows(self, tensor: torch.Tensor) -> None:
         """Shard a tensor's first dimension, in place, over all devices that process different samples."""
@@ -211,7 +211,7 @@ def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) ->
     return tuple(spec)
 
 
-# How batches come onto XLA devices: sharded over them, and with the graph of the batch before launched
+# Transfer of batches to XLA devices
 
 
 class XLABatches(BatchPlacement):
@@ -243,7 +243,7 @@ class XLABatches(BatchPlacement):
         self._compilations.end_batch()
 
 
-# Copies of tensors that are spread over devices, part by part
+# Copies of sharded tensors on the CPU
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -259,13 +259,13 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for part in sharded(tensor).local_shards:
         if part.replica_id == 0:
-            # What is beyond the tensor's end is padding, which makes all parts of one size.
+            # Parts have equal sizes, so the last ones may contain padding.
             own = tuple(slice(0, place.stop - place.start) for place in part.indices)
             whole[tuple(part.indices)] = part.data[own]
     return whole
 
 
-# The state of models on XLA devices: whole tensors on the CPU
+# State of models on XLA devices, as full tensors on the CPU
 
 
 class XLAState(ModelState):
@@ -293,7 +293,7 @@ class XLAState(ModelState):
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
         known = self.strategy.unwrap(model).state_dict(keep_vars=True)
         spread = {name: self._spread(value, known.get(name)) for name, value in state.items()}
-        # Followed by a sync, so that the transfer is not a part of the next step's graph.
+        # The sync below keeps the transfer out of the next step's graph.
         result = super().load_model(model, spread, strict)
         xla.sync()
         return result
@@ -316,7 +316,7 @@ class XLAState(ModelState):
         xla.sync()
 
 
-# Tensor parallelism on a mesh of XLA devices: a plan of module names as sharded dimensions of parameters
+# Tensor parallelism on XLA devices
 
 
 Plan = Mapping[str, Any]
@@ -537,7 +537,7 @@ class XLA(Strategy, PlacesBatches):
         )
 
 
-# Parameters, gradients and optimizer state sharded over the XLA devices of a process
+# Sharded parameters, gradients and optimizer state
 
 
 class XLAFSDP(XLA):

@@ -24,7 +24,7 @@ from drivetrain.strategies.precision.fp8.base import CONVERTED
 
 logger = get_logger(__name__)
 
-_version = attrgetter("_version")  # torch counts the changes in place
+_version = attrgetter("_version")  # torch's count of in-place changes
 
 
 class GatheredWeight:
@@ -58,7 +58,7 @@ class GatheredWeight:
         )
         self.twin.weight = nn.Parameter(sharded, requires_grad=False)
         self._cast = self.twin.weight._local_tensor
-        # What FSDP looks for in a shard that casts itself before it is gathered, and after.
+        # FSDP calls these methods of a shard before and after it gathers the shard.
         self._shard.fsdp_pre_all_gather = self._pre_all_gather
         self._shard.fsdp_post_all_gather = self._cast.fsdp_post_all_gather
 
@@ -76,7 +76,8 @@ class GatheredWeight:
 
     def _pre_all_gather(self, mesh: DeviceMesh) -> Any:
         if self._scaled != self._versions():
-            self._cast._precomputed_scale = None  # of values that have been loaded over since: computed in the gather
+            # The weight was changed in another way, such as by loading, so the gather computes the scale.
+            self._cast._precomputed_scale = None
         return self._cast.fsdp_pre_all_gather(mesh)
 
 
@@ -126,7 +127,7 @@ def _sharded_layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             for record in group.fsdp_params:
                 layer = record._module_info.module
-                # By what all processes have in common: they must agree on who gathers what.
+                # Decided from values that are equal on all processes, which must agree on what to gather.
                 even = record._orig_size[0] % record.mesh_info.shard_mesh_size == 0
                 stays = not group._use_post_forward_mesh and not record.offload_to_cpu
                 if even and stays and hasattr(layer, CONVERTED) and record._module_info.param_name == "weight":

@@ -68,14 +68,14 @@ def check_choice(option: str, given: Any, allowed: Sequence[str]) -> str:
     return names[given.lower()]
 
 
-# Which linear layers of a model compute in 8-bit floats, and putting others in their place
+# Selection and replacement of the linear layers that compute in float8
 
 
 LayerFilter = Callable[[nn.Module, str], bool]
 
 CONVERTED = "_computes_in_float8"
 _SHOWN = 12
-# Shared with the layer that is replaced, so that what is registered or removed there later counts here.
+# The new layer shares these dicts with the old layer, so that hooks added to or removed from either count for both.
 _SHARED = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",

@@ -13,7 +13,7 @@ from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.precision.fp8.base import FP8Backend, check_choice
 
-# What MS-AMP leaves a linear layer in 32 bits by.
+# The attribute that makes MS-AMP leave a linear layer in float32.
 _KEEP = "use_fp32_linear"
 
 

@@ -209,10 +209,10 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
         yield
 
 
-# An `fp8_config`, in both spellings of its keys, in the words of `FP8`
+# Conversion of an `fp8_config` to arguments of `FP8`
 
 
-# The questionnaire writes the longer names, the launcher's flags and the handlers have the shorter ones.
+# The launcher's questionnaire writes the longer names, its flags and the keyword handlers use the shorter ones.
 _QUESTIONNAIRE_SPELLINGS = {
     "amax_history_length": "amax_history_len",
     "amax_compute_algorithm": "amax_compute_algo",

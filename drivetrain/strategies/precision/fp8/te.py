@@ -97,7 +97,7 @@ class TransformerEngine(FP8Backend):
                 layer.out_features,
                 bias=layer.bias is not None,
                 params_dtype=layer.weight.dtype,
-                device="meta",  # the parameters are those of the layer before
+                device="meta",  # replace_layers shares the old layer's parameters
             )
         for module in model.modules() if self.layer_norm else ():
             if type(module) is nn.LayerNorm and module.elementwise_affine and module.bias is not None:
@@ -118,7 +118,8 @@ class TransformerEngine(FP8Backend):
             context = self._te.fp8_autocast(enabled=enabled, fp8_recipe=self._recipe)
         return context
 
-    # the history of delayed scaling; a module's own `_extra_state` is a pickle, which no checkpoint holds
+    # The history of delayed scaling is saved as tensors: a module's `_extra_state` is a pickle, which checkpoints do
+    # not contain.
 
     def state_dict(self, models: Sequence[nn.Module]) -> dict[str, Any]:
         if self.recipe != "delayed":
@@ -129,7 +130,7 @@ class TransformerEngine(FP8Backend):
         }
 
     def load_state_dict(self, models: Sequence[nn.Module], state: dict[str, Any]) -> None:
-        # Without gradients: as this context closes with them, TransformerEngine would count it as a step.
+        # With gradients enabled, TransformerEngine would count the end of this context as a step.
         with torch.no_grad(), self._autocast(True):
             for index, model in enumerate(models):
                 saved = state.get(str(index), {})

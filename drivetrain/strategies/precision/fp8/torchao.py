@@ -56,7 +56,7 @@ class TorchAO(FP8Backend):
         self._gathers = float8_all_gather
         if config is not None:
             self.recipe, self._gathers = "config", config.enable_fsdp_float8_all_gather
-        from drivetrain.strategies.precision.fp8.all_gather import Float8AllGather  # imports FSDP: longer than torch
+        from drivetrain.strategies.precision.fp8.all_gather import Float8AllGather  # imports FSDP, which is slow
 
         self._all_gather = Float8AllGather()
         self._kind: DeviceKind | None = None
@@ -162,7 +162,8 @@ def float8_layer() -> type[nn.Module]:
             with torch.autocast(kind, enabled=False):
                 return super().forward(input)  # type: ignore[no-any-return, unused-ignore]
 
-    Float8Layer.__qualname__ = Float8Layer.__name__  # found here by pickle
+    # So that pickle finds the class in this module, by the module's `__getattr__`.
+    Float8Layer.__qualname__ = Float8Layer.__name__
     return Float8Layer
 
 
