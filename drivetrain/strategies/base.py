@@ -1018,9 +1018,8 @@ def joined(strategy: Strategy, models: Sequence[nn.Module]) -> AbstractContextMa
         return strategy.join(models)
     if strategy.needs_even_batches and strategy.topology.environment.is_distributed:
         raise ConfigurationError(
-            f"join_uneven_inputs is not supported with {strategy!r}, because each forward pass communicates with all "
-            "processes, so all of them need the same number of batches. Keep even_batches=True, the default, and "
-            "remove this context.",
+            f"join_uneven_inputs is not supported with {strategy!r}: each forward pass communicates with all "
+            "processes, so all need the same number of batches. Keep even_batches=True, the default.",
         )
     return None
 

@@ -167,8 +167,7 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
         return spec
     if isinstance(spec, type):
         raise ConfigurationError(
-            f"strategy must be a name or a Strategy object, got the class {spec.__name__}. Create an object: "
-            f"{spec.__name__}().",
+            f"strategy must be a name or a Strategy object, got the class {spec.__name__}. Use {spec.__name__}().",
         )
     if not isinstance(spec, str):
         raise ConfigurationError(
@@ -184,9 +183,8 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
         )
     if name not in _STRATEGIES:
         raise ConfigurationError(
-            f"Unknown strategy {spec!r}. Allowed: "
-            f"{', '.join(available_strategies())}.{nearest(name, available_strategies())} To add a strategy, use "
-            "drivetrain.register_strategy.",
+            f"Unknown strategy {spec!r}. Allowed: {', '.join(available_strategies())}."
+            f"{nearest(name, available_strategies())} Add your own with drivetrain.register_strategy.",
         )
     return _STRATEGIES[name]()
 
@@ -220,8 +218,7 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
         return spec
     if spec not in ("auto", DDP.name):
         raise ConfigurationError(
-            f"{given}: these are options of strategy={DDP.name!r}, but strategy={spec!r} was given. Remove one of the "
-            "two.",
+            f"{given}: options of strategy={DDP.name!r}, but strategy={spec!r} was given. Remove one of the two.",
         )
     return DDP(**options) if environment.is_distributed else resolve_strategy("auto", environment)
 

@@ -91,9 +91,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def _by_function(model: nn.Module, function: Callable[[nn.Module], bool], option: str) -> list[nn.Module]:
     found = [module for module in model.modules() if module is not model and function(module)]
     if not found:
-        raise ConfigurationError(
-            f"The {option} function returned True for none of the model's modules. {classes_of(model)}"
-        )
+        raise ConfigurationError(f"The {option} function returned True for no module. {classes_of(model)}")
     return found
 
 
@@ -127,8 +125,7 @@ def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
     total = sum(parameter.numel() for parameter in model.parameters())
     if total < least:
         raise ConfigurationError(
-            f"{option}={least} requires units with at least {least} parameters, but the whole model has only {total}. "
-            "Use a smaller number.",
+            f"{option}={least} needs units of at least {least} parameters, but the whole model has {total}.",
         )
     found: list[nn.Module] = []
     # Parameters of inner units do not count for the modules around them.

@@ -392,7 +392,7 @@ def refuses_to_join() -> str:
 
 
 def test_uneven_inputs_are_refused(here):
-    assert "all of them need the same number of batches" in here(refuses_to_join)
+    assert "all need the same number of batches" in here(refuses_to_join)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_strategy_is_taken_as_it_is():
         ("fsdp9000", "Unknown strategy 'fsdp9000'"),
         ("ddp_spawned", r"Unknown strategy 'ddp_spawned'.*Did you mean 'ddp_spawn'"),
         (None, "must be a name or a Strategy object, got NoneType"),
-        (DDP, r"got the class DDP. Create an object: DDP\(\)"),
+        (DDP, r"got the class DDP. Use DDP\(\)"),
     ],
 )
 def test_what_is_no_strategy_is_refused(spec, message):

@@ -84,8 +84,7 @@ def register_communication_hook(
         except TypeError as error:
             allowed = [each for each in inspect.signature(powerSGD_hook.PowerSGDState).parameters if each[0] != "_"]
             raise ConfigurationError(
-                f"comm_hook_options={options!r} are not supported by PowerSGD ({error}). Allowed: "
-                f"{', '.join(allowed[1:])}.",
+                f"Invalid comm_hook_options={options!r} for PowerSGD ({error}). Allowed: {', '.join(allowed[1:])}.",
             ) from error
         hook = _power_sgd if name == "powersgd" else _batched_power_sgd
     if wrapper is not None:
@@ -215,9 +214,7 @@ class DDP(Strategy, JoinsUnevenInputs):
             )
         _refuse_hooks(comm_hook, comm_hook_options, comm_wrapper)
         if find_unused_parameters not in (True, False, "auto"):
-            raise ConfigurationError(
-                f'find_unused_parameters must be True, False or "auto", got {find_unused_parameters!r}.'
-            )
+            raise ConfigurationError(f'find_unused_parameters={find_unused_parameters!r}: use True, False or "auto".')
         self._ends_search = find_unused_parameters == "auto"
         if self._ends_search and (static_graph or comm_hook not in (None, "fp16", "bf16")):
             beside = "static_graph=True" if static_graph else f"comm_hook={comm_hook!r}"
@@ -246,9 +243,7 @@ class DDP(Strategy, JoinsUnevenInputs):
         self._copies.are_several = state.use_distributed
         self._agree = _agreement(state) if state.use_distributed else None
         if self.sync_batchnorm and self.topology.kind.name == "cpu":
-            raise ConfigurationError(
-                "sync_batchnorm=True needs GPUs, because torch's SyncBatchNorm does not support the CPU."
-            )
+            raise ConfigurationError("sync_batchnorm=True needs GPUs. Torch's SyncBatchNorm does not support the CPU.")
         state.before_leaving(self._release)
 
     def prepare(

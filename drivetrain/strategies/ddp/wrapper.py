@@ -103,14 +103,10 @@ class UnusedSearch:
         dist.all_reduce(needed)
         if needed.item():
             return None
-        found = (
-            f"the same parameters were unused, and are excluded from now on: {some_of(self._named(never))}"
-            if never
-            else "the loss depended on all parameters"
-        )
+        found = f"{some_of(self._named(never))} were unused" if never else "all parameters were used"
         logger.info(
             f'find_unused_parameters="auto": in each of the first {WATCHED_STEPS} steps, on all processes, {found}. '
-            f"DDP stops searching for unused parameters. {self._cost()}"
+            f"DDP ends the search and excludes unused parameters. {self._cost()}"
         )
         return never
 
@@ -433,14 +429,12 @@ _LARGEST = torch.finfo(torch.float32).max
 _ADVICE = {
     "gradient": (
         "Each process would train a different model. The usual cause is a backward pass that neither the Trainer nor "
-        "the Accelerator has run. Call self.manual_backward(loss) in a task with manual optimization, or "
-        "accelerator.backward(loss) in your own loop. Run one backward pass for each forward pass of the prepared "
-        "model, outside of no_sync."
+        "the Accelerator has run. Call self.manual_backward(loss) with manual optimization, or "
+        "accelerator.backward(loss) in your own loop, once for each forward pass of the model and outside of no_sync."
     ),
     "value": (
-        "The processes have trained different models since the last check, or only some of them have changed a "
-        "parameter. Change parameters in the same way on all processes, and compute gradients with manual_backward or "
-        "accelerator.backward."
+        "The processes have trained different models since the last check, or only some have changed a parameter. "
+        "Change parameters alike on all processes, and compute gradients with manual_backward or accelerator.backward."
     ),
 }
 

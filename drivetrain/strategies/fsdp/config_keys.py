@@ -120,9 +120,7 @@ def _choice(key: str, value: Any, allowed: tuple[str, ...]) -> str:
     if name.isdigit() and 1 <= int(name) <= len(allowed):
         return allowed[int(name) - 1]
     if name not in allowed:
-        raise ConfigurationError(
-            f"{key}={value!r} is not supported. Allowed: {', '.join(allowed)}.{nearest(name, allowed)}"
-        )
+        raise ConfigurationError(f"Invalid {key}={value!r}. Allowed: {', '.join(allowed)}.{nearest(name, allowed)}")
     return name
 
 

@@ -328,7 +328,7 @@ class ModelSharder:
             for name in self.options.forward_methods:
                 if not hasattr(bare, name):
                     raise ConfigurationError(
-                        f"forward_methods names {name!r}, but {type(bare).__name__} has no such method."
+                        f"{type(bare).__name__} has no method {name!r}, which forward_methods names."
                     )
                 if isinstance(bare, FSDPModule):
                     register_fsdp_forward_method(bare, name)

@@ -121,9 +121,8 @@ class Float16Mixed(MixedPrecision):
         if found:
             raise ConfigurationError(
                 "precision='fp16' scales the loss and cannot train float16 weights, but these trainable weights are "
-                f"float16: {some_of(found)}. Convert them to float32 with model.float(), or for PEFT adapters with "
-                "autocast_adapter_dtype=True. Frozen weights may stay float16. Alternatively, use 'bf16' or "
-                "'fp16-true'.",
+                f"float16: {some_of(found)}. Convert them to float32 (model.float(), or autocast_adapter_dtype=True "
+                "for PEFT adapters), or use 'bf16' or 'fp16-true'. Frozen weights may be float16.",
             )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

@@ -34,10 +34,7 @@ class Rounding:
         A `downcast` of None is read from `DRIVETRAIN_DOWNCAST_BF16`. Raises `ConfigurationError` if both are set.
         """
         if downcast and use:
-            raise ConfigurationError(
-                "downcast_bf16=True computes float64 in float32, use_bf16=True rounds it to bfloat16. Use only one of "
-                "them."
-            )
+            raise ConfigurationError("downcast_bf16=True and use_bf16=True cannot be combined. Use only one.")
         if use:
             return cls("use_bf16=True", "XLA_USE_BF16")
         if downcast is None:

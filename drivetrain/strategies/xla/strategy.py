@@ -116,9 +116,7 @@ class MeshShape:
             if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != REST):
                 raise ConfigurationError(f"The size of {name} must be a whole number of at least 1, got {value!r}.")
         if [*vars(self).values()].count(REST) > 1:
-            raise ConfigurationError(
-                f"Only one size can be {REST}, which stands for the remaining devices. Got {self}."
-            )
+            raise ConfigurationError(f"Only one size can be {REST} (all remaining devices), got {self}.")
 
     @property
     def size(self) -> int:
@@ -139,8 +137,7 @@ class MeshShape:
         divisors = [number for number in range(1, devices + 1) if devices % number == 0]
         raise ConfigurationError(
             f"data={self.data}, shard={self.shard} and tensor={self.tensor} do not multiply to the {devices} XLA "
-            f"device(s) of this process. Sizes that fit: {', '.join(map(str, divisors))}. {REST} stands for the "
-            "remaining devices.",
+            f"device(s) of this process. Sizes that fit: {', '.join(map(str, divisors))}. {REST} means all others.",
         )
 
 
@@ -345,9 +342,8 @@ def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[
         if not kinds:
             raise ConfigurationError(
                 f"tp_plan assigns the style {type(match.style).__name__} to {match.name!r}, a "
-                f"{type(match.module).__name__}. On XLA devices, only nn.Linear and nn.Embedding can be in the plan, "
-                "with Colwise() or Rowwise(). Remove the other modules, since XLA decides by itself how to compute "
-                "them.",
+                f"{type(match.module).__name__}. On XLA devices, only nn.Linear and nn.Embedding take a style: "
+                "Colwise() or Rowwise(). Remove the other modules, since XLA decides how to compute them.",
                 see="parallel.md",
             )
         dimension = dimensions[kinds[0]]
@@ -432,9 +428,7 @@ class XLA(Strategy, PlacesBatches):
                 )
             self._mesh = DeviceMesh(shape.fill(int(runtime.global_runtime_device_count())))
         elif wants_all:
-            raise ConfigurationError(
-                f"{self!r} shards over all devices of one process, which spmd=False does not allow. Remove spmd=False."
-            )
+            raise ConfigurationError(f"{self!r} needs all devices of one process. Remove spmd=False.")
         self.compilations = Compilations()
         self.state = XLAState(self, self._place_like)
         self.gradients = XLAGradients() if alone else AveragedGradients(state.num_processes)

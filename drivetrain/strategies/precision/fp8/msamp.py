@@ -32,10 +32,7 @@ class MSAMP(FP8Backend):
         self._initialized = False
 
     def setup(self, kind: DeviceKind) -> None:
-        elsewhere = (
-            "MS-AMP supports a single NVIDIA GPU. FP8(backend='torchao') supports all devices except mps, with any "
-            "strategy."
-        )
+        elsewhere = "MS-AMP supports a single NVIDIA GPU. FP8(backend='torchao') supports all devices except mps."
         try:
             import msamp
         except ImportError as error:
@@ -62,9 +59,8 @@ class MSAMP(FP8Backend):
         known = list(models)
         if len(known) != 1 or self._initialized:
             raise ConfigurationError(
-                "FP8(backend='msamp') supports only one model and one optimizer, which are prepared together. Got "
-                f"{len(known)} models{' and a second optimizer' if self._initialized else ''}. Use "
-                "FP8(backend='torchao').",
+                f"FP8(backend='msamp') supports one model and one optimizer, prepared together. Got {len(known)} "
+                f"models{' and a second optimizer' if self._initialized else ''}. Use FP8(backend='torchao').",
             )
         self._initialized = True
         model, cast = self._msamp.initialize(known[0], optimizer, opt_level=self.recipe)

@@ -255,8 +255,7 @@ def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in given and given[name] != value:
             raise ConfigurationError(
-                f"fp8_config contains {name} twice under different spellings: {given[name]!r} and {value!r}. Remove "
-                "one of them."
+                f"fp8_config contains {name} in two spellings: {given[name]!r} and {value!r}. Remove one."
             )
         given[name] = value
     backend = _backend(given.pop("backend", None), given)
@@ -288,9 +287,7 @@ def _torchao(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _te(given: Mapping[str, Any]) -> dict[str, Any]:
     if _number("interval", given.get("interval", 1)) != 1:
-        logger.warning_once(
-            f"fp8_interval={given['interval']} has no effect, because scales are computed in every step."
-        )
+        logger.warning_once(f"fp8_interval={given['interval']} has no effect: scales are computed in every step.")
     _refuse_overrides(given.get("override_linear_precision", False))
     arguments: dict[str, Any] = {
         "backend": "te",

@@ -179,7 +179,6 @@ def _restore(layer: str, module: Any, saved: dict[str, dict[str, Tensor]]) -> No
             if target.shape != value.shape:
                 raise CheckpointError(
                     f"The {name} of layer {layer!r} has shape {tuple(value.shape)} in the checkpoint, but "
-                    f"{tuple(target.shape)} in this run. Use the amax_history_len of the run that saved the "
-                    "checkpoint."
+                    f"{tuple(target.shape)} in this run. Use the amax_history_len of the saved run."
                 )
             target.copy_(value)

@@ -63,10 +63,7 @@ class TorchAO(FP8Backend):
 
     def setup(self, kind: DeviceKind) -> None:
         if importlib.util.find_spec("torchao") is None:
-            raise ConfigurationError(
-                "precision='fp8' needs torchao, which is not installed. Install it with: pip install "
-                '"drivetrain[fp8]".'
-            )
+            raise ConfigurationError("precision='fp8' needs torchao. Install it with: pip install \"drivetrain[fp8]\".")
         if kind.name == "mps":
             raise ConfigurationError(
                 "precision='fp8' is not supported on mps devices, which have no float8, not even for emulation. Use "
@@ -77,8 +74,7 @@ class TorchAO(FP8Backend):
         if self._emulate is False and not native and kind.name != "cpu":
             raise ConfigurationError(
                 f"FP8(emulate=False) needs float8 arithmetic, which this machine's {kind.name} device does not "
-                "support. NVIDIA GPUs support it from compute capability 8.9 on (Ada, Hopper). Remove emulate=False, "
-                "or use 'bf16'.",
+                "support (NVIDIA: compute capability 8.9 or newer, such as Ada). Remove emulate=False, or use 'bf16'.",
             )
         if self._emulates():
             logger.warning_once(
