@@ -84,6 +84,7 @@ def keep_optimizers(before: Mapping[str, nn.Parameter], model: nn.Module, optimi
 
 
 def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    # A device without an index stands for any device of its type.
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
@@ -153,6 +154,7 @@ class Topology:
             place.data_shard,
             place.data_ranks,
             place.value_ranks,
+            # Context-parallel processes compute gradients from parts of the same sequences, and average them, too.
             averaging_processes=place.data_shard.count * place.sizes.cp,
             stage_group=stage_group,
             loss_rank=None if stage_group is None else place.loss_rank,
@@ -415,6 +417,7 @@ def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[
         for name, index in zip(group_names, group["params"], strict=True)
     }
     groups = [
+        # This run chooses the implementation, such as fused or foreach, not the checkpoint.
         {**saved_group, **{name: group[name] for name in ("params", *IMPLEMENTATION) if name in group}}
         for saved_group, group in zip(saved["param_groups"], current["param_groups"], strict=True)
     ]
@@ -592,6 +595,7 @@ class ModelState:
 
 def original_type(module: nn.Module) -> type[nn.Module]:
     """Return a module's class as the user wrote it, for which FSDP's `fully_shard` substitutes a subclass."""
+    # `fully_shard` puts its own subclasses in front of the module's class.
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed.fsdp"))
 
 
@@ -808,6 +812,7 @@ class Strategy(ABC):
         while True:
             if isinstance(model, StepModule):
                 model = model.task
+            # `torch.compile` keeps the original module under this name.
             elif hasattr(model, "_orig_mod"):
                 model = model._orig_mod  # type: ignore[assignment]
             else:
@@ -844,6 +849,7 @@ class Strategy(ABC):
         """
         if len(microbatches) == 1:
             return [step_fn(microbatches[0])]
+        # Gradients add up locally, so that one reduction in the last micro-batch is enough.
         with self.gradients.no_sync(model):
             outputs = [step_fn(microbatch) for microbatch in microbatches[:-1]]
         outputs.append(step_fn(microbatches[-1]))

@@ -66,6 +66,7 @@ class Spawned(Single, StartsProcesses):
         return self.within().repeats_steps
 
 
+# Name -> function without arguments that creates the strategy.
 _STRATEGIES: dict[str, Callable[[], Strategy]] = {}
 
 # Names of strategies that start processes for each Trainer method, with the start method.

@@ -34,6 +34,7 @@ def _chosen(model: nn.Module, wrap: Any, option: str) -> list[nn.Module]:
         return []
     if isinstance(wrap, str) and wrap == "auto":
         return _automatic(model)
+    # Before the test for int, because a bool is an int, too.
     if isinstance(wrap, bool):
         raise ConfigurationError(f"{option}={wrap!r} is not supported. Allowed: {_ALLOWED}.")
     if isinstance(wrap, int):

@@ -312,6 +312,7 @@ class DDP(Strategy, JoinsUnevenInputs):
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
+        # Torch would report missing gradients only in the next forward pass, after a step without a reduction.
         for wrapped in self._copies.held_by(optimizer).wrapped:
             wrapped.require_reduced()
         if not self._copies.must_compare(optimizer):

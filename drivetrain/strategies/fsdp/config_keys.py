@@ -102,8 +102,10 @@ def _the_rest(given: Mapping[str, Any]) -> dict[str, Any]:
         if key in given:
             options[name] = _boolean(f"fsdp_{key}", given[key])
     if "forward_prefetch" in given:
+        # True stands for one unit in advance.
         options["forward_prefetch"] = int(_boolean("fsdp_forward_prefetch", given["forward_prefetch"]))
     if "cpu_ram_efficient_loading" in given:
+        # The value is only validated: `init="rank0"`, the default, suits both values.
         _boolean("fsdp_cpu_ram_efficient_loading", given["cpu_ram_efficient_loading"])
         options["init"] = "rank0"
     if given.get("ignored_modules"):

@@ -26,6 +26,7 @@ def parameters_on_meta() -> Iterator[None]:
 
     Buffers are small, and tables computed in a constructor could not be recomputed.
     """
+    # Assigning a parameter to an attribute of a module calls this method, too.
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -201,6 +201,7 @@ class ModelSharder:
         sharding.remember_units(model)
         bare = self._unwrap(model)
         if bare is not model:
+            # A deep copy of the user's module alone must shard the parameters again.
             bare.__dict__["__deepcopy__"] = sharding.ShardedInside(bare, model)
         return model
 
@@ -409,6 +410,7 @@ class ModelSharder:
         DDP.
         """
         here = any(parameter.is_meta for parameter in model.parameters())
+        # All processes must take the same branch, even if only some of them have built the model.
         anywhere = here
         if self._topology.environment.is_distributed:
             anywhere = bool(reduce(torch.tensor(int(here), device=self._topology.device), "max").item())
@@ -430,6 +432,7 @@ class ModelSharder:
         if self.options.weights is not None:
             load_weights(self._unwrap(model), self.options.weights)
         elif values is not None:
+            # Only rank 0 knows whether there are values to send.
             flag = torch.tensor(int(bool(values)), device=self._topology.device)
             if broadcast(flag).item():
                 materialiser.fill_all(model, values)

@@ -206,6 +206,7 @@ def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
     part = whole[local_slices(like)]
     if copy:
         local = like.to_local()
+        # A slice of the full tensor would keep all of its memory alive.
         part = torch.empty_like(local, dtype=whole.dtype).copy_(part)
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
@@ -383,6 +384,7 @@ def set_shard(one: Any, local: Tensor) -> None:
         local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
     )
     one._setattr_on_modules(nn.Parameter(shard, requires_grad=old.requires_grad))
+    # FSDP keeps references to the local tensor, which must follow the new one.
     one.reset_sharded_param()
 
 
@@ -444,6 +446,7 @@ def held_gradients(model: nn.Module) -> Iterator[Tensor]:
     for unit in sharded_units(model):
         for one in _records_of(unit):
             if one.unsharded_accumulated_grad is not None:
+                # FSDP accumulates here if it reduces gradients in another dtype.
                 yield one.unsharded_accumulated_grad
             unsharded = getattr(one, "_unsharded_param", None)
             if unsharded is not None and unsharded.grad is not None:
@@ -474,6 +477,7 @@ def _take_shards(module: nn.Module, state: dict[str, Any], prefix: str, *rest: A
     for name, parameter in parameters.items():
         given = state.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(given, Tensor) and given.shape == parameter.shape:
+            # A view is enough, since `load_state_dict` copies the values.
             state[prefix + name] = shard_like(given, parameter, copy=False)
 
 
@@ -558,6 +562,7 @@ def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
         if forward:
             unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + forward]))
         if backward:
+            # Backward runs through the units in reverse order.
             unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, index - backward) : index])))
 
 

@@ -139,6 +139,7 @@ class Float16Mixed(MixedPrecision):
         if isinstance(self.scaler, AgreeingGradScaler):
             return
         state = self.scaler.state_dict()
+        # The new scaler continues with the state of the old one, which may come from a checkpoint.
         self.scaler = AgreeingGradScaler(self._device_type, largest, self._options)
         if state:
             self.scaler.load_state_dict(state)
