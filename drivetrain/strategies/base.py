@@ -167,17 +167,17 @@ class Topology:
 
     @property
     def computes_loss(self) -> bool:
-        """True if this process computes the loss, False if it runs an earlier stage of a model split into stages."""
+        """True if this process computes the loss, False if it runs an earlier pipeline stage of the model."""
         return self.loss_rank is None or self.loss_rank == self.rank
 
     @property
     def counts_rows(self) -> bool:
-        """True if this process's samples are counted, False if another rank processes the same samples."""
+        """True if totals include this process's samples, False if another rank processes the same samples."""
         return self.data_ranks is None or self.rank in self.data_ranks
 
     @property
     def counts_values(self) -> bool:
-        """True if this process's logged values are counted, False if they repeat the values of another rank."""
+        """True if metrics include this process's logged values, False if they repeat another rank's values."""
         return self.value_ranks is None or self.rank in self.value_ranks
 
     @property
@@ -202,7 +202,9 @@ class Topology:
         return list(per_rank) if ranks is None else [per_rank[rank] for rank in ranks]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over all ranks whose logged values count. A collective call."""
+        """Return the sum of a tensor over all ranks except those that repeat another rank's values. A
+        collective call.
+        """
         total: torch.Tensor = reduce(tensor if self.counts_values else torch.zeros_like(tensor), "sum")
         return total
 
@@ -819,7 +821,7 @@ class Strategy(ABC):
                 return model
 
     def view(self, model: nn.Module, stage: View) -> nn.Module:
-        """Return the module to call in a stage of the run: with gradient reduction in training, without in evaluation.
+        """Return the module to call in a stage of the run, such as one without gradient reduction for evaluation.
 
         Called on all processes when the stage begins.
 

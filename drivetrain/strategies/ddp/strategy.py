@@ -93,7 +93,7 @@ def register_communication_hook(
 
 
 class _Bucket:
-    """Gradient bucket for torch's PowerSGD hook, with a substitute for the buffer and the gradients."""
+    """Gradient bucket for torch's PowerSGD hook, with other tensors in place of its buffer and gradients."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
         self._bucket, self._buffer, self._gradients = bucket, buffer, gradients

@@ -557,7 +557,7 @@ class Copies:
         return known
 
     def average_beside(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average the optimizers' gradients that no DDP module reduces, such as of layers added after wrapping.
+        """Average the gradients of optimizer parameters that no DDP module reduces, such as layers added later.
 
         A collective call.
         """

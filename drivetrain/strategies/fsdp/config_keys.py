@@ -26,7 +26,7 @@ _WITHOUT_MEANING = {
 
 
 def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the `fsdp_config` section of a launcher's YAML file to arguments of `FSDP`."""
+    """Convert the `fsdp_config` section of a launcher's YAML file to a dict of `FSDP` arguments."""
     given: dict[str, Any] = {}
     for key, value in config.items():
         short = str(key).removeprefix("fsdp_")

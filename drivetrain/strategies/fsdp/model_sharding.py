@@ -460,7 +460,7 @@ def make_contiguous(model: nn.Module) -> None:
 
 
 class ShardMesh:
-    """Callable that returns FSDP's device mesh, with the dimensions (shard,) or (replicate, shard)."""
+    """Callable that returns FSDP's device mesh, created on first use: (shard,) or (replicate, shard)."""
 
     def __init__(self, topology: Topology, copies: int) -> None:
         world = topology.environment.world_size
