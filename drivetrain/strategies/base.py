@@ -202,9 +202,7 @@ class Topology:
         return list(per_rank) if ranks is None else [per_rank[rank] for rank in ranks]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over all ranks except those that repeat another rank's values. A
-        collective call.
-        """
+        """Return the sum of a tensor over all ranks but those that repeat another rank's values. A collective call."""
         total: torch.Tensor = reduce(tensor if self.counts_values else torch.zeros_like(tensor), "sum")
         return total
 
