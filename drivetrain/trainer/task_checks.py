@@ -60,7 +60,7 @@ _HOOKS_OF_LIGHTNING_1 = {
 
 
 def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
-    """Raise an error if a task cannot be trained with these loaders."""
+    """Raise `ConfigurationError` if `Trainer.fit` got something that is no task, or conflicting data arguments."""
     if not isinstance(task, Task):
         raise ConfigurationError(
             f"Trainer.fit takes a Task, got {described(task)}. Subclass drivetrain.Task and pass an instance.",
@@ -72,7 +72,13 @@ def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
 
 
 def check_training_step(task: Task, accumulate: int, clip: float | None) -> None:
-    """Raise an error if a task cannot train, or not with these arguments of the Trainer."""
+    """Raise `ConfigurationError` if a task's training methods are missing or conflict with Trainer arguments.
+
+    Args:
+        task: Task to be trained.
+        accumulate: The Trainer's `accumulate_grad_batches`.
+        clip: The Trainer's `gradient_clip_val`, or None.
+    """
     if not is_overridden(task, Task, "training_step"):
         raise ConfigurationError(
             f"No `training_step()` method defined in {type(task).__name__}. Define training_step(self, batch, "
@@ -103,7 +109,7 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
 
 
 def check_evaluation(task: Any, stage: Stage) -> Task:
-    """Return the task, or raise an error if it cannot be evaluated in this stage."""
+    """Return the task if it has all methods for a stage, such as `test_step`. Otherwise raise `ConfigurationError`."""
     if task is None:
         raise ConfigurationError(f"{stage.verb}() without a model needs a fit() before it. Pass the task.")
     if not isinstance(task, Task):
@@ -119,13 +125,17 @@ def check_evaluation(task: Any, stage: Stage) -> Task:
 
 
 def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
-    """Refuse hooks that no longer exist, and warn about methods whose names resemble hooks."""
+    """Raise an error for hooks that are never called any more, and warn about methods that look like misspelled hooks.
+
+    Checks the task, the data module and all callbacks.
+    """
     owners: list[tuple[Any, type]] = [(task, Task), *((callback, Callback) for callback in trainer.callbacks)]
     if data is not None:
         owners.append((data, DataModule))
     for owner, base in owners:
         for name, defining in _own_methods(type(owner), base).items():
             replacement = _HOOKS_OF_LIGHTNING_1.get(name)
+            # An `on_epoch_start` with required parameters is the user's own method: the removed hook took none.
             if replacement is not None and not (base is Task and _takes_more(owner, name)):
                 raise ConfigurationError(
                     f"{defining.__name__}.{name} is a hook of Lightning 1.x, which is never called here. "
@@ -136,15 +146,18 @@ def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
 
 
 def _takes_more(task: Task, name: str) -> bool:
-    """Return True if a task's method has parameters that a removed hook did not have, so that it is the task's own."""
     parameters = inspect.signature(getattr(task, name)).parameters.values()
     is_needed = any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
     return name in ("on_epoch_start", "on_epoch_end") and is_needed
 
 
 def _own_methods(kind: type, base: type) -> dict[str, type]:
-    """Return the public methods that a class and its bases below `base` define, with the defining class of each."""
+    """Return a class's public methods that `base` does not define, each with the class that defines the method.
+
+    Methods from drivetrain and torch classes are left out.
+    """
     found: dict[str, type] = {}
+    # In the order of the MRO, so that the most derived definition of a method is found first.
     for defining in kind.__mro__:
         if defining is base or defining in base.__mro__:
             continue
@@ -164,7 +177,7 @@ def _warn_of_mistyped(owner: Any, base: type, name: str, defining: type) -> None
 
 
 def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
-    """Warn if there is validation data without a validation step, or the other way round."""
+    """Warn if a task has validation data but no `validation_step`, or a `validation_step` but no data."""
     name, has_step = type(task).__name__, is_overridden(task, Task, "validation_step")
     if has_loader and not has_step:
         logger.warning(
@@ -178,10 +191,11 @@ def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
 
 
 def warn_of_rare_logging(trainer: Trainer, steps: float) -> None:
-    """Warn if the run ends before step values reach the trackers for the first time."""
+    """Warn if training takes fewer steps than `log_every_n_steps`, so that no step values reach the trackers."""
     every = trainer.log_every_n_steps
     if isinstance(every, Duration):
         return
+    # A resumed run may have logged values before, so it gets no warning.
     if trainer.loggers and 0 < steps < every and not trainer.global_step:
         logger.warning(
             f"The run takes {steps:.0f} optimizer steps, fewer than log_every_n_steps={every}, so trackers get no "
@@ -191,12 +205,15 @@ def warn_of_rare_logging(trainer: Trainer, steps: float) -> None:
 
 
 def described(value: Any) -> str:
-    """Describe a class or an object for an error message."""
+    """Return a short description of a class or an object for error messages, such as "a Linear"."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def warn_of_evaluation_mode(task: Task) -> None:
-    """Warn once if modules are in evaluation mode when `fit` begins. They are left in that mode."""
+    """Warn once if some of the task's modules are in evaluation mode when `fit` begins.
+
+    The modules stay in that mode during training.
+    """
     modes = [module.training for module in task.modules()]
     evaluating = modes.count(False)
     if not evaluating:
@@ -211,9 +228,10 @@ def warn_of_evaluation_mode(task: Task) -> None:
 
 
 def check_saved_states(trainer: Trainer) -> None:
-    """Refuse state that a checkpoint cannot store, before training and after the first step.
+    """Raise an error if a callback, scheduler or module has state that the checkpoint format cannot store.
 
-    The check does not call `on_save_checkpoint`, which may have side effects.
+    Called before training and after the first step, so that the run fails early rather than at its first save. The
+    check does not call `on_save_checkpoint`, which may have side effects.
     """
     saving = [each for each in trainer.callbacks if each.saves_checkpoints]
     if trainer.checkpoint_format.keeps_objects or all(getattr(each, "save_weights_only", False) for each in saving):
@@ -233,11 +251,15 @@ def check_saved_states(trainer: Trainer) -> None:
 
 
 def check_optimizer_states(trainer: Trainer) -> None:
-    """Refuse optimizer state that a checkpoint cannot store, after the first step instead of at the first save."""
+    """Raise `CheckpointError` if an optimizer's state is in a tensor type that checkpoints cannot store.
+
+    Called after the first step, when the state exists, rather than at the first save.
+    """
     for optimizer in trainer.optimizers if trainer.checkpoint_callbacks else ():
         bare = unwrap_optimizer(optimizer)
         states = bare.state.values() if isinstance(bare.state, Mapping) else ()  # Megatron's is none
         for value in (each for state in states if isinstance(state, Mapping) for each in state.values()):
+            # A DTensor is a tensor subclass too, but checkpoints can store it as a shard.
             is_shard = hasattr(value, "to_local")
             if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__") and not is_shard:
                 raise CheckpointError(
