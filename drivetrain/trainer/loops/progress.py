@@ -190,7 +190,7 @@ class CurrentRun:
     def kept(self) -> Iterator[None]:
         """Restore all attributes of the current position after the `with` block, except the user's loaders.
 
-        Used around a trial run, which must leave no traces.
+        Used around the trial runs of the tuner, which must not change the position of the Trainer.
         """
         before = {name: getattr(self, name) for name in self.__slots__ if name != "loaders"}
         before["evaluation_batches"] = dict(self.evaluation_batches)
@@ -232,7 +232,6 @@ def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration
     """
     if duration.unit is not Unit.RUN:
         return duration
-    # In this order: a limit in samples or tokens is exact, the number of steps is derived, a time is a guess.
     if trainer.max_duration is not None:
         return duration.part_of(trainer.max_duration)
     steps = trainer.estimated_stepping_batches
@@ -401,7 +400,7 @@ class _Tokens:
             if not each.is_released:
                 self.note(each)
         own = sum(int(each.tokens) for each in window)  # type: ignore[misc, arg-type]
-        # The topology sums over data shards only: ranks that share a shard hold the same tokens.
+        # `Topology.sum` counts ranks with the same batches only once.
         total = torch.tensor(own, device=self._topology.device)
         self._progress.tokens += int(self._topology.sum(total))
 
