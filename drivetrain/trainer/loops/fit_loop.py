@@ -240,9 +240,7 @@ class FitLoop:
         self._next_due = min(self._next_turn, self._next_exchange, ahead)
 
     def _poll(self) -> None:
-        """Write logged values that are due, exchange stop requests with other ranks, and check the limits of
-        the run.
-        """
+        """Write logged values that are due, exchange stop requests between ranks, and check the run's limits."""
         trainer, control = self._trainer, self._control
         if not self._states_are_checked and self._progress.global_step:
             self._states_are_checked = True
