@@ -475,7 +475,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         return chosen[0] if len(chosen) == 1 else chosen
 
     def lr_schedulers(self) -> Any:
-        """Return the task's learning-rate scheduler, a list if there are several, or None if there are none.
+        """Return the task's learning-rate scheduler, a list of them if there are several, or None without any.
 
         Tasks with manual optimization step these schedulers themselves.
         """

@@ -60,7 +60,7 @@ _HOOKS_OF_LIGHTNING_1 = {
 
 
 def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
-    """Raise `ConfigurationError` if `Trainer.fit` got something that is no task, or conflicting data arguments."""
+    """Raise `ConfigurationError` if `Trainer.fit` got no `Task`, or both loaders and a data module."""
     if not isinstance(task, Task):
         raise ConfigurationError(
             f"Trainer.fit takes a Task, got {described(task)}. Subclass drivetrain.Task and pass an instance.",

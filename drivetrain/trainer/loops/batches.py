@@ -202,9 +202,9 @@ class LoaderSource:
         return placement is not None and placement.fills_evaluation and self._stage is not Stage.TRAIN
 
     def _placing(self, dataloader_idx: int) -> Callable[[Any], Any] | None:
-        """Return a function that moves a batch to the device with the user's transfer hooks.
+        """Return a function that moves a batch to the device with the user's transfer hooks, or None without any.
 
-        Returns None if the default placement of the engine suffices.
+        Also returns a function if the precision of the run casts batches itself.
         """
         precision = self._trainer.accelerator.precision
         casts = type(precision).convert_batch is not _plain_convert()
@@ -274,7 +274,7 @@ def batches_to_run(length: int | None, limit: float | int | None, name: str) -> 
 
 
 def check_equal_lengths(batches: float, kind: str) -> None:
-    """Raise `DataError` if the ranks will run different numbers of batches, which would deadlock them.
+    """Raise `DataError` if ranks run different numbers of batches, since the ranks would wait for each other forever.
 
     Runs a collective.
 
@@ -575,7 +575,8 @@ class TrainingBatches:
             yield window
 
     def following(self, index: int) -> PendingBatch | None:
-        """Return the next training batch of the epoch, or None at its end. The training loop then skips that batch.
+        """Return the next training batch of the epoch and skip it in the training loop. Returns None at the epoch's
+        end.
 
         Used by a `training_step` that reads further batches from `dataloader_iter`.
 

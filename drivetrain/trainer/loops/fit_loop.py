@@ -64,7 +64,7 @@ class FitLoop:
 
     @property
     def is_resuming(self) -> bool:
-        """True from the loading of a checkpoint until the resumed epoch begins."""
+        """True between the loading of a checkpoint and the start of the epoch that continues from it."""
         return self._restored is not None
 
     @property
@@ -287,7 +287,7 @@ class FitLoop:
             self._agree()
 
     def validate_within_epoch(self) -> None:
-        """Run a validation before the epoch ends, unless the last batch is already followed by one.
+        """Run a validation in the middle of an epoch, unless one has already run since the last batch.
 
         Does nothing in epochs without a validation.
         """
@@ -330,7 +330,7 @@ class FitLoop:
             self._agree()
 
     def stop_epoch(self) -> bool:
-        """Return True if the epoch is complete although a stop request ends it. Subclasses may act before the stop."""
+        """Return True if a stop request comes after the last batch of the epoch. Subclasses may act before the stop."""
         return self.batches.are_done
 
     def call_epoch_start(self, is_again: bool) -> None:

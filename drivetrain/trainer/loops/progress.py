@@ -81,7 +81,7 @@ class Progress:
         return self.phase >= Phase.DRAINED
 
     def count(self, unit: Unit) -> int:
-        """Return how many optimizer steps, epochs, samples or tokens the run has completed, as `unit` says."""
+        """Return the number of optimizer steps, epochs, samples or tokens that the run has completed so far."""
         value: int = getattr(self, _COUNTED[unit])
         return value
 
@@ -149,9 +149,10 @@ class CurrentRun:
     closes_epoch: bool = False
 
     def lengths(self) -> tuple[float, dict[Stage, list[float]], tuple[int, int]]:
-        """Return the numbers of batches of this run, which a Trainer in another process can adopt.
+        """Return the lengths of training epochs and evaluation loaders, to be copied to a Trainer in another process.
 
-        These are the batches per training epoch, those per evaluation loader, and those of the last training epoch.
+        Returns:
+            The batches per training epoch, those per evaluation loader, and those of the last training epoch.
         """
         return self.training_batches, self.evaluation_batches, self.last_epoch
 

@@ -556,9 +556,9 @@ class RunControl:
             self.stop_requested = self.stop_agreed = True
 
     def may_stop(self, epoch_length: float) -> bool:
-        """Return True if training may stop now: all ranks agreed, and `min_epochs` and `min_steps` are reached.
+        """Return True if a requested stop may take effect: all ranks agreed, and the required minimum is trained.
 
-        A signal or a limit ends the run even if these minimums are not reached.
+        The minimum is `min_epochs` and `min_steps`. A signal or a limit such as `max_steps` overrides it.
 
         Args:
             epoch_length: Number of batches per epoch.
@@ -614,7 +614,9 @@ class RunControl:
         return self.reason is not None
 
     def finish(self, trained: bool) -> None:
-        """Record why training ended, if a signal or `max_time` ended it or if it took no step.
+        """Record the final reason why training ended, once no epoch is left to run.
+
+        A signal or `max_time` takes precedence over other reasons.
 
         Args:
             trained: True if at least one epoch has begun.
@@ -822,7 +824,7 @@ class ValidationSchedule:
 
     @property
     def follows_a_clock(self) -> bool:
-        """True if `val_check_interval` is a time, so that validations are due at a time rather than after a count."""
+        """True if `val_check_interval` is a time, rather than a number of batches, steps, samples or tokens."""
         return self._after is not None
 
     def set_epoch_length(self, batches: float) -> None:
@@ -867,7 +869,7 @@ class ValidationSchedule:
         self._progress.due_at = self._progress.total_batches
 
     def record_validation(self) -> None:
-        """Record that a validation has finished.
+        """Record that a validation has run after the current batch.
 
         Called before the validation's last hooks, so that the checkpoints that they save include it.
         """
@@ -889,12 +891,12 @@ class ValidationSchedule:
 
     @property
     def is_due(self) -> bool:
-        """True if a validation must run now, given that the batch from `next_batch` is reached."""
+        """True if a validation must run now. Read once the number of batches from `next_batch` is reached."""
         return self._counted is None or self.is_pending
 
     @property
     def is_at_epoch_end(self) -> bool:
-        """True if this epoch is validated once, at its end, and that validation has not run yet."""
+        """True if the current epoch must still be validated once, when it ends."""
         if not self.is_this_epoch or self._progress.validated_at == self._progress.total_batches:
             return False
         return self._after is None and self._every == FOREVER and self._epochs is not None

@@ -26,7 +26,7 @@ from drivetrain.trainer.metrics.metric_sync import compute_over_processes
 
 @dataclass(frozen=True)
 class LogScope:
-    """Part of a run in which values are logged, such as a training step, with the defaults of `self.log` in it.
+    """Context in which `self.log` is called, such as a training step. Defines the defaults of `self.log` in it.
 
     Attributes:
         stage: `"train"`, `"validate"` or `"test"`, or the hook's name if logging is not allowed there.
@@ -134,12 +134,12 @@ class LoggedValue:
 
     @property
     def step_name(self) -> str:
-        """Name for the values of single steps. It ends in `_step` if the value is also reduced over the epoch."""
+        """Name for the values of single steps, with `_step` appended if the value is also reduced over the epoch."""
         return self._forked("_step") if self.on_epoch else self.name
 
     @property
     def epoch_name(self) -> str:
-        """Name for the value of the whole epoch. It ends in `_epoch` if the values of single steps are logged too."""
+        """Name for the value of the whole epoch, with `_epoch` appended if single steps have a value too."""
         return self._forked("_epoch") if self.on_step else self.name
 
     def _forked(self, ending: str) -> str:
@@ -155,7 +155,7 @@ class LoggedValue:
         self._weights: list[float] = []
 
     def update(self, value: Value, weight: float) -> None:
-        """Store a newly logged value with its weight in the mean.
+        """Add one logged value to those of the epoch, with its weight in the mean.
 
         The tensor stays on its device. Stored values are reduced there once 64 have been collected.
         """
@@ -418,15 +418,12 @@ _COMBINE: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "
 
 
 def reduced(entry: LoggedValue | None, local: dict[str, Any] | None, everyone: list[dict[str, Any]]) -> Value | None:
-    """Reduce a logged value over the ranks, from the epoch totals of all of them.
+    """Return the value of an epoch, reduced over the totals of all ranks, or None if there is nothing to reduce.
 
     Args:
         entry: The value on this rank, or None if this rank did not log it.
         local: Total of this rank, which is the only one used with `sync_dist=False`.
         everyone: Totals of all ranks that logged the value.
-
-    Returns:
-        The reduced value, or None if there is nothing to reduce.
     """
     first = everyone[0]
     parts = everyone
@@ -493,7 +490,7 @@ def latest_of(entries: Iterable[LoggedValue]) -> dict[str, float]:
 
 
 def combined(entries: Iterable[LoggedValue], everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Reduce step values over ranks, and return the results by name.
+    """Reduce the latest step values of all ranks, each with its own reduction, and return the results by name.
 
     Args:
         entries: Logged values, with their reductions.
@@ -623,13 +620,16 @@ class LoggedValues:
         return self._find_batch_size()
 
     def log(self, name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
-        """Store the value of one call of `self.log`.
+        """Store a value that a task logs with `self.log`, or detect that its options are invalid.
 
         Args:
             name: Name of the value.
             value: Scalar tensor, number or torchmetrics object.
             arguments: Other arguments of `self.log`, in the order of `ARGUMENTS`.
             batch_size: Weight of the value in a mean, or None for the number of rows in the batch.
+
+        Raises:
+            ConfigurationError: The value is not a scalar, or logging under this name is not allowed.
         """
         entry = self._current.get(name)
         if entry is None or entry.arguments != arguments or entry.scope is not self.scope:
@@ -966,7 +966,7 @@ class LoggedValues:
         return [path for path, module in task.named_modules() if id(module) in over]
 
     def resume_finished(self, task: nn.Module, paths: Iterable[str]) -> None:
-        """Restore which metrics must be reset because their epoch has ended, from a checkpoint.
+        """Mark the metrics that a checkpoint lists as finished, so that `reset_finished` resets them.
 
         Args:
             task: Task that contains the metrics.

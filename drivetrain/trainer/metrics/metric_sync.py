@@ -147,7 +147,7 @@ def untouched_metrics(task: nn.Module) -> Iterator[None]:
 
 
 def metric_states(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the states of all given metrics that were updated since their last reset, copied, by module path."""
+    """Return copies of the states of all metrics that were updated since their last reset, by module path."""
     return {
         path: {
             "updates": metric._update_count,

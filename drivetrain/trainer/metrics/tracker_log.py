@@ -138,7 +138,7 @@ class TrackerLog:
 
     @staticmethod
     def name_of(result: EpochValue) -> str:
-        """Return the name under which the results of `validate` and `test` contain the value of an epoch."""
+        """Return the key of an epoch's value in the dicts that `validate` and `test` return."""
         return result.name
 
     def write(self, values: Mapping[str, float], step: int) -> None:

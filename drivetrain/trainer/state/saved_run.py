@@ -203,9 +203,9 @@ class StepSnapshot:
             buffer.data.copy_(value)  # `.data` keeps the version counter: the open backward would fail otherwise
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's logged values and metric states for a checkpoint.
+        """Return this rank's logged values and metric states as of the last finished step, for a checkpoint.
 
-        Within an unfinished step or validation, they are those from before it.
+        Between two steps, they are the current ones.
         """
         if self.is_open:
             return {"logged": self._logged.state_dict(self._logged_mark), "metrics": self._metric_states}
@@ -347,7 +347,7 @@ class SavedRun:
         self._trainer, self._directory = trainer, directory
         run = trainer.accelerator.run_state
         self._strict: bool = trainer.task is None or trainer.task.strict_loading
-        # Read in full rather than in shards: hooks expect full weights, and non-strict loading compares all names.
+        # Hooks expect full weights, and reading shards needs a target for every saved tensor.
         whole = self._hooks_see_weights() or not self._strict
         content = trainer.checkpoint_format.content(directory)
         self._saved = run.open(directory, whole=whole, content=content)
@@ -516,9 +516,9 @@ def _is_finished(position: Mapping[str, Any]) -> bool:
 
 
 def moment_of(trainer: Trainer) -> Moment:
-    """Return the loader position and random state that a checkpoint saved at this moment must contain.
+    """Return the loader position and random state as of the last finished step, for a checkpoint.
 
-    Within an unfinished step, they are those after the last finished step.
+    Outside `fit`, the result is empty.
     """
     if trainer.loop is None:
         return Moment()
