@@ -179,7 +179,7 @@ class TaskHooks(nn.Module):
 
 _NO_TRAINER = (
     "You are trying to `self.log()` but the `self.trainer` reference is not registered on the model yet. This is most "
-    "likely because the task has not been passed to the Trainer: nothing is logged."
+    "likely because the task has not been passed to a Trainer. Nothing is logged."
 )
 
 
@@ -244,7 +244,9 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         Returns:
             The mean loss as a scalar tensor, a dict with the loss under `"loss"`, or None to skip the batch.
         """
-        raise ConfigurationError(f"{type(self).__name__} has no training_step; override it to train.")
+        raise ConfigurationError(
+            f"{type(self).__name__} has no training_step. Define training_step(self, batch, batch_idx) to train it."
+        )
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         """Evaluate one validation batch, for example log its loss. The output is passed to `on_validation_batch_end`.
@@ -275,8 +277,8 @@ class Task(TaskFiles, DataHooks, TaskHooks):
                 optimizer or with manual optimization.
         """
         raise ConfigurationError(
-            f"{type(self).__name__} has no configure_optimizers; override it, such as with "
-            "`return torch.optim.AdamW(self.parameters(), lr=1e-3)`.",
+            f"{type(self).__name__} has no configure_optimizers. Define it and return an optimizer, for example "
+            "torch.optim.AdamW(self.parameters(), lr=1e-3).",
         )
 
     # logging
@@ -373,8 +375,8 @@ class Task(TaskFiles, DataHooks, TaskHooks):
                 self._metric_paths[id(module)] = (module, name)
                 return str(name)
         raise ConfigurationError(
-            f"The {type(module).__name__} given to log() is not part of the task. Keep it as an attribute "
-            "(self.accuracy = ...), so that it is moved to the device and reset with it.",
+            f"The {type(module).__name__} that was passed to log() is not part of the task. Assign it to an attribute "
+            "of the task, such as self.accuracy = ..., so that it moves to the task's device.",
         )
 
     # where am I
@@ -387,7 +389,9 @@ class Task(TaskFiles, DataHooks, TaskHooks):
             RuntimeError: The task is not attached to a Trainer.
         """
         if self._trainer is None:
-            raise RuntimeError(f"{type(self).__name__} is not attached to a `Trainer`.")
+            raise RuntimeError(
+                f"{type(self).__name__} is not attached to a `Trainer`. Pass it to Trainer.fit() or Trainer.validate()."
+            )
         return self._trainer
 
     @trainer.setter
@@ -457,7 +461,10 @@ class Task(TaskFiles, DataHooks, TaskHooks):
             sync_grads: Not supported. Use `torch.distributed.nn` for collectives with gradients.
         """
         if sync_grads:
-            raise ConfigurationError("all_gather(sync_grads=True) is not supported; use torch.distributed.nn.")
+            raise ConfigurationError(
+                "all_gather(sync_grads=True) is not supported. For collectives with gradients, use those of "
+                "torch.distributed.nn."
+            )
         if PartialState().num_processes == 1:
             return data
         return recursively_apply(lambda tensor: gather(tensor.unsqueeze(0)), data)
@@ -492,7 +499,8 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         """
         if self.automatic_optimization:
             raise ConfigurationError(
-                "manual_backward() is for tasks with automatic_optimization = False; this one returns its loss.",
+                f"manual_backward() is only for tasks with automatic_optimization = False. {type(self).__name__} uses "
+                "automatic optimization: return the loss from training_step, and the Trainer runs backward.",
             )
         named = dict(zip(("gradient", "retain_graph", "create_graph"), args, strict=False))
         self.trainer.accelerator.backward(loss, **named, **kwargs)

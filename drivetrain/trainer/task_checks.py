@@ -66,9 +66,14 @@ def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
             f"Trainer.fit takes a Task, got {described(task)}. Subclass drivetrain.Task and pass an instance.",
         )
     if data is not None and not isinstance(data, DataModule):
-        raise ConfigurationError(f"datamodule must be a DataModule, got a {type(data).__name__}.")
+        raise ConfigurationError(
+            f"datamodule must be a DataModule, got a {type(data).__name__}. Pass loaders as train_dataloaders and "
+            "val_dataloaders."
+        )
     if data is not None and (train is not None or val is not None):
-        raise ConfigurationError("Give loaders or a datamodule, not both.")
+        raise ConfigurationError(
+            "fit() got loaders and a datamodule. Pass either train_dataloaders and val_dataloaders, or datamodule."
+        )
 
 
 def check_training_step(task: Task, accumulate: int, clip: float | None) -> None:
@@ -86,8 +91,9 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
         )
     if "optimizer_idx" in inspect.signature(task.training_step).parameters:
         raise ConfigurationError(
-            "One training_step serves all optimizers. Remove the `optimizer_idx` argument from `training_step`: return "
-            "a dict of losses by the optimizers' names, or set automatic_optimization = False and step them there.",
+            "training_step is called once for all optimizers. Remove the `optimizer_idx` argument from "
+            "`training_step`. To give each optimizer its own loss, return a dict of losses by optimizer name, or set "
+            "automatic_optimization = False and step the optimizers in training_step.",
         )
     if task.configure_optimizers is None:
         raise ConfigurationError(
@@ -102,25 +108,31 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
         given = f"accumulate_grad_batches={accumulate}" if accumulate > 1 else f"gradient_clip_val={clip}"
         what = "accumulation" if accumulate > 1 else "clipping"
         raise ConfigurationError(
-            f"Automatic gradient {what} is not supported for {type(task).__name__}, which optimizes by hand "
-            f"(automatic_optimization = False), so Trainer({given}) has no effect. Step every so many batches, or call "
-            "self.clip_gradients, in training_step.",
+            f"Automatic gradient {what} is not supported for {type(task).__name__}, which has "
+            f"automatic_optimization = False. Remove {given} from the Trainer. To accumulate, step the optimizer only "
+            "every few batches in training_step. To clip, call self.clip_gradients there.",
         )
 
 
 def check_evaluation(task: Any, stage: Stage) -> Task:
     """Return the task if it has all methods for a stage, such as `test_step`. Otherwise raise `ConfigurationError`."""
     if task is None:
-        raise ConfigurationError(f"{stage.verb}() without a model needs a fit() before it. Pass the task.")
+        raise ConfigurationError(
+            f"{stage.verb}() was called without a model, and this Trainer has not run fit() yet. Pass the task."
+        )
     if not isinstance(task, Task):
-        raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
+        raise ConfigurationError(
+            f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}. Pass an instance of drivetrain.Task."
+        )
     step, name = stage.step_name, type(task).__name__
     if getattr(task, step) is None and stage is Stage.PREDICT:
-        raise ConfigurationError(f"`{step}` cannot be None. Leave it out of {name}, or define it.")
+        raise ConfigurationError(f"`{step}` cannot be None in {name}. Define the method, or remove the attribute.")
     if stage is not Stage.PREDICT and not is_overridden(task, Task, step):
         raise ConfigurationError(f"No `{step}()` method defined in {name}. Define {step}(self, batch, batch_idx).")
     if stage is Stage.PREDICT and task.forward is None:
-        raise ConfigurationError(f"`{name}.predict_step` requires `forward` method to run. Define one of the two.")
+        raise ConfigurationError(
+            f"`{name}.predict_step` requires `forward` method to run. Define one of the two methods."
+        )
     return task
 
 
@@ -138,7 +150,7 @@ def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
             # An `on_epoch_start` with required parameters is the user's own method: the removed hook took none.
             if replacement is not None and not (base is Task and _takes_more(owner, name)):
                 raise ConfigurationError(
-                    f"{defining.__name__}.{name} is a hook of Lightning 1.x, which is never called here. "
+                    f"{defining.__name__}.{name} is a hook of Lightning 1.x, which the Trainer never calls. "
                     f"Use {replacement}.",
                 )
             if not hasattr(base, name):
@@ -173,7 +185,9 @@ def _warn_of_mistyped(owner: Any, base: type, name: str, defining: type) -> None
     hooks = [hook for hook in dir(base) if not hook.startswith("_") and inspect.isfunction(getattr(base, hook))]
     alike = difflib.get_close_matches(name, hooks, n=1, cutoff=_ALIKE)
     if alike and not is_overridden(owner, base, alike[0]):
-        logger.warning_once(f"{defining.__name__}.{name} is no hook, so nothing calls it. Did you mean {alike[0]!r}?")
+        logger.warning_once(
+            f"{defining.__name__}.{name} is not a hook, so it is never called. Did you mean {alike[0]!r}?"
+        )
 
 
 def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
@@ -185,8 +199,8 @@ def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
         )
     elif has_step and not has_loader:
         logger.warning(
-            f"You defined a `validation_step` but have no `val_dataloader`, so nothing is validated: pass "
-            f"val_dataloaders to fit(), or give {name} or a DataModule a val_dataloader()."
+            f"You defined a `validation_step` but have no `val_dataloader`, so nothing is validated. Pass "
+            f"val_dataloaders to fit(), or define val_dataloader() in {name} or a DataModule."
         )
 
 
@@ -198,9 +212,9 @@ def warn_of_rare_logging(trainer: Trainer, steps: float) -> None:
     # A resumed run may have logged values before, so it gets no warning.
     if trainer.loggers and 0 < steps < every and not trainer.global_step:
         logger.warning(
-            f"The run takes {steps:.0f} optimizer steps, fewer than log_every_n_steps={every}, so trackers get no "
-            f"values of single training steps. Give Trainer(log_every_n_steps={max(1, int(steps) // 10)}), say, to "
-            "see them."
+            f"The run takes {steps:.0f} optimizer steps, fewer than log_every_n_steps={every}, so the trackers receive "
+            f"no values of training steps. To see them, use for example "
+            f"Trainer(log_every_n_steps={max(1, int(steps) // 10)})."
         )
 
 
@@ -219,8 +233,8 @@ def warn_of_evaluation_mode(task: Task) -> None:
     if not evaluating:
         return
     logger.warning_once(
-        "%d of %d modules of %s are in evaluation mode when training begins, and stay in it: dropout is off there, and "
-        "batch norms keep their statistics. If that is not intended, call train() on them before fit().",
+        "%d of %d modules of %s are in evaluation mode when training begins, and stay in it. Their dropout is off, and "
+        "their batch norms do not update their statistics. If that is not intended, call train() on them before fit().",
         evaluating,
         len(modes),
         type(task).__name__,
@@ -263,7 +277,7 @@ def check_optimizer_states(trainer: Trainer) -> None:
             is_shard = hasattr(value, "to_local")
             if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__") and not is_shard:
                 raise CheckpointError(
-                    f"{type(bare).__name__} keeps its state in {type(value).__name__}, a kind of tensor that no "
-                    "checkpoint holds yet, so the run could not be resumed. Use another optimizer, or "
-                    "Trainer(enable_checkpointing=False)."
+                    f"{type(bare).__name__} keeps its state in {type(value).__name__}, a tensor type that checkpoints "
+                    "cannot store yet, so the run could not be resumed. Use another optimizer, or train without "
+                    "checkpoints: Trainer(enable_checkpointing=False)."
                 )

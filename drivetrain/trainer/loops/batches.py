@@ -130,7 +130,7 @@ class LoaderSource:
         if raw is None:
             raise InvalidLoaderError(
                 f"An invalid dataloader was {self._origin()}: there is no training data. Pass train_dataloaders to "
-                f"fit(), or give {type(self._task).__name__} or a DataModule a train_dataloader()."
+                f"fit(), or define train_dataloader() in {type(self._task).__name__} or a DataModule."
             )
         raw = self._trainer.combine_loaders(raw, self._stage)
         if isinstance(raw, CombinedLoader):
@@ -179,7 +179,7 @@ class LoaderSource:
         if not hasattr(loader, "__iter__"):
             raise InvalidLoaderError(
                 f"An invalid dataloader was {self._origin()}: the {self._stage.loader} data is a "
-                f"{type(loader).__name__}, which cannot be iterated. Give a torch DataLoader, or another iterable of "
+                f"{type(loader).__name__}, which cannot be iterated. Use a torch DataLoader, or another iterable of "
                 "batches."
             )
         loader = self._trainer.adapt_loader(loader, self._stage)
@@ -267,8 +267,8 @@ def batches_to_run(length: int | None, limit: float | int | None, name: str) -> 
     batches = int(length * limit)
     if batches == 0 and limit > 0:
         raise ConfigurationError(
-            f"{name}={limit} of {length} batches leaves none: {limit} * {length} < 1. Please increase the `{name}` "
-            f"argument. Try at least {1 / length:.3g}, or a whole number.",
+            f"{name}={limit} of {length} batches is less than one batch. Please increase the `{name}` "
+            f"argument. Try at least {1 / length:.3g}, or a whole number of batches.",
         )
     return batches
 
@@ -289,9 +289,10 @@ def check_equal_lengths(batches: float, kind: str) -> None:
             for rank, count in enumerate(everyone)
         )
         raise DataError(
-            f"The processes have different numbers of {kind} batches: {counts}. They step together, so each needs as "
-            "many as the others, or those with more would wait forever. Give every process a loader of the same "
-            "length, or the same loader and use_distributed_sampler=True, or limit the batches to the smallest number."
+            f"The processes have different numbers of {kind} batches: {counts}. All processes must run equally many "
+            "batches, since processes with more would wait for the others forever. Give every process a loader of the "
+            "same length, let use_distributed_sampler=True divide one loader, or limit the batches to the smallest "
+            "number."
         )
 
 
@@ -366,8 +367,8 @@ def with_same_batches(loader: Any, stage: Stage, most: int | None = None) -> Any
     sampler: Sampler[Any]
     if isinstance(loader.sampler, RandomSampler | DistributedSampler):
         warnings.warn(
-            f"You requested to overfit but enabled {stage.loader} dataloader shuffling: overfit_batches takes the same "
-            "batches in each epoch, so shuffling is off for them.",
+            f"You requested to overfit but enabled {stage.loader} dataloader shuffling. overfit_batches uses the same "
+            "batches in each epoch, so shuffling is turned off.",
             stacklevel=2,
         )
         samples: Any = loader.sampler.data_source if isinstance(loader.sampler, RandomSampler) else loader.dataset
@@ -404,7 +405,7 @@ def _plain_convert() -> Any:
 
 def _describe(loader: Any) -> str:
     if not isinstance(loader, DataLoader) or not hasattr(loader, "dataset"):
-        return f"the {type(loader).__name__} given has no batches"
+        return f"the {type(loader).__name__} yields no batches"
     size = length_of(loader.dataset)
     return (
         f"its dataset has {size} samples, batch_size={loader.batch_size}, drop_last={loader.drop_last}. "
@@ -575,8 +576,7 @@ class TrainingBatches:
             yield window
 
     def following(self, index: int) -> PendingBatch | None:
-        """Return the next training batch of the epoch and skip it in the training loop. Returns None at the epoch's
-        end.
+        """Return the next batch of the epoch, which the training loop then skips. Returns None at the epoch's end.
 
         Used by a `training_step` that reads further batches from `dataloader_iter`.
 

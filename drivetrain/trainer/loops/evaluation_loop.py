@@ -345,7 +345,7 @@ def evaluate(
         if not source.is_defined():
             raise InvalidLoaderError(
                 f"An invalid dataloader was passed to `Trainer.{stage.verb}(dataloaders=...)`: {stage.verb}() has no "
-                f"data. Pass dataloaders, or give the task or a DataModule a {stage.loader_name}()."
+                f"data. Pass dataloaders, or define {stage.loader_name}() in the task or a DataModule."
             )
         placed = task_run.place_for_evaluation(task)
         if ckpt_path is not None:
@@ -370,7 +370,7 @@ def _best_of_last_fit(trainer: Trainer, stage: Stage) -> str | None:
     if trainer.is_global_zero:
         warnings.warn(
             f"{stage.verb}() was called without a model. The best model of the previous `fit` call will be used: "
-            f"{callback.best_model_path}. Pass the model to take its weights as they are, or another ckpt_path.",
+            f"{callback.best_model_path}. To use the current weights, pass the model. To use others, pass ckpt_path.",
             stacklevel=6,
         )
     return callback.best_model_path
@@ -525,7 +525,9 @@ class PredictionLoop:
                     hook(batch, feed.index)
                 output = self._step(batch, feed.index, *extra)
                 if output is None and self._keep:
-                    logger.warning_once("predict returned None for a batch: nothing is kept of it.")
+                    logger.warning_once(
+                        "predict_step returned None for a batch, so predict() returns no prediction for it."
+                    )
                 for hook in on_end:
                     hook(output, feed.batch, feed.index)
                 trainer.logged.evaluated.count(Stage.PREDICT, dataloader_idx or 0)
@@ -551,9 +553,9 @@ class PredictionLoop:
             return gather_object([outputs])
         except DataError as error:
             raise DataError(
-                f"predict() returns the predictions of all processes, and those of {type(self._task).__name__} cannot "
-                f"be sent between them. Return tensors, or containers of them, from predict_step; or write them with "
-                f"a PredictionWriter and call predict(return_predictions=False). {error}"
+                f"predict() collects the predictions of all processes, but those of {type(self._task).__name__} cannot "
+                f"be sent between processes. Return tensors or containers of tensors from predict_step. Otherwise, write "
+                f"the predictions with a PredictionWriter and call predict(return_predictions=False). {error}"
             ) from error
 
 

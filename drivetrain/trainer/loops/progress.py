@@ -241,8 +241,8 @@ def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration
     if trainer.max_time is not None:
         return duration.part_of(Duration(trainer.max_time.total_seconds(), Unit.SECONDS))
     raise ConfigurationError(
-        f"{name} is {duration}, but how long that is is not known. Give the Trainer an end (max_duration, max_epochs, "
-        "max_steps or max_time), or a duration in steps, samples or seconds.",
+        f"{name} is {duration}, but the length of the run is unknown. Set max_duration, max_epochs, max_steps or "
+        f"max_time on the Trainer, or give {name} in steps, samples or seconds.",
     )
 
 
@@ -273,8 +273,8 @@ def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
             progress.forget(unit)
         elif progress.total_batches and not progress.count(unit):
             raise ConfigurationError(
-                f"Something of this run is measured in {unit}, but its first {progress.global_step} steps have not "
-                f"counted any: nothing was measured in {unit} then. Measure in steps, epochs or time.",
+                f"A setting of this run is in {unit}, but the run that it resumes did not count {unit} in its first "
+                f"{progress.global_step} steps. Give the setting in steps, epochs or time instead.",
             )
         else:
             found.append(kind(trainer, task))
@@ -372,8 +372,8 @@ class _Samples:
         total, missing = reduce(torch.tensor([own, None in rows]), "sum").tolist()
         if missing:
             raise DataError(
-                "Samples cannot be counted: how many rows a batch has is not known here (a custom type of batch, or a "
-                "combination of loaders with batches of different sizes). Measure in steps, epochs or time."
+                "Samples cannot be counted, because the number of rows of a batch is unknown. The batch has a custom "
+                "type, or combines loaders with different batch sizes. Give settings in steps, epochs or time instead."
             )
         return int(total) // self._copies
 
@@ -415,8 +415,8 @@ class _Tokens:
     def _weighed(self) -> int:
         if self._weights.in_use is False:
             raise ConfigurationError(
-                f"This run is measured in tokens, but {type(self._task).__name__} gives no number of them. "
-                "Define num_tokens(batch) on the task, or return {'loss': sum, 'weight': tokens} from "
+                f"A setting of this run is in tokens, but {type(self._task).__name__} does not tell how many tokens a "
+                "batch has. Define num_tokens(batch) on the task, or return {'loss': sum, 'weight': tokens} from "
                 "training_step.",
             )
         total, self._weights.total = self._weights.total, None
