@@ -110,7 +110,7 @@ class Diverging(Unvalidated):
 
 def test_weights_that_are_not_finite_are_named_once(warnings_of: Any) -> None:
     [warning] = warnings_of(Diverging(), ones(3), max_epochs=3)
-    assert warning.startswith("The weight 'w' is not finite after epoch 0, so a loss was not either.")
+    assert warning.startswith("The weight 'w' is not finite after epoch 0: it contains NaN or infinity.")
     assert "NaNGuard" in warning
 
 

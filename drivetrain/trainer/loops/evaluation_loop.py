@@ -554,7 +554,7 @@ class PredictionLoop:
         except DataError as error:
             raise DataError(
                 f"predict() collects the predictions of all processes, but those of {type(self._task).__name__} cannot "
-                f"be sent between processes. Return tensors or containers of tensors from predict_step. Otherwise, write "
+                "be sent between processes. Return tensors or containers of tensors from predict_step, or write "
                 f"the predictions with a PredictionWriter and call predict(return_predictions=False). {error}"
             ) from error
 

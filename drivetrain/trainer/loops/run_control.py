@@ -136,7 +136,9 @@ class Interruption:
         while _END not in (numbers := os.read(reader, 64)):
             interrupts += numbers.count(signal.SIGINT)
             if interrupts > 1 and not self._raised.wait(GRACE_SECONDS):
-                print_text("Interrupted twice: ended at once, within a step; nothing was saved.", file=sys.stderr)
+                print_text(
+                    "Interrupted twice: the run ended at once, within a step. Nothing was saved.", file=sys.stderr
+                )
                 os._exit(128 + signal.SIGINT)
 
 
@@ -727,8 +729,8 @@ def raise_lost_save(saves: SaveQueue | None) -> NoReturn:
     if saves is not None:
         saves.finish()  # raises the error if this rank has it
     raise CheckpointError(
-        "A checkpoint could not be written in the background. Another process has raised why; this one has raised it "
-        "before, or did not take part."
+        "A checkpoint could not be written in the background. See the error of another process, or an earlier one of "
+        "this process, for the cause."
     )
 
 
@@ -847,7 +849,7 @@ class ValidationSchedule:
             if math.isinf(batches):
                 raise ConfigurationError(
                     f"val_check_interval={interval} is a fraction, but the training loader's length is not known. "
-                    "Give a whole number of batches.",
+                    "Use a whole number of batches.",
                 )
             self._every = max(1, int(batches * interval))
         elif isinstance(interval, int):
@@ -988,14 +990,14 @@ class Finiteness:
         found = next((name for name in gather_object([_first_not_finite(task)]) if name is not None), None)
         if found is not None:
             self._weights_are_finite = False
-            self._record(f"The weight {found!r} is not finite {when}, so a loss was not either.")
+            self._record(f"The weight {found!r} is not finite {when}: it contains NaN or infinity.")
 
     def _record(self, what: str) -> None:
         if self.is_finite:
             logger.warning(
-                f"{what} Training continues, and its checkpoints hold such weights. NaNGuard among the callbacks stops "
-                "such a run, leaves such steps out, or returns to a checkpoint; Trainer(detect_anomaly=True) names the "
-                "operation."
+                f"{what} Training continues, and its checkpoints may contain such weights. To stop such a run, skip "
+                "such steps or return to a checkpoint, add the callback NaNGuard. To find the operation that causes "
+                "it, use Trainer(detect_anomaly=True)."
             )
         self.is_finite = False
 
@@ -1025,10 +1027,10 @@ class EpochHealth:
     def _explain(self) -> str:
         step = f"{type(self._task).__name__}.training_step"
         if not self._task.automatic_optimization:
-            return f"automatic_optimization is False, and {step} stepped no optimizer."
+            return f"automatic_optimization is False, but {step} called no optimizer's step()."
         explained = f"{step} returned None for every batch"
         if overrides(self._trainer.accelerator.precision, "scale") or self._trainer.hooks.find("on_gradients_ready"):
-            explained += ", or every step was left out: gradients overflowed, or a callback asked for it"
+            explained += ", or every step was skipped because gradients overflowed or a callback vetoed the step"
         return f"{explained}."
 
 

@@ -166,7 +166,7 @@ class NamedLossesStep(PlainStep):
         raise ConfigurationError(
             f"{type(self._task).__name__}.training_step returned {shown}, without a loss for the optimizer "
             f"{missing[0]!r}.{nearest(missing[0], map(str, given))} Return a scalar tensor for each of "
-            f"{', '.join(map(repr, self._names))} in every step, or None to leave the batch out. For optimizers that "
+            f"{', '.join(map(repr, self._names))} in every step, or None to skip the batch. For optimizers that "
             "step at different times, set automatic_optimization = False.",
         )
 
@@ -195,14 +195,14 @@ def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
     names = ", ".join(map(repr, trainer.task_run.optimizer_names))
     reason = ""
     if trainer.strategy.schedules_microbatches:
-        reason = f"{trainer.strategy!r} runs the backwards of all micro-batches by itself, each from one loss"
+        reason = f"{trainer.strategy!r} runs the backward of each micro-batch itself, from a single loss"
     elif by_closure:
-        reason = "an optimizer that needs a closure, or optimizer_step, takes one loss"
+        reason = "an optimizer that needs a closure, or an overridden optimizer_step, uses a single loss"
     if reason:
         raise ConfigurationError(
-            f"{type(task).__name__}.configure_optimizers names its optimizers ({names}), each for a loss of its own, "
-            f"but {reason}. Return a list of optimizers for one loss, or set automatic_optimization = False where the "
-            "strategy takes it.",
+            f"{type(task).__name__}.configure_optimizers names its optimizers ({names}), so each has its own loss, "
+            f"but {reason}. Return a list of optimizers that share one loss, or set automatic_optimization = False if "
+            "the strategy supports it.",
         )
 
 
@@ -305,10 +305,11 @@ def refuse_unscheduled(task: Task, strategy: object, by_closure: bool) -> None:
     """
     if task.automatic_optimization and not by_closure:
         return
-    what = "an optimizer that needs a closure, or optimizer_step" if by_closure else "manual optimization"
+    what = "a closure for an optimizer or an overridden optimizer_step" if by_closure else "manual optimization"
     raise ConfigurationError(
-        f"{strategy!r} runs forward and backward of all micro-batches together, so {what} of {type(task).__name__} "
-        "cannot run them. Use automatic optimization with an optimizer that needs none, or another strategy.",
+        f"{strategy!r} runs the forward and backward of all micro-batches itself. {type(task).__name__} needs {what}, "
+        "which is not possible then. Use automatic optimization and an optimizer without a closure, or use another "
+        "strategy.",
     )
 
 
@@ -514,12 +515,12 @@ class SplitStep(PlainStep):
         statistics = ""
         if normed:
             statistics = (
-                f" What cannot be the same are the batch statistics of {', '.join(normed[:3])}"
-                f"{' and others' if normed[3:] else ''}: they are those of each part."
+                f" Only the batch statistics of {', '.join(normed[:3])}"
+                f"{' and others' if normed[3:] else ''} change, since they are computed for each part."
             )
         self._trainer.print(
-            f"Step {self._progress.global_step}: memory lacks, so from now on each batch is computed in "
-            f"{self._progress.parts} parts, one after the other. The global batch, its gradients and what is logged "
+            f"Step {self._progress.global_step}: out of memory. From now on, each batch is processed in "
+            f"{self._progress.parts} parts, one after the other. The global batch, its gradients and the logged values "
             f"stay the same.{statistics}"
         )
 
@@ -566,11 +567,11 @@ def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
 def _too_large(has_rows: bool) -> str:
     if not has_rows:
         return (
-            "Memory lacks for a step, and auto_micro_batch cannot cut its batch: no tensor in it shows how many rows "
-            "it has. Give batches of tensors whose first dimension is the rows, or a smaller batch size."
+            "Out of memory in a step. auto_micro_batch cannot split the batch, because no tensor in it shows its "
+            "number of rows. Use batches of tensors whose first dimension is the rows, or a smaller batch size."
         )
     return (
-        "Memory lacks for a step even where each row is computed by itself, so auto_micro_batch cannot help. Make the "
+        "Out of memory in a step, even with each row processed by itself, so auto_micro_batch cannot help. Make the "
         "model smaller, or use more devices."
     )
 
@@ -593,9 +594,9 @@ def choose_step(trainer: Trainer, task: Task, model: nn.Module, splits: bool = T
     splits = splits and trainer.auto_micro_batch
     if splits and (by_closure or trainer.task_run.optimizer_names or not task.automatic_optimization):
         raise ConfigurationError(
-            f"Trainer(auto_micro_batch=True) runs the gradients of a step again, which {type(task).__name__} computes "
-            "by itself: it optimizes by hand, steps its optimizer itself, has one that evaluates the loss several "
-            "times, or returns a loss for each of several. Leave auto_micro_batch out, and give a smaller batch size.",
+            f"Trainer(auto_micro_batch=True) does not support {type(task).__name__}, because it uses manual "
+            "optimization, overrides optimizer_step, has an optimizer that needs a closure, or returns one loss per "
+            "optimizer. Remove auto_micro_batch, and use a smaller batch size.",
         )
     if trainer.task_run.optimizer_names and task.automatic_optimization:
         refuse_named(trainer, task, by_closure)

@@ -63,7 +63,7 @@ class StepOutput:
         )
         raise ConfigurationError(
             f"{self._step} returned {given}. {rule}: the loss as a scalar tensor, a dict with it under 'loss', or None "
-            "to leave the batch out.",
+            "to skip the batch.",
         )
 
     def check_of_manual(self, output: Any) -> None:
@@ -71,7 +71,7 @@ class StepOutput:
         if output is not None and not isinstance(output, Tensor | Mapping):
             raise ConfigurationError(
                 f"{self._step} returned {repr(output)[:80]}. With automatic_optimization = False it must return a "
-                "Tensor or have no return: a tensor or a dict, which hooks get, or None.",
+                "Tensor or have no return. Allowed are a tensor or a dict, which the hooks receive, or None.",
             )
 
     def has_weight(self, output: Any) -> bool:
@@ -88,7 +88,7 @@ class StepOutput:
             return weight
         raise ConfigurationError(
             f"{self._step} returned a loss without a weight, after one with a weight. Return {{'loss': sum, 'weight': "
-            "tokens} for every batch, or None to leave one out.",
+            "tokens} for every batch, or None to skip one.",
         )
 
     def refuse_weight(self) -> None:
@@ -109,19 +109,19 @@ class StepOutput:
         """
         if error is not None and "static_graph set to True" in str(error):
             raise ConfigurationError(
-                f"{self._step} used other parameters than in the first step, for example since it left out a batch by "
-                "None, but DDP(static_graph=True) was given. Leave static_graph out, or give "
-                "find_unused_parameters=True in its place.",
+                f"{self._step} used other parameters than in the first step, for example because it returned None for "
+                "a batch. DDP(static_graph=True) does not allow that. Remove static_graph=True, or use "
+                "find_unused_parameters=True instead.",
             ) from error
         if loss.numel() != 1:
             raise ConfigurationError(
-                f"{self._step} returned a tensor of shape {tuple(loss.shape)}. Return one number, such as loss.mean().",
+                f"{self._step} returned a tensor of shape {tuple(loss.shape)}. Return a scalar, such as loss.mean().",
             ) from error
         if not loss.requires_grad:
             raise ConfigurationError(
-                f"{self._step} returned a loss that depends on no parameter that can be trained, so nothing can be "
-                "learned from it. Compute it from the task's modules, without detach(), item() or no_grad(); or return "
-                "None to leave the batch out.",
+                f"{self._step} returned a loss that does not depend on any trainable parameter, so it has no "
+                "gradients. Compute the loss from the task's modules, without detach(), item() or no_grad(), or return "
+                "None to skip the batch.",
             ) from error
 
 
@@ -248,7 +248,7 @@ def as_taken(task: Task, name: str, following: Following = lambda: None) -> Call
 
 
 def _leave_out(*_: Any) -> None:
-    words = "train_dataloader yielded None. If this was on purpose, ignore this warning: the batch is left out."
+    words = "train_dataloader yielded None. If this was on purpose, ignore this warning. The batch is skipped."
     warnings.warn(words, stacklevel=2)
 
 

@@ -354,23 +354,26 @@ def moments_of(
     """
     if scope.on_step is None:
         raise ConfigurationError(
-            f"You can't call self.log({name!r}, ...) here ({scope.stage}): there is no step or epoch that the "
-            "value belongs to. Log in a step, or in a hook between the start of training or evaluation and "
-            "the end of its epoch.",
+            f"You can't call self.log({name!r}, ...) here ({scope.stage}), because there is no current step or epoch. "
+            "Log in a step such as training_step, or in a hook between the start of training or evaluation and the end "
+            "of an epoch.",
         )
     if known is not None:
         raise ConfigurationError(
             f"{name!r} is logged with two meanings: first with {_readable(known.arguments)} from the "
             f"{moment_of(known.scope)}, now with {_readable(arguments)} from the {moment_of(scope)}. "
-            "Give the two different names.",
+            "Use the same options everywhere, or two different names.",
         )
     steps = scope.on_step if on_step is None else on_step
     epochs = bool(scope.on_epoch if on_epoch is None else on_epoch)
     if not (steps or epochs):
-        raise ConfigurationError(f"log({name!r}, on_step=False, on_epoch=False) is not useful: it would keep nothing.")
+        raise ConfigurationError(
+            f"log({name!r}, on_step=False, on_epoch=False) is not useful, because it keeps no value. Set one to True."
+        )
     if steps and not scope.has_batch:
         raise ConfigurationError(
-            f"log({name!r}, on_step=True) from the {moment_of(scope)}: there is no step there. Use on_epoch=True.",
+            f"log({name!r}, on_step=True) from the {moment_of(scope)} is not possible, because there is no step there. "
+            "Use on_epoch=True.",
         )
     return steps, epochs
 
@@ -469,8 +472,8 @@ def reduction_of(name: str, reduce_fx: Any) -> Reduction:
     word = "mean" if word == "avg" else word
     if not isinstance(reduce_fx, str) or word not in REDUCTIONS:
         raise ConfigurationError(
-            f"log({name!r}, reduce_fx={reduce_fx!r}): allowed are {', '.join(REDUCTIONS)} or a function of the "
-            f"stacked values.{nearest(word, REDUCTIONS)}",
+            f"log({name!r}, reduce_fx={reduce_fx!r}) is unknown. Allowed are {', '.join(REDUCTIONS)} or a function of "
+            f"the stacked values.{nearest(word, REDUCTIONS)}",
         )
     return word
 
@@ -640,7 +643,7 @@ class LoggedValues:
             if value.numel() != 1:
                 raise ConfigurationError(
                     f"log({name!r}, ...) takes a scalar, got a tensor of shape {tuple(value.shape)}. "
-                    "Reduce it first, such as with .mean().",
+                    "Reduce it first, for example with .mean().",
                 )
             # A tensor without a graph may be a buffer that a later step changes in place, so it is copied.
             value = value.detach() if value.requires_grad else value.clone()
@@ -738,7 +741,10 @@ class LoggedValues:
         Raises:
             ConfigurationError: The name belongs to another loader.
         """
-        raise ConfigurationError(f"{entry.name!r} is logged for two loaders; use add_dataloader_idx=True.")
+        raise ConfigurationError(
+            f"{entry.name!r} is logged for two loaders, with add_dataloader_idx=False. Use add_dataloader_idx=True, or "
+            "a different name for each loader."
+        )
 
     def _warn_without_trackers(self, name: str) -> None:
         if not self._has_trackers():
@@ -957,7 +963,8 @@ class LoggedValues:
         given = f"shape {tuple(computed.shape)}" if isinstance(computed, Tensor) else f"a {type(computed).__name__}"
         raise ConfigurationError(
             f"The `{type(metric).__name__}.compute()` return of the metric logged as {name!r} must be a tensor of one "
-            f"number, a number or None, got {given}. Compute it in on_validation_epoch_end and log the parts by name.",
+            f"number, a number or None, got {given}. Call compute() in a hook such as on_validation_epoch_end, and log "
+            "each number under its own name.",
         )
 
     def finished_metrics(self, task: nn.Module) -> list[str]:
@@ -1020,8 +1027,10 @@ class LoggedValues:
 # Stands for a function of `reduce_fx` after a resume, since a checkpoint cannot store functions.
 def _forgotten(values: Tensor) -> Tensor:
     raise ConfigurationError(
-        "A value that is reduced by a function was logged before the checkpoint and never since, so the function is "
-        "not known any more. Log it in every epoch, or use one of " + ", ".join(REDUCTIONS) + ".",
+        "A value with a function as reduce_fx was logged before the checkpoint, but not since the run was resumed. "
+        "Checkpoints cannot store functions. Log the value in every epoch, or use one of "
+        + ", ".join(REDUCTIONS)
+        + " as reduce_fx.",
     )
 
 
@@ -1038,8 +1047,8 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, Number) or (hasattr(value, "item") and getattr(value, "size", None) == 1):
         return float(value)
     raise ConfigurationError(
-        f"`self.log({name}, {value})` was called, but {name!r} is a {type(value).__name__}. Give a number, a scalar "
-        "tensor or a torchmetrics object.",
+        f"`self.log({name}, {value})` was called, but {name!r} is a {type(value).__name__}. Log a number, a "
+        "scalar tensor or a torchmetrics object.",
     )
 
 

@@ -191,8 +191,8 @@ class TrackerLog:
             return
         if own:
             logger.warning(
-                f"Not all processes raised, so the last values of {', '.join(own)} (step {step}) are those of rank "
-                f"{trainer.global_rank} alone, although they were logged with sync_dist=True."
+                f"Not all processes raised an exception, so the last values of {', '.join(own)} (step {step}) could "
+                f"not be reduced. The trackers receive those of rank {trainer.global_rank}, despite sync_dist=True."
             )
         self.write(to_numbers(values), step)
 

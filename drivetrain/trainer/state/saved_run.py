@@ -273,12 +273,13 @@ class Directories(CheckpointFormat):
         if task is None or placed.model is None or run.strategy.unwrap(placed.model) is not task:
             if trainer.spawning is not None:
                 raise CheckpointError(
-                    f"strategy={trainer.strategy.name!r}: the state of a run, such as that of its optimizers, ends "
-                    "with the processes that fit() has started. Let a ModelCheckpoint save it there; its "
-                    "best_model_path and last_model_path are known here."
+                    f"With strategy={trainer.strategy.name!r}, the state of a run exists only in the processes that "
+                    "fit() starts, and is gone after fit(). Add a ModelCheckpoint, which saves during fit(), and use its "
+                    "best_model_path or last_model_path afterwards."
                 )
             raise CheckpointError(
-                "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
+                "There is nothing to save yet. A checkpoint can be saved once fit() has moved the task to its device, "
+                "for example in a hook or after fit()."
             )
         models, step = run.prepared.models, trainer.progress.global_step
         is_evaluated = all(
@@ -377,7 +378,8 @@ class SavedRun:
         assert trainer.model is not None
         if len(engine["models"]) != 1:
             raise CheckpointError(
-                f"{self._directory} holds {len(engine['models'])} models, so none of them is that of a task."
+                f"{self._directory} contains {len(engine['models'])} models, but a task needs a checkpoint with one "
+                "model."
             )
         shown_to_hooks = trainer.checkpoint_format.shown_to_hooks
         with as_hooks_see_it(engine, 0, self._entries) as state, shown_to_hooks(state) as shown:
@@ -405,8 +407,8 @@ class SavedRun:
         unknown = set(callbacks) - {checkpoint.key_here(callback.state_key) for callback in trainer.callbacks}
         if unknown:
             logger.warning(
-                f"The checkpoint has the states of callbacks that this Trainer has not: {', '.join(sorted(unknown))}. "
-                "They are left out."
+                "The checkpoint contains the states of callbacks that this Trainer does not have: "
+                f"{', '.join(sorted(unknown))}. These states are ignored."
             )
         for callback in trainer.callbacks:
             if (key := checkpoint.key_here(callback.state_key)) in callbacks:
@@ -500,8 +502,8 @@ class SavedRun:
                 own = taken_over(self._directory, trainer.strategy, trainer.task)
             if "logged" not in own:  # a file of another tool, or one imported from it
                 trainer.print(
-                    f"{self._directory} was written by another tool, which saves no random state and no open means: "
-                    "shuffling, dropout and the values of an epoch under way begin here."
+                    f"{self._directory} was written by another tool, which saves no random state and no logged "
+                    "values. Shuffling, dropout and the values of the current epoch therefore start anew."
                 )
                 return
             trainer.logged.load_state_dict(own["logged"], trainer.strategy.topology.device)
@@ -625,20 +627,22 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
         callback = trainer.checkpoint_callback
         if callback is None:
             raise ConfigurationError(
-                f"{given!r} was given, but `ModelCheckpoint` is not configured. Put one among the callbacks.",
+                f"{given!r} was given, but `ModelCheckpoint` is not configured. Add one to the callbacks.",
             )
         if trainer.control.reason is not None and callback.run_identity not in (None, trainer.control.identity):
             raise ConfigurationError(
-                f"{given!r}: the ModelCheckpoint has the checkpoints of another Trainer, which was given it after this "
-                "one had trained. Give each Trainer its own, or name the checkpoint's path.",
+                f"{given!r}: the ModelCheckpoint has since been used by another Trainer, so it refers to the "
+                "checkpoints of that Trainer. Use a separate ModelCheckpoint for each Trainer, or pass the path of a "
+                "checkpoint.",
             )
         found = getattr(callback, f"{given}_model_path")
         if not found:
             if given == "best" and not callback.save_top_k:
                 raise ConfigurationError(
-                    "'best': the ModelCheckpoint is not configured to save the best (save_top_k=0)."
+                    "'best': the ModelCheckpoint is not configured to save the best checkpoint (save_top_k=0). Set "
+                    "save_top_k to 1 or more."
                 )
-            raise ConfigurationError(f"{given!r}: the ModelCheckpoint has not saved one yet.")
+            raise ConfigurationError(f"{given!r}: the ModelCheckpoint has not saved a checkpoint yet.")
         return str(found)
     if given != "auto":
         return os.fspath(given)
@@ -651,7 +655,7 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
     # The error of rank 0 is broadcast too, or the other ranks would wait here forever.
     path, problem = broadcast_object_list(answer)
     if problem is not None:
-        raise CheckpointError(f"resume='auto' could not look for checkpoints: {problem}")
+        raise CheckpointError(f"resume='auto' could not search for checkpoints: {problem}")
     if path is not None:
         trainer.print(shown(f"Resuming from {path}"))
     return str(path) if path is not None else None
