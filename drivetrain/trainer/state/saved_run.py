@@ -274,8 +274,8 @@ class Directories(CheckpointFormat):
             if trainer.spawning is not None:
                 raise CheckpointError(
                     f"With strategy={trainer.strategy.name!r}, the state of a run exists only in the processes that "
-                    "fit() starts, and is gone after fit(). Add a ModelCheckpoint, which saves during fit(), and use its "
-                    "best_model_path or last_model_path afterwards."
+                    "fit() starts, and is gone after fit(). Add a ModelCheckpoint, which saves during fit(), and use "
+                    "its best_model_path or last_model_path afterwards."
                 )
             raise CheckpointError(
                 "There is nothing to save yet. A checkpoint can be saved once fit() has moved the task to its device, "
