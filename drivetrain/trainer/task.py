@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-# The hooks of a task around the loop, each a documented no-op
+# Hooks that a task may override. By default, most of them do nothing.
 
 
 class TaskHooks(nn.Module):
@@ -61,6 +61,7 @@ class TaskHooks(nn.Module):
 
         With gradient accumulation, the optimizer step has already run when the hook is called for the step's last
         batch.
+        `outputs` may be None if `training_step` skipped the batch.
         """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
@@ -218,7 +219,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
     """
 
     automatic_optimization: bool = True
-    """Whether the trainer runs backward and steps the optimizers; see the class."""
+    """True if the Trainer runs the backward pass and steps the optimizers. False for manual optimization."""
 
     profiler = TaskProfiler()
     """The profiler of the Trainer that runs this task, or one that the task sets itself."""
@@ -232,7 +233,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_trainer": None, "_metric_paths": {}}
 
-    # the steps
+    # Steps
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
         """Compute the loss of one training batch. Each task must override this method to be trained.
@@ -281,7 +282,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
             "torch.optim.AdamW(self.parameters(), lr=1e-3).",
         )
 
-    # logging
+    # Logging
 
     @known_keywords
     def log(
@@ -301,7 +302,9 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a value to the progress bar, trackers and callbacks. It stays on its device until it is needed.
+        """Log a value for the experiment trackers, the callbacks and, with `prog_bar=True`, the progress bar.
+
+        The value stays on its device until it is needed.
 
         Args:
             name: The name of the value. Each name must be used with the same options everywhere.
@@ -379,7 +382,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
             "of the task, such as self.accuracy = ..., so that it moves to the task's device.",
         )
 
-    # where am I
+    # Position in the run
 
     @property
     def trainer(self) -> Trainer:
@@ -396,7 +399,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        for module in self.modules():  # tasks in this one log through the same trainer
+        for module in self.modules():  # tasks inside this one log through the same Trainer
             if isinstance(module, Task):
                 module._trainer = trainer
 
@@ -469,7 +472,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
             return data
         return recursively_apply(lambda tensor: gather(tensor.unsqueeze(0)), data)
 
-    # training by hand
+    # Manual optimization
 
     @known_keywords
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
@@ -542,7 +545,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         else:
             engine.clip_grad_norm_(parameters, gradient_clip_val)
 
-    # what the trainer does in each step; override to do it otherwise
+    # Actions of the Trainer in each step, which a task may override
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass for a loss that is already weighted and scaled. Override it to customize the pass.
@@ -613,7 +616,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         """
         return []
 
-    # parameters
+    # Parameters
 
     def freeze(self) -> Self:
         """Set `requires_grad=False` on all parameters, switch to evaluation mode and return the task."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _ALIKE = 0.85
-"""How alike a name and a hook's must be, from 0 to 1, to be taken for a mistyped one."""
+"""Similarity to a hook's name, from 0 to 1, from which a method counts as a misspelled hook."""
 
 _HOOKS_OF_LIGHTNING_1 = {
     "training_epoch_end": "on_train_epoch_end(self); collect what it needs in training_step",
@@ -164,9 +164,13 @@ def _takes_more(task: Task, name: str) -> bool:
 
 
 def _own_methods(kind: type, base: type) -> dict[str, type]:
-    """Return a class's public methods that `base` does not define, each with the class that defines the method.
+    """Return the public methods that a user's class and its parents define, each with the class that defines it.
 
-    Methods from drivetrain and torch classes are left out.
+    Classes of drivetrain and torch are left out.
+
+    Args:
+        kind: Class to inspect.
+        base: Class of the framework that it derives from, such as `Task`.
     """
     found: dict[str, type] = {}
     # In the order of the MRO, so that the most derived definition of a method is found first.
@@ -255,7 +259,7 @@ def check_saved_states(trainer: Trainer) -> None:
     named = [(type(owner).__name__, owner) for owner in own]
     states = []
     for name, owner in (*named, *((type(each.scheduler).__name__, each) for each in prepared.schedulers)):
-        with suppress(Exception):  # one may have no state before its first hook
+        with suppress(Exception):  # some have no state before their first hook
             states.append((f"{name}.state_dict()", owner.state_dict()))
     for name, state in states:
         check_storable(state, name)
@@ -271,7 +275,7 @@ def check_optimizer_states(trainer: Trainer) -> None:
     """
     for optimizer in trainer.optimizers if trainer.checkpoint_callbacks else ():
         bare = unwrap_optimizer(optimizer)
-        states = bare.state.values() if isinstance(bare.state, Mapping) else ()  # Megatron's is none
+        states = bare.state.values() if isinstance(bare.state, Mapping) else ()  # Megatron's state is not a mapping
         for value in (each for state in states if isinstance(state, Mapping) for each in state.values()):
             # A DTensor is a tensor subclass too, but checkpoints can store it as a shard.
             is_shard = hasattr(value, "to_local")

@@ -152,7 +152,7 @@ class EvaluationLoop:
         self._step = trainer.actions.watch(trainer.actions.of_strategy(stage.step_name), bound)
         with ExitStack() as stack:
             stack.enter_context(evaluating(self._task, stage, self._model))
-            # Without results to keep, the positions of the loaders are not kept either.
+            # A sanity check must not move the loaders, or the first validation would see other batches.
             for loader in () if keep else loaders:
                 stack.enter_context(loader.preserve_state())
             trainer.logged.enter(self._in_epoch)
@@ -402,7 +402,10 @@ def evaluate_logged(
 
 
 def make_validation(trainer: Trainer, task: Task, model: nn.Module, source: LoaderSource) -> EvaluationLoop | None:
-    """Create the loop that validates within `fit`. Returns None if the task has no validation data or step."""
+    """Create the loop that validates within `fit`, or return None if nothing is to be validated.
+
+    That is the case without validation data, without a `validation_step`, and with `limit_val_batches=0`.
+    """
     if trainer.limit_val_batches == 0:
         return None
     if not trainer.barebones:

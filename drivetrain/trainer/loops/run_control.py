@@ -103,7 +103,7 @@ class Interruption:
 
     @contextmanager
     def _native_code_watched(self) -> Iterator[None]:
-        """End the process at a second Ctrl-C even if the main thread is stuck in native code.
+        """Ensure that a second Ctrl-C ends the process even if the main thread is stuck in native code.
 
         Python runs a signal handler only between two bytecodes, and may merge several signals into one call. The
         C-level handler writes each signal's number to a pipe at once, and a thread reads the pipe.
@@ -261,7 +261,7 @@ class StopReason(str, Enum):
 
 
 class Ending(NamedTuple):
-    """How a run ended. Sent from a spawned training process to the Trainer of the process that started it.
+    """Outcome of a run, which a spawned training process sends to the Trainer that started it.
 
     Attributes:
         reason: Reason why the run ended, or None if none has ended.
