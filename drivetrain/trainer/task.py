@@ -89,7 +89,7 @@ class TaskHooks(nn.Module):
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """Run code after each validation, before the previous training mode of every module is restored.
+        """Run code after each validation, before every module returns to its previous training mode.
 
         The default does nothing. The Trainer restores the modes itself.
         """
@@ -117,7 +117,7 @@ class TaskHooks(nn.Module):
         self.eval()
 
     def on_test_model_train(self) -> None:
-        """Run code after testing, before the previous training mode of every module is restored.
+        """Run code after testing, before every module returns to its previous training mode.
 
         The default does nothing. The Trainer restores the modes itself.
         """
@@ -145,7 +145,7 @@ class TaskHooks(nn.Module):
         self.eval()
 
     def on_predict_model_train(self) -> None:
-        """Run code after prediction, before the previous training mode of every module is restored.
+        """Run code after prediction, before every module returns to its previous training mode.
 
         The default does nothing. The Trainer restores the modes itself.
         """
@@ -269,7 +269,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         return self(batch)
 
     def configure_optimizers(self) -> Any:
-        """Create the optimizers and learning-rate schedulers for training, and return them in one of the forms below.
+        """Create and return the optimizers for training, together with learning-rate schedulers if needed.
 
         Returns:
             One of: an optimizer; a list of optimizers that all step on the same loss; a list of optimizers and a list
@@ -509,16 +509,16 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         self.trainer.accelerator.backward(loss, **named, **kwargs)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Set `requires_grad=False` on all parameters that `optimizer` does not update, as for one side of a GAN.
+        """Freeze all parameters that `optimizer` does not update, for example to train one side of a GAN.
 
-        `untoggle_optimizer` restores the previous values.
+        Sets their `requires_grad` to False until `untoggle_optimizer` is called.
         """
         context: AbstractContextManager[None] = optimizer.toggle_model()
         context.__enter__()
         self.__dict__["_toggled"] = context
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Restore the `requires_grad` values that `toggle_optimizer` changed."""
+        """Restore the `requires_grad` values of the parameters that `toggle_optimizer` has frozen."""
         context = self.__dict__.pop("_toggled", None)
         if context is not None:
             context.__exit__(None, None, None)

@@ -657,7 +657,7 @@ class PlainStep:
 
 
 class ManualStep(PlainStep):
-    """Training step of a task with manual optimization, whose `training_step` runs backwards and optimizers itself."""
+    """Training step of a task with manual optimization, which runs backward and steps the optimizers itself."""
 
     def _step_hooks(self, hooks: Hooks) -> StepHooks:
         task, model = self._task, self._trainer.task_run.model

@@ -190,10 +190,7 @@ class LoggedValue:
             self.total = part if self.total is None else pick(torch.stack([self.total, part]), 0)
 
     def mark(self) -> Mark:
-        """Record the current contents of this logged value, without copying tensors.
-
-        `state_dict` can later return the contents as of this moment.
-        """
+        """Record a snapshot of this logged value for a later call of `state_dict`. No tensors are copied."""
         return Mark(self.total, self.weight, self._pending, self._weights, len(self._pending), self.last, self.fresh)
 
     def state_dict(self, mark: Mark | None = None) -> dict[str, Any]:
@@ -255,7 +252,7 @@ class LoggedValue:
 
 
 class Mark(NamedTuple):
-    """Snapshot of the contents of one logged value, for a checkpoint that is saved later.
+    """Snapshot of the values logged under one name, from which a checkpoint can be saved later.
 
     The lists are shared with the value. They only grow until they are replaced, so their first `kept` items are fixed.
     """
@@ -487,7 +484,7 @@ def entries_to_sync(entries: Iterable[LoggedValue]) -> list[LoggedValue]:
 
 
 def latest_of(entries: Iterable[LoggedValue]) -> dict[str, float]:
-    """Return this rank's latest step values that must still be reduced over ranks, as floats by name."""
+    """Return this rank's latest step values that have not been reduced over ranks yet, as floats by name."""
     local = [each for each in entries_to_sync(entries) if each.last is not each.synced]
     return {each.step_name: float(each.last) for each in local if each.last is not None}
 
@@ -513,7 +510,7 @@ _RESTORED: Arguments = ("restored from a checkpoint",)
 
 
 class LogMark(NamedTuple):
-    """Snapshot of everything that a run has logged, for a checkpoint that is saved later."""
+    """Snapshot of everything that a run has logged, from which a checkpoint can be saved later."""
 
     entries: list[tuple[LoggedValue, Mark]]
     epoch: dict[str, Value]
@@ -754,10 +751,7 @@ class LoggedValues:
     # Checkpoints
 
     def mark(self) -> LogMark:
-        """Record all values that training has logged so far, without copying tensors.
-
-        `state_dict` can later return the values as of this moment.
-        """
+        """Record a snapshot of all values that training has logged, for a later call of `state_dict`."""
         entries = [(entry, entry.mark()) for entry in self._tables["train"].values()]
         return LogMark(entries, dict(self._epoch), dict(self._bar), dict(self.evaluated))
 
