@@ -245,9 +245,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         Returns:
             The mean loss as a scalar tensor, a dict with the loss under `"loss"`, or None to skip the batch.
         """
-        raise ConfigurationError(
-            f"{type(self).__name__} has no training_step. Define training_step(self, batch, batch_idx) to train it."
-        )
+        raise ConfigurationError(f"{type(self).__name__} has no training_step. Define one to train it.")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         """Evaluate one validation batch, for example log its loss. The output is passed to `on_validation_batch_end`.
@@ -392,9 +390,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
             RuntimeError: The task is not attached to a Trainer.
         """
         if self._trainer is None:
-            raise RuntimeError(
-                f"{type(self).__name__} is not attached to a `Trainer`. Pass it to Trainer.fit() or Trainer.validate()."
-            )
+            raise RuntimeError(f"{type(self).__name__} is not attached to a `Trainer`. Pass it to Trainer.fit().")
         return self._trainer
 
     @trainer.setter
@@ -464,10 +460,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
             sync_grads: Not supported. Use `torch.distributed.nn` for collectives with gradients.
         """
         if sync_grads:
-            raise ConfigurationError(
-                "all_gather(sync_grads=True) is not supported. For collectives with gradients, use those of "
-                "torch.distributed.nn."
-            )
+            raise ConfigurationError("all_gather(sync_grads=True) is not supported. Use torch.distributed.nn instead.")
         if PartialState().num_processes == 1:
             return data
         return recursively_apply(lambda tensor: gather(tensor.unsqueeze(0)), data)
@@ -502,8 +495,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         """
         if self.automatic_optimization:
             raise ConfigurationError(
-                f"manual_backward() is only for tasks with automatic_optimization = False. {type(self).__name__} uses "
-                "automatic optimization: return the loss from training_step, and the Trainer runs backward.",
+                "manual_backward() is only for tasks with automatic_optimization = False. Return the loss instead.",
             )
         named = dict(zip(("gradient", "retain_graph", "create_graph"), args, strict=False))
         self.trainer.accelerator.backward(loss, **named, **kwargs)

@@ -66,14 +66,9 @@ def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
             f"Trainer.fit takes a Task, got {described(task)}. Subclass drivetrain.Task and pass an instance.",
         )
     if data is not None and not isinstance(data, DataModule):
-        raise ConfigurationError(
-            f"datamodule must be a DataModule, got a {type(data).__name__}. Pass loaders as train_dataloaders and "
-            "val_dataloaders."
-        )
+        raise ConfigurationError(f"datamodule must be a DataModule, got a {type(data).__name__}.")
     if data is not None and (train is not None or val is not None):
-        raise ConfigurationError(
-            "fit() got loaders and a datamodule. Pass either train_dataloaders and val_dataloaders, or datamodule."
-        )
+        raise ConfigurationError("fit() got both loaders and a datamodule. Pass only one of the two.")
 
 
 def check_training_step(task: Task, accumulate: int, clip: float | None) -> None:
@@ -91,9 +86,8 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
         )
     if "optimizer_idx" in inspect.signature(task.training_step).parameters:
         raise ConfigurationError(
-            "training_step is called once for all optimizers. Remove the `optimizer_idx` argument from "
-            "`training_step`. To give each optimizer its own loss, return a dict of losses by optimizer name, or set "
-            "automatic_optimization = False and step the optimizers in training_step.",
+            "Remove the `optimizer_idx` argument from `training_step`, which is called once for all optimizers. For one "
+            "loss per optimizer, return a dict of losses by optimizer name, or set automatic_optimization = False.",
         )
     if task.configure_optimizers is None:
         raise ConfigurationError(
@@ -117,22 +111,16 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
 def check_evaluation(task: Any, stage: Stage) -> Task:
     """Return the task if it has all methods for a stage, such as `test_step`. Otherwise raise `ConfigurationError`."""
     if task is None:
-        raise ConfigurationError(
-            f"{stage.verb}() was called without a model, and this Trainer has not run fit() yet. Pass the task."
-        )
+        raise ConfigurationError(f"{stage.verb}() needs a model, since fit() was not called before. Pass the task.")
     if not isinstance(task, Task):
-        raise ConfigurationError(
-            f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}. Pass an instance of drivetrain.Task."
-        )
+        raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
     step, name = stage.step_name, type(task).__name__
     if getattr(task, step) is None and stage is Stage.PREDICT:
         raise ConfigurationError(f"`{step}` cannot be None in {name}. Define the method, or remove the attribute.")
     if stage is not Stage.PREDICT and not is_overridden(task, Task, step):
         raise ConfigurationError(f"No `{step}()` method defined in {name}. Define {step}(self, batch, batch_idx).")
     if stage is Stage.PREDICT and task.forward is None:
-        raise ConfigurationError(
-            f"`{name}.predict_step` requires `forward` method to run. Define one of the two methods."
-        )
+        raise ConfigurationError(f"`{name}.predict_step` requires `forward` method to run. Define one of the two.")
     return task
 
 
@@ -189,9 +177,7 @@ def _warn_of_mistyped(owner: Any, base: type, name: str, defining: type) -> None
     hooks = [hook for hook in dir(base) if not hook.startswith("_") and inspect.isfunction(getattr(base, hook))]
     alike = difflib.get_close_matches(name, hooks, n=1, cutoff=_ALIKE)
     if alike and not is_overridden(owner, base, alike[0]):
-        logger.warning_once(
-            f"{defining.__name__}.{name} is not a hook, so it is never called. Did you mean {alike[0]!r}?"
-        )
+        logger.warning_once(f"{defining.__name__}.{name} is not a hook and never runs. Did you mean {alike[0]!r}?")
 
 
 def warn_of_unused_validation(task: Task, has_loader: bool) -> None:

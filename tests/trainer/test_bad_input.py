@@ -166,7 +166,7 @@ FITS: list[tuple[str, Callable[[], Any], list[str]]] = [
     (
         "loaders and a module",
         lambda: quiet().fit(Weight(), ones(1), datamodule=DataModule()),
-        ["loaders and a datamodule"],
+        ["both loaders and a datamodule"],
     ),
     ("not a module", lambda: quiet().fit(Weight(), datamodule=ones(1)), ["datamodule", "DataLoader"]),
     (

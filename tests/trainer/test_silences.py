@@ -190,9 +190,9 @@ def test_a_method_that_is_nearly_a_hook_is_warned_of_with_the_hook(warnings_of: 
         def on_train_batch_ended(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, index: int) -> None: ...
 
     assert warnings_of(Mistyped(), ones(1), callbacks=Watching()) == [
-        "Mistyped.validaton_step is not a hook, so it is never called. Did you mean 'validation_step'?",
-        "Mistyped.on_train_epoch_ends is not a hook, so it is never called. Did you mean 'on_train_epoch_end'?",
-        "Watching.on_train_batch_ended is not a hook, so it is never called. Did you mean 'on_train_batch_end'?",
+        "Mistyped.validaton_step is not a hook and never runs. Did you mean 'validation_step'?",
+        "Mistyped.on_train_epoch_ends is not a hook and never runs. Did you mean 'on_train_epoch_end'?",
+        "Watching.on_train_batch_ended is not a hook and never runs. Did you mean 'on_train_batch_end'?",
     ]
 
 

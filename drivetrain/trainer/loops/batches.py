@@ -289,10 +289,9 @@ def check_equal_lengths(batches: float, kind: str) -> None:
             for rank, count in enumerate(everyone)
         )
         raise DataError(
-            f"The processes have different numbers of {kind} batches: {counts}. All processes must run equally many "
-            "batches, since processes with more would wait for the others forever. Give every process a loader of the "
-            "same length, let use_distributed_sampler=True divide one loader, or limit the batches to the smallest "
-            "number."
+            f"The processes have different numbers of {kind} batches: {counts}. Processes with more batches would wait "
+            "for the others forever. Give every process a loader of the same length, let use_distributed_sampler=True "
+            "divide one loader, or limit the batches to the smallest number."
         )
 
 

@@ -136,9 +136,7 @@ class Interruption:
         while _END not in (numbers := os.read(reader, 64)):
             interrupts += numbers.count(signal.SIGINT)
             if interrupts > 1 and not self._raised.wait(GRACE_SECONDS):
-                print_text(
-                    "Interrupted twice: the run ended at once, within a step. Nothing was saved.", file=sys.stderr
-                )
+                print_text("Interrupted twice: the run ended within a step. Nothing was saved.", file=sys.stderr)
                 os._exit(128 + signal.SIGINT)
 
 

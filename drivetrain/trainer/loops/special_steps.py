@@ -307,9 +307,8 @@ def refuse_unscheduled(task: Task, strategy: object, by_closure: bool) -> None:
         return
     what = "a closure for an optimizer or an overridden optimizer_step" if by_closure else "manual optimization"
     raise ConfigurationError(
-        f"{strategy!r} runs the forward and backward of all micro-batches itself. {type(task).__name__} needs {what}, "
-        "which is not possible then. Use automatic optimization and an optimizer without a closure, or use another "
-        "strategy.",
+        f"{strategy!r} runs the forward and backward of all micro-batches itself, so {type(task).__name__} cannot use "
+        f"{what}. Use automatic optimization and an optimizer without a closure, or another strategy.",
     )
 
 

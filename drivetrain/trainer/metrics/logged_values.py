@@ -352,8 +352,7 @@ def moments_of(
     if scope.on_step is None:
         raise ConfigurationError(
             f"You can't call self.log({name!r}, ...) here ({scope.stage}), because there is no current step or epoch. "
-            "Log in a step such as training_step, or in a hook between the start of training or evaluation and the end "
-            "of an epoch.",
+            "Log in a step, or in a hook between the start of training or evaluation and the end of an epoch.",
         )
     if known is not None:
         raise ConfigurationError(
@@ -364,13 +363,10 @@ def moments_of(
     steps = scope.on_step if on_step is None else on_step
     epochs = bool(scope.on_epoch if on_epoch is None else on_epoch)
     if not (steps or epochs):
-        raise ConfigurationError(
-            f"log({name!r}, on_step=False, on_epoch=False) is not useful, because it keeps no value. Set one to True."
-        )
+        raise ConfigurationError(f"log({name!r}, on_step=False, on_epoch=False) is not useful. It keeps no value.")
     if steps and not scope.has_batch:
         raise ConfigurationError(
-            f"log({name!r}, on_step=True) from the {moment_of(scope)} is not possible, because there is no step there. "
-            "Use on_epoch=True.",
+            f"log({name!r}, on_step=True) is not possible from the {moment_of(scope)}. Use on_epoch=True.",
         )
     return steps, epochs
 
@@ -738,10 +734,7 @@ class LoggedValues:
         Raises:
             ConfigurationError: The name belongs to another loader.
         """
-        raise ConfigurationError(
-            f"{entry.name!r} is logged for two loaders, with add_dataloader_idx=False. Use add_dataloader_idx=True, or "
-            "a different name for each loader."
-        )
+        raise ConfigurationError(f"{entry.name!r} is logged for two loaders. Use add_dataloader_idx=True.")
 
     def _warn_without_trackers(self, name: str) -> None:
         if not self._has_trackers():
@@ -1021,10 +1014,8 @@ class LoggedValues:
 # Stands for a function of `reduce_fx` after a resume, since a checkpoint cannot store functions.
 def _forgotten(values: Tensor) -> Tensor:
     raise ConfigurationError(
-        "A value with a function as reduce_fx was logged before the checkpoint, but not since the run was resumed. "
-        "Checkpoints cannot store functions. Log the value in every epoch, or use one of "
-        + ", ".join(REDUCTIONS)
-        + " as reduce_fx.",
+        "A value whose reduce_fx is a function was logged before the checkpoint, which cannot store functions, but not "
+        f"since the run was resumed. Log it in every epoch, or use one of {', '.join(REDUCTIONS)} as reduce_fx.",
     )
 
 

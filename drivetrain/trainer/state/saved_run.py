@@ -278,8 +278,7 @@ class Directories(CheckpointFormat):
                     "its best_model_path or last_model_path afterwards."
                 )
             raise CheckpointError(
-                "There is nothing to save yet. A checkpoint can be saved once fit() has moved the task to its device, "
-                "for example in a hook or after fit()."
+                "There is nothing to save yet. Save the checkpoint in a hook that runs during fit(), or after fit()."
             )
         models, step = run.prepared.models, trainer.progress.global_step
         is_evaluated = all(
@@ -378,8 +377,7 @@ class SavedRun:
         assert trainer.model is not None
         if len(engine["models"]) != 1:
             raise CheckpointError(
-                f"{self._directory} contains {len(engine['models'])} models, but a task needs a checkpoint with one "
-                "model."
+                f"{self._directory} contains {len(engine['models'])} models, but a task can load only a single model."
             )
         shown_to_hooks = trainer.checkpoint_format.shown_to_hooks
         with as_hooks_see_it(engine, 0, self._entries) as state, shown_to_hooks(state) as shown:
@@ -632,15 +630,13 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
         if trainer.control.reason is not None and callback.run_identity not in (None, trainer.control.identity):
             raise ConfigurationError(
                 f"{given!r}: the ModelCheckpoint has since been used by another Trainer, so it refers to the "
-                "checkpoints of that Trainer. Use a separate ModelCheckpoint for each Trainer, or pass the path of a "
-                "checkpoint.",
+                "checkpoints of that Trainer. Use one ModelCheckpoint per Trainer, or pass the checkpoint's path.",
             )
         found = getattr(callback, f"{given}_model_path")
         if not found:
             if given == "best" and not callback.save_top_k:
                 raise ConfigurationError(
-                    "'best': the ModelCheckpoint is not configured to save the best checkpoint (save_top_k=0). Set "
-                    "save_top_k to 1 or more."
+                    "'best': the ModelCheckpoint is not configured to save the best checkpoint (save_top_k=0)."
                 )
             raise ConfigurationError(f"{given!r}: the ModelCheckpoint has not saved a checkpoint yet.")
         return str(found)
