@@ -86,7 +86,7 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
         )
     if "optimizer_idx" in inspect.signature(task.training_step).parameters:
         raise ConfigurationError(
-            "Remove the `optimizer_idx` argument from `training_step`, which is called once for all optimizers. For one "
+            "Remove the `optimizer_idx` argument from `training_step`, which runs once for all optimizers. For one "
             "loss per optimizer, return a dict of losses by optimizer name, or set automatic_optimization = False.",
         )
     if task.configure_optimizers is None:

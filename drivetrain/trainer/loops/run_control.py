@@ -891,7 +891,7 @@ class ValidationSchedule:
 
     @property
     def is_due(self) -> bool:
-        """True if a validation must run now. Read once the number of batches from `next_batch` is reached."""
+        """True if a validation must run now. Valid once the epoch has reached the batch count from `next_batch`."""
         return self._counted is None or self.is_pending
 
     @property

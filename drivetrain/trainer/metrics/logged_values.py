@@ -71,7 +71,7 @@ Arguments = tuple[Any, ...]
 
 
 class LoggedValue:
-    """All values that a task logs under one name in one stage, with the options of `self.log` for the name.
+    """Values that a task logs under one name in one stage, together with the options of that name.
 
     The values are detached tensors that stay on their device until they are reduced.
 
@@ -727,9 +727,7 @@ class LoggedValues:
         return entry
 
     def key_beside(self, known: LoggedValue, entry: LoggedValue) -> str:
-        """Return the key of a logged value whose name is already in use in its stage.
-
-        Subclasses may allow that. The default raises an error.
+        """Return the key under which to store a value whose name is already in use. The default raises an error.
 
         Raises:
             ConfigurationError: The name belongs to another loader.
