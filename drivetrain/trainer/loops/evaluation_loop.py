@@ -289,6 +289,7 @@ def loader_argument(step: Callable[..., Any], dataloader_idx: int | None) -> tup
     takes_any = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
     needs_it = bool(third) and third[0].default is inspect.Parameter.empty
     if dataloader_idx is None:
+        # A step that requires the index receives 0 even if there is only one loader.
         return (0,) if needs_it else ()
     return (dataloader_idx,) if third or takes_any else ()
 

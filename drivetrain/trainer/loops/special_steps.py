@@ -554,6 +554,7 @@ def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
         return None
     last = given[-1][1]
     losses = [(output if isinstance(output, Tensor) else output["loss"]).detach() for _, output in given]
+    # Sums of losses add up over the parts. Means are weighted by each part's share of the rows.
     loss = torch.stack([each * (1.0 if sums else share) for each, (share, _) in zip(losses, given, strict=True)]).sum()
     if isinstance(last, Tensor):
         return loss

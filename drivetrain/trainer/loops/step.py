@@ -304,8 +304,8 @@ class Feed:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Release the last batch, and stop the loader's workers if the loop ended early."""
         self.batch = None
+        # Without the old iterator, the loader's workers end even if the loop stopped early.
         self._batches = iter(())
         self._current.leave_batch()
 
@@ -333,6 +333,7 @@ def bind_step(model: nn.Module, step: Callable[..., Any], precision: Precision) 
         step: Bound method of the task, such as `training_step`.
         precision: Precision of the run, for example autocast to bf16.
     """
+    # A bare `StepModule` would only call the step, so its overhead is avoided. Forward hooks need the call.
     bare = isinstance(model, StepModule) and not (model._forward_hooks or model._forward_pre_hooks)
     return under_precision(step if bare else partial(model, step), precision)
 

@@ -557,6 +557,7 @@ class LoggedValues:
         self.scope = scope
         self.dataloader_idx = dataloader_idx
         self.skips = False
+        # Training begins: callbacks must not see results of the sanity check any longer.
         if self._tried and scope.stage == "train":
             self._tried, self._tried_bar = {}, {}
         self._current = self._by_loader.setdefault(self.group_of(scope), {})
@@ -925,6 +926,7 @@ class LoggedValues:
             if result.prog_bar:
                 bar[result.epoch_name] = result.value
         for entry in fresh.values():
+            # Callbacks and the progress bar still show the values of the last step after the epoch.
             last, synced = entry.last, entry.synced
             entry.reset()
             entry.last, entry.synced = last, synced

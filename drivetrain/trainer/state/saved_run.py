@@ -530,10 +530,13 @@ def moment_of(trainer: Trainer) -> Moment:
     elif batches.marked is not None and is_open:
         position = batches.marked
     elif reached is not None and reached.index < done:
+        # The loader has not read ahead of the finished steps, so its own position is the one to save.
         position = loader.state_dict()
     elif batches.finished is not None and batches.finished.index == done - 1:
+        # The loader has already read batches of the next step, which must be read again after a resume.
         position = loader.state_after(batches.finished)
     elif batches.origin is not None:
+        # No step of this pass has finished yet.
         position = batches.origin
     else:
         position = at_start_of(loader.state_dict(), progress.epoch)
