@@ -427,7 +427,7 @@ class RunControl:
         return {"should_stop": any(is_over), "stop_askers": list(self._requests)}
 
     def resume_stop(self, stopped: bool, askers: Collection[str]) -> None:
-        """Restore the stop requests that a checkpoint contains, in place of the current requests.
+        """Replace the current stop requests by those from a checkpoint.
 
         Args:
             stopped: True if a callback had stopped the saved run for good.

@@ -425,7 +425,7 @@ class SplitStep(PlainStep):
             self._report()
 
     def _gradients(self, window: Sequence[PendingBatch], failure: MemoryError | None) -> list[Any]:
-        """Compute the gradients of a step with the present number of parts per micro-batch.
+        """Compute the gradients of a step with the current number of parts per micro-batch.
 
         Args:
             window: Micro-batches of the step.
@@ -545,7 +545,7 @@ def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:
         sums: True to sum the losses, which then have weights. False to average the losses by share.
 
     Returns:
-        The combined output, or None if the task left out all parts.
+        The combined output, or None if the task skipped all parts.
     """
     if len(outputs) == 1:
         return outputs[0][1]

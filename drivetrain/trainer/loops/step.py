@@ -137,17 +137,17 @@ def detached(output: Any) -> Any:
     return output
 
 
-# Batches that `training_step` leaves out
+# Batches that `training_step` skips
 
 
 class DummyLoss:
-    """Zero loss for batches that a task leaves out, so that their rank still joins the all-reduce of gradients.
+    """Zero loss for batches that a task skips, so that the rank still takes part in the all-reduce of gradients.
 
     The strategy's wrapper may have a parameter `presence` with the value zero, which is added to each real loss. Its
     all-reduced gradient is above zero if any rank had a real batch.
 
     Attributes:
-        was_dummy: True if the task left out the most recent batch.
+        was_dummy: True if the task skipped the most recent batch.
     """
 
     def __init__(self, strategy: Strategy, task: nn.Module, model: nn.Module | None, names: Sequence[str] = ()) -> None:
@@ -158,7 +158,7 @@ class DummyLoss:
         self.was_dummy = False
 
     def replacing(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a training step so that it returns a zero loss where the task returns None to leave out a batch.
+        """Wrap a training step so that it returns a zero loss if the task returns None to skip a batch.
 
         The zero loss is computed from the output of the forward. DDP searches that output for the parameters that take
         part in the backward.
@@ -186,7 +186,7 @@ class DummyLoss:
     def anyone_took_part(self) -> bool:
         """Return True if another rank computed a real loss in this optimizer step.
 
-        Valid only on a rank that left out all of its own batches, after the backward.
+        Valid only on a rank that skipped all of its own batches, after the backward.
         """
         if self._presence is not None:
             return self._presence.grad is not None and float(self._presence.grad) != 0.0
@@ -227,7 +227,7 @@ Following = Callable[[], tuple[Any, int, int] | None]
 
 
 def as_taken(task: Task, name: str, following: Following = lambda: None) -> Callable[..., Any]:
-    """Return a function that calls a step of the task with the arguments that its signature asks for.
+    """Return a function that calls a task's step with only the arguments that its signature accepts.
 
     The loops always pass the batch, its index and the index of its loader. A step with a single parameter receives the
     batch alone. A step with a parameter `dataloader_iter` receives an iterator over such tuples of three, starting at
@@ -456,7 +456,7 @@ class PlainStep:
         """
         self._begin(window)
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
-        # `_has_loss` waits for the device, so it runs only if this rank left out all of its batches.
+        # `_has_loss` waits for the device, so it runs only if this rank skipped all of its batches.
         has_loss = self._took_part or self._has_loss()
         stepped = self._engine.step_all() if has_loss else self._trainer.steps_without_loss(window)
         return self._finish(window, outputs[-1], stepped)
@@ -577,7 +577,7 @@ class PlainStep:
             self._is_weighted = self._decide_weighted(output)
         weight: Tensor | float | None = None
         if self._is_weighted:
-            # A batch that was left out must not count in the sum of weights.
+            # A skipped batch must not count in the sum of weights.
             weight = 0.0 if is_dummy else self._output.weight_of(output)
         elif loss is not output and self._output.has_weight(output):
             self._output.refuse_weight()

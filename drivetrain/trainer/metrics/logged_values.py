@@ -336,7 +336,7 @@ def moments_of(
     on_epoch: bool | None,
     known: LoggedValue | None,
 ) -> tuple[bool, bool]:
-    """Determine whether a logged value is kept for its step and for its epoch, and return both as booleans.
+    """Determine whether a logged value is stored for its step and for its epoch, and return both as booleans.
 
     Args:
         name: Name of the value.
