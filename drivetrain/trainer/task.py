@@ -53,7 +53,12 @@ class TaskHooks(nn.Module):
         """Run code at the end of each training epoch, after the validation at the epoch's end."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Run code before each training batch. Return -1 to skip the rest of the epoch."""
+        """Run code before each training batch. Return -1 to skip the rest of the epoch.
+
+        Args:
+            batch: The batch, on the device.
+            batch_idx: The index of the batch in the epoch.
+        """
         return None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -61,7 +66,11 @@ class TaskHooks(nn.Module):
 
         With gradient accumulation, the optimizer step has already run when the hook is called for the step's last
         batch.
-        `outputs` may be None if `training_step` skipped the batch.
+
+        Args:
+            outputs: The detached output of `training_step` as a dict, or None for a skipped batch.
+            batch: The batch, on the device.
+            batch_idx: The index of the batch in the epoch.
         """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
@@ -107,10 +116,23 @@ class TaskHooks(nn.Module):
         """Run code after the last validation batch. Values logged in this hook belong to the validation."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run code before each validation batch. `dataloader_idx` is the index of its loader."""
+        """Run code before each validation batch. `dataloader_idx` is the index of its loader.
+
+        Args:
+            batch: The batch, on the device.
+            batch_idx: The index of the batch in its loader.
+            dataloader_idx: The index of the loader, if there are several.
+        """
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run code after each validation batch. `outputs` is what `validation_step` returned."""
+        """Run code after each validation batch. `outputs` is what `validation_step` returned.
+
+        Args:
+            outputs: The output of `validation_step`.
+            batch: The batch, on the device.
+            batch_idx: The index of the batch in its loader.
+            dataloader_idx: The index of the loader, if there are several.
+        """
 
     def on_test_model_eval(self) -> None:
         """Switch the task to evaluation mode before testing. The default calls `self.eval()`."""
@@ -135,10 +157,23 @@ class TaskHooks(nn.Module):
         """Run code after the last test batch. Values logged in this hook belong to the test."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run code before each test batch. `dataloader_idx` is the index of its loader."""
+        """Run code before each test batch. `dataloader_idx` is the index of its loader.
+
+        Args:
+            batch: The batch, on the device.
+            batch_idx: The index of the batch in its loader.
+            dataloader_idx: The index of the loader, if there are several.
+        """
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run code after each test batch. `outputs` is what `test_step` returned."""
+        """Run code after each test batch. `outputs` is what `test_step` returned.
+
+        Args:
+            outputs: The output of `test_step`.
+            batch: The batch, on the device.
+            batch_idx: The index of the batch in its loader.
+            dataloader_idx: The index of the loader, if there are several.
+        """
 
     def on_predict_model_eval(self) -> None:
         """Switch the task to evaluation mode before prediction. The default calls `self.eval()`."""
@@ -163,16 +198,37 @@ class TaskHooks(nn.Module):
         """Run code after the last prediction batch."""
 
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run code before each prediction batch. `dataloader_idx` is the index of its loader."""
+        """Run code before each prediction batch. `dataloader_idx` is the index of its loader.
+
+        Args:
+            batch: The batch, on the device.
+            batch_idx: The index of the batch in its loader.
+            dataloader_idx: The index of the loader, if there are several.
+        """
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run code after each prediction batch. `outputs` is what `predict_step` returned."""
+        """Run code after each prediction batch. `outputs` is what `predict_step` returned.
+
+        Args:
+            outputs: The output of `predict_step`.
+            batch: The batch, on the device.
+            batch_idx: The index of the batch in its loader.
+            dataloader_idx: The index of the loader, if there are several.
+        """
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the task's own entries to the dict `checkpoint` before the checkpoint is written."""
+        """Add the task's own entries to the dict `checkpoint` before the checkpoint is written.
+
+        Args:
+            checkpoint: The entries of the checkpoint, to be changed in place.
+        """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read or change the entries of a loaded checkpoint, before weights and optimizers are restored."""
+        """Read or change the entries of a loaded checkpoint, before weights and optimizers are restored.
+
+        Args:
+            checkpoint: The entries of the checkpoint. Changes apply to what is restored.
+        """
 
     def on_exception(self, exception: BaseException) -> None:
         """Run code when an exception ends the run. The exception is raised again after the hook."""
