@@ -542,7 +542,7 @@ class Task(TaskFiles, DataHooks, TaskHooks):
         return None if not found else found[0] if len(found) == 1 else found
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass for a loss, in the `training_step` of a task with manual optimization.
+        """Run the backward pass for a loss, within a `training_step` with manual optimization.
 
         Further arguments are those of `torch.Tensor.backward`.
 

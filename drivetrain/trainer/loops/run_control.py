@@ -381,7 +381,7 @@ class RunControl:
         return (bool(self._requested_by) or self.out_of_time) and not self.ends_to_be_resumed
 
     def request_stop(self, by: str, asker: str = "", for_good: bool = True) -> None:
-        """Request that training stops after the current step, but not before `min_epochs` and `min_steps`.
+        """Request a stop of training after the current step, but not before `min_epochs` and `min_steps`.
 
         The request of one rank stops all ranks.
 
@@ -469,7 +469,7 @@ class RunControl:
     # Rollback
 
     def request_rollback(self, path: str, skip_batches: Collection[tuple[int, int]]) -> None:
-        """Request that training returns to an earlier checkpoint after the current step.
+        """Request a return to an earlier checkpoint after the current training step.
 
         Args:
             path: Path of the checkpoint.
