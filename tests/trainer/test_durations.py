@@ -87,7 +87,7 @@ def test_a_resumed_run_ends_where_the_unbroken_one_does(tmp_path: Path, unit: st
 
 def test_a_run_that_has_not_counted_from_its_beginning_is_refused(tmp_path: Path) -> None:
     fitted(Weight(), data(), max_steps=3).save_checkpoint(tmp_path / "first")
-    with pytest.raises(ConfigurationError, match="its first 3 steps have not counted any"):
+    with pytest.raises(ConfigurationError, match="did not count samples in its first 3 steps"):
         quiet(max_epochs=None, max_duration="50 samples").fit(Weight(), data(), resume=tmp_path / "first")
 
 
@@ -191,7 +191,7 @@ def test_tokens_that_nobody_counts_are_refused() -> None:
 
 
 def test_a_part_of_a_run_without_an_end_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="how long that is is not known"):
+    with pytest.raises(ConfigurationError, match="the length of the run is unknown"):
         fitted(Weight(), data(), ones(1), max_epochs=-1, val_check_interval="10%")
 
 

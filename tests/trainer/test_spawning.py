@@ -269,7 +269,7 @@ def test_what_no_process_could_run_is_refused_when_the_trainer_is_made(options: 
 
 
 def test_a_checkpoint_is_left_to_the_processes(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="Let a ModelCheckpoint save it"):
+    with pytest.raises(CheckpointError, match="Add a ModelCheckpoint, which saves during"):
         spawning().save_checkpoint(tmp_path / "here")
 
 
